@@ -1,0 +1,62 @@
+# Two commands on a bare machine: `make demo` and `make test`. Everything is installed into .venv, nothing elsewhere.
+# Another interpreter: `make demo PYTHON=python3.12`. Arguments for pytest: `make test ARGS="-k scheduler"`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# pip shows its progress on a terminal and keeps still in a log.
+INSTALL = $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test check format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo    set up .venv, fetch the default model, answer a question'
+	@echo 'make test    set up what is missing, run every test (ARGS="..." goes to pytest)'
+	@echo 'make check   lint, formatting, types'
+	@echo 'make format  let ruff fix what it can'
+	@echo 'make clean   remove .venv and every generated file (the model cache stays)'
+
+demo: $(VENV)/.installed
+	$(BIN)/nanovllm generate "What is the capital of France?"
+
+test: $(VENV)/.installed-test
+	@$(BIN)/python -c 'from nanovllm.utils.hub import default_model_path as fetch; fetch()' \
+	    || echo 'The default model could not be fetched: the tests that need it will be skipped.' >&2
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-test
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@command -v "$(PYTHON)" >/dev/null || { echo '$(PYTHON) was not found: install Python 3.11 or newer,' \
+	    'or name it with PYTHON=/path/to/python3' >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'Python 3.11 or newer is needed;' \
+	    '$(PYTHON) is' "$$("$(PYTHON)" --version 2>&1)": 'name a newer one with PYTHON=python3.12' >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo '$(PYTHON) has no working venv module:' \
+	    'install it first (on Debian and Ubuntu the package python3-venv)' >&2; exit 1; }
+	@echo "Creating $(VENV) with $$("$(PYTHON)" --version)"
+	@"$(PYTHON)" -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created requirements.txt pyproject.toml
+	@echo 'Installing torch and a few small packages (once; takes some minutes)'
+	@$(INSTALL) -r requirements.txt -e .
+	@touch $@
+
+# The requirements are given again so that no test package can move a pinned one.
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo 'Installing what the tests need'
+	@$(INSTALL) -r requirements.txt -e '.[test]'
+	@touch $@

@@ -1,0 +1,47 @@
+"""nanovllm: a small, fast LLM inference engine.
+
+    from nanovllm import LLM, SamplingParams
+    print(LLM().generate("The capital of France is", SamplingParams(temperature=0))[0]["text"])
+
+Importing the package loads no torch; that happens when an `LLM` is opened.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from nanovllm.errors import NanoError
+    from nanovllm.llm import LLM
+    from nanovllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+    from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+
+_HOMES = {
+    "LLM": "nanovllm.llm",
+    "SamplingParams": "nanovllm.sampling_params",
+    "BeamSearchParams": "nanovllm.sampling_params",
+    "RequestOutput": "nanovllm.outputs",
+    "CompletionOutput": "nanovllm.outputs",
+    "BeamSearchOutput": "nanovllm.outputs",
+    "Logprob": "nanovllm.outputs",
+    "NanoError": "nanovllm.errors",
+}
+
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Logprob",
+    "NanoError",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

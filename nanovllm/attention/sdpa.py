@@ -1,0 +1,200 @@
+"""Paged attention on torch alone: gather a sequence's blocks, then `scaled_dot_product_attention`.
+
+Decodes are gathered together, padded to the longest of their group; the query heads that share a KV head become rows of
+one small matrix, so grouped-query attention copies nothing. Prefill chunks go one by one: a chunk that starts at position
+0 attends to its own fresh keys, a later one to what its blocks hold.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.attention.backend import BatchGeometry, CacheShape
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Decodes of similar length."""
+
+    rows: Tensor | None  # [group] which decodes; None = all, in order
+    pages: Tensor  # [group * kv_heads * blocks] rows of the cache seen as [block * kv_head, position * head_dim]
+    num_blocks: int
+    max_len: int  # gathered positions that any of them needs
+    mask: Tensor | None  # [group, 1, 1, max_len] 0 or -inf; None = all positions count
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    first: int  # token index of the chunk's first token in the step
+    num_new: int
+    pages: Tensor | None  # as above; None = a whole prompt from position 0, nothing to gather
+    num_blocks: int
+    kv_len: int
+    mask: Tensor | None  # [num_new, kv_len]; None = causal, all keys are the chunk's own
+
+
+@dataclass(frozen=True)
+class SdpaStep:
+    slots: Tensor  # [num_tokens * kv_heads] rows of the cache seen as [block * kv_head * position, head_dim]
+    num_decodes: int
+    decodes: dict[int | None, list[DecodeGroup]]  # by window
+    chunks: dict[int | None, list[PrefillChunk]]
+
+
+class SdpaBackend:
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self.block_size = shape.block_size
+        self._windows = set(shape.windows)
+        self._heads = np.arange(shape.num_kv_heads)
+
+    def make_cache(self, num_blocks: int) -> list[Tensor]:
+        s = self.shape
+        size = (2, num_blocks, s.num_kv_heads, s.block_size, s.head_dim)
+        # zeros, not empty: padding may read a position before anyone wrote it, and NaN * 0 is NaN
+        return [torch.zeros(size, dtype=s.cache_dtype, device=s.device) for _ in range(s.num_layers)]
+
+    # --- once a step --------------------------------------------------------------------------------------------------
+
+    def prepare(self, geometry: BatchGeometry) -> SdpaStep:
+        num_decodes = geometry.num_decodes
+        return SdpaStep(
+            slots=self._slots(geometry),
+            num_decodes=num_decodes,
+            decodes={w: self._decode_groups(geometry, w) if num_decodes else [] for w in self._windows},
+            chunks={w: self._chunks(geometry, w) for w in self._windows},
+        )
+
+    def _slots(self, geometry: BatchGeometry) -> Tensor:
+        size = self.shape.block_size
+        positions = geometry.positions
+        blocks = geometry.block_tables[geometry.token_seqs, positions // size]
+        slots = (blocks[:, None] * self.shape.num_kv_heads + self._heads) * size + (positions % size)[:, None]
+        return self._tensor(slots.reshape(-1))
+
+    def _decode_groups(self, geometry: BatchGeometry, window: int | None) -> list[DecodeGroup]:
+        kv_len = geometry.starts[: geometry.num_decodes] + 1
+        first = np.maximum(kv_len - window, 0) if window else np.zeros_like(kv_len)
+        first_block = first // self.shape.block_size
+        num_blocks = (kv_len - 1) // self.shape.block_size + 1 - first_block
+        return [
+            self._decode_group(rows, geometry, kv_len, first, first_block, int(num_blocks[rows].max()))
+            for rows in _similar(num_blocks)
+        ]
+
+    def _decode_group(
+        self,
+        rows: np.ndarray,
+        geometry: BatchGeometry,
+        kv_len: np.ndarray,  # [num_decodes]
+        first: np.ndarray,  # [num_decodes] first position that is seen
+        first_block: np.ndarray,  # [num_decodes]
+        num_blocks: int,
+    ) -> DecodeGroup:
+        size = self.shape.block_size
+        columns = first_block[rows, None] + np.arange(num_blocks)
+        columns = np.minimum(columns, (kv_len[rows, None] - 1) // size)  # padding repeats a sequence's own last block
+        offset = first_block[rows] * size
+        begin, end = first[rows] - offset, kv_len[rows] - offset  # what is seen, within the gathered positions
+        max_len = int(end.max())
+        everything = not begin.any() and bool((end == max_len).all())
+        positions = np.arange(max_len)
+        seen = (positions >= begin[:, None]) & (positions < end[:, None])
+        return DecodeGroup(
+            rows=None if len(rows) == len(kv_len) else self._tensor(rows),
+            pages=self._pages(geometry.block_tables[rows[:, None], columns]),
+            num_blocks=num_blocks,
+            max_len=max_len,
+            mask=None if everything else self._mask(seen)[:, None, None, :],
+        )
+
+    def _chunks(self, geometry: BatchGeometry, window: int | None) -> list[PrefillChunk]:
+        chunks = []
+        for index in range(geometry.num_decodes, len(geometry.starts)):
+            start, num_new = int(geometry.starts[index]), int(geometry.num_new[index])
+            kv_len = start + num_new
+            cut = window is not None and kv_len > window
+            mask = None
+            if start or cut:
+                distance = np.arange(start, kv_len)[:, None] - np.arange(kv_len)
+                mask = self._mask((distance >= 0) & (distance < window) if cut else distance >= 0)
+            num_blocks = -(-kv_len // self.shape.block_size)
+            pages = self._pages(geometry.block_tables[index : index + 1, :num_blocks]) if start else None
+            chunks.append(PrefillChunk(int(geometry.first_tokens[index]), num_new, pages, num_blocks, kv_len, mask))
+        return chunks
+
+    def _pages(self, block_tables: np.ndarray) -> Tensor:  # [seqs, blocks] -> [seqs * kv_heads * blocks]
+        pages = block_tables[:, None, :] * self.shape.num_kv_heads + self._heads[:, None]
+        return self._tensor(pages.reshape(-1))
+
+    def _mask(self, seen: np.ndarray) -> Tensor:
+        mask = torch.zeros(seen.shape, dtype=self.shape.dtype)
+        return mask.masked_fill_(torch.from_numpy(~seen), NEVER).to(self.shape.device)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.shape.device)
+
+    # --- once a layer -------------------------------------------------------------------------------------------------
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, step: SdpaStep, window: int | None) -> Tensor:
+        s = self.shape
+        flat = cache.view(2, -1, s.head_dim)
+        flat[0].index_copy_(0, step.slots, k.reshape(-1, s.head_dim).to(s.cache_dtype))
+        flat[1].index_copy_(0, step.slots, v.reshape(-1, s.head_dim).to(s.cache_dtype))
+        groups = step.decodes[window]
+        if len(groups) == 1 and groups[0].rows is None and not step.chunks[window]:
+            return self._decode(q, cache, groups[0])
+        out = torch.empty(q.shape[0], s.num_heads * s.head_dim, dtype=q.dtype, device=q.device)
+        for group in groups:
+            rows = slice(0, step.num_decodes) if group.rows is None else group.rows
+            out[rows] = self._decode(q[rows], cache, group)
+        for chunk in step.chunks[window]:
+            new = slice(chunk.first, chunk.first + chunk.num_new)
+            out[new] = self._prefill(q[new], k[new], v[new], cache, chunk)
+        return out
+
+    def _gather(self, cache: Tensor, pages: Tensor, num_blocks: int, length: int) -> list[Tensor]:
+        """Keys and values as [seqs, kv_heads, length, head_dim]."""
+        s = self.shape
+        flat = cache.view(2, -1, s.block_size * s.head_dim)
+        size = (-1, s.num_kv_heads, num_blocks * s.block_size, s.head_dim)
+        return [half.index_select(0, pages).view(size)[:, :, :length].to(s.dtype) for half in flat]
+
+    def _decode(self, q: Tensor, cache: Tensor, group: DecodeGroup) -> Tensor:
+        s = self.shape
+        keys, values = self._gather(cache, group.pages, group.num_blocks, group.max_len)
+        queries = q.reshape(q.shape[0], s.num_kv_heads, -1, s.head_dim)  # [seqs, kv_heads, heads of one group, head_dim]
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+        return out.reshape(q.shape[0], -1)
+
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: PrefillChunk) -> Tensor:
+        s = self.shape
+        if chunk.pages is None:
+            keys, values = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+        else:
+            keys, values = self._gather(cache, chunk.pages, chunk.num_blocks, chunk.kv_len)
+        group = s.num_heads // s.num_kv_heads
+        if group > 1:
+            keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None
+        )  # [1, heads, num_new, head_dim]
+        return out[0].transpose(0, 1).reshape(chunk.num_new, -1)
+
+
+def _similar(num_blocks: np.ndarray) -> list[np.ndarray]:
+    """Split sequences into groups in which the longest has at most about twice the blocks of the shortest."""
+    if num_blocks.max() <= 2 * num_blocks.min() + 1:
+        return [np.arange(len(num_blocks))]
+    order = np.argsort(-num_blocks, kind="stable")
+    groups, begin = [], 0
+    for i in range(1, len(order) + 1):
+        if i == len(order) or 2 * num_blocks[order[i]] < num_blocks[order[begin]]:
+            groups.append(order[begin:i])
+            begin = i
+    return groups

@@ -1,0 +1,75 @@
+"""Beam search, in vLLM's meaning: beams are scored by cumulative logprob / length ** length_penalty.
+
+Every step asks the engine for one token of every live beam, with the logprobs of its best continuations. The beams' common
+past is shared through the prefix cache: full blocks are found again, only a beam's last, unfilled block is computed anew.
+"""
+
+from dataclasses import dataclass
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    token_ids: tuple[int, ...]  # prompt and continuation
+    cum_logprob: float
+    ended: bool = False
+
+    def score(self, length_penalty: float) -> float:
+        length = len(self.token_ids) - self.ended  # an end-of-sequence token does not count
+        return self.cum_logprob / length**length_penalty
+
+
+def beam_search(
+    engine: LLMEngine, prompts: list[list[int]], params: BeamSearchParams, eos_token_ids: frozenset[int]
+) -> list[BeamSearchOutput]:
+    live = [[Beam(tuple(prompt), 0.0)] for prompt in prompts]
+    done: list[list[Beam]] = [[] for _ in prompts]
+    eos = frozenset() if params.ignore_eos else eos_token_ids
+    for _ in range(params.max_tokens):
+        expanded = _expand([beam for beams in live for beam in beams], engine, params.beam_width, eos)
+        for index, beams in enumerate(live):
+            children = [child for beam in beams for child in expanded[beam]]
+            done[index] += [child for child in children if child.ended]
+            going = [child for child in children if not child.ended]
+            live[index] = _best(going, params)
+        if not any(live):
+            break
+    return [
+        BeamSearchOutput([_finish(beam, engine, len(prompt)) for beam in _best(done[index] + live[index], params)])
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _expand(beams: list[Beam], engine: LLMEngine, beam_width: int, eos: frozenset[int]) -> dict[Beam, list[Beam]]:
+    """Each beam's 2 * beam_width best children: enough that ended ones leave a full width of live ones."""
+    one_token = SamplingParams(
+        temperature=0.0, max_tokens=1, logprobs=2 * beam_width, ignore_eos=True, detokenize=False
+    )
+    outputs = engine.generate([list(beam.token_ids) for beam in beams], one_token, use_tqdm=False)
+    children = {}
+    for beam, output in zip(beams, outputs, strict=True):
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        children[beam] = [
+            Beam((*beam.token_ids, token), beam.cum_logprob + entry.logprob, ended=token in eos)
+            for token, entry in logprobs[0].items()
+        ]
+    return children
+
+
+def _best(beams: list[Beam], params: BeamSearchParams) -> list[Beam]:
+    return sorted(beams, key=lambda beam: beam.score(params.length_penalty), reverse=True)[: params.beam_width]
+
+
+def _finish(beam: Beam, engine: LLMEngine, num_prompt_tokens: int) -> BeamSearchSequence:
+    text = "" if engine.tokenizer is None else engine.tokenizer.decode(list(beam.token_ids[num_prompt_tokens:]))
+    return BeamSearchSequence(
+        tokens=list(beam.token_ids),
+        text=text,
+        cum_logprob=beam.cum_logprob,
+        finish_reason="stop" if beam.ended else "length",
+        stop_reason=beam.token_ids[-1] if beam.ended else None,
+    )

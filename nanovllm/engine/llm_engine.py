@@ -1,0 +1,372 @@
+"""Requests in, outputs out: tokenizes, admits, runs the loop, makes text."""
+
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from nanovllm.config import Config
+from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError
+from nanovllm.models.registry import load_config
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+from nanovllm.utils.hub import resolve_model
+
+if TYPE_CHECKING:
+    from nanovllm.engine.core import EngineCore
+
+Prompt = str | Seq[int] | Mapping[str, Any]
+
+
+class LLMEngine:
+    """The engine in this process. `add_request`, then `step` until `is_finished`; or `generate`, which does that."""
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self._closed: str | None = None
+        self.config = Config.from_options(None if model is None else str(model), options)
+        path = resolve_model(self.config.model)
+        self.model_config = load_config(path)
+        self.max_model_len = min(self.config.max_model_len, self.model_config.max_position)
+        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path, self.config.tokenizer)
+        self._core: EngineCore = self._build_core(path)
+        self._requests: dict[str, Request] = {}
+        self._of_seq: dict[Sequence, Request] = {}
+        self._watched: dict[Sequence, Completion] = {}  # those whose text must be looked at every step
+        self._eos = frozenset(self.model_config.eos_token_ids)
+        self._num_added = 0
+        self._random = random.Random(self.config.seed)
+
+    def _build_core(self, path: Path) -> "EngineCore":
+        from nanovllm.engine.core import EngineCore
+        from nanovllm.executor.uniproc import UniprocExecutor
+
+        executor = UniprocExecutor(self.config, self.model_config, path, max_model_len=self.max_model_len)
+        overlap = executor.runs_beside_host if self.config.overlap is None else self.config.overlap
+        sizes = self.config.scheduler_config(max_model_len=self.max_model_len, num_blocks=executor.num_blocks)
+        return EngineCore(Scheduler(sizes), executor, depth=int(overlap))
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> str:
+        """Queue a request and return its id. `stream=True` makes `step` report it whenever it has grown."""
+        self._check_open()
+        params = sampling_params or SamplingParams()
+        self._num_added += 1
+        request_id = request_id or str(self._num_added - 1)
+        if request_id in self._requests:
+            raise RequestError(f"request_id={request_id!r}: a request of this name is still running")
+        text, token_ids, salt = self._read_prompt(prompt)
+        self._check_tokens(token_ids, params)
+        seqs = self._make_seqs(request_id, token_ids, params, priority=priority, cache_salt=salt)
+        self._core.scheduler.add(seqs[0])
+        request = Request(request_id, text, seqs, params, self.tokenizer, stream=stream)
+        self._requests[request_id] = request
+        for completion in request.completions:
+            self._of_seq[completion.seq] = request
+            if stream or completion.detokenizer is not None:
+                self._watched[completion.seq] = completion
+        return request_id
+
+    def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests without an output. Unknown and finished ones are passed over."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            request = self._requests.get(name)
+            if request is not None:
+                for seq in request.seqs:
+                    self._core.scheduler.abort(seq)
+                self._forget(request)
+
+    def is_finished(self) -> bool:
+        return not self._requests
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs of requests that ended, and of streamed ones that grew."""
+        self._check_open()
+        try:
+            ended = self._core.step()
+        except NanoError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise EngineError(f"a step failed and the engine is closed: {type(error).__name__}: {error}") from error
+        return self._report(ended)
+
+    def _report(self, ended: list[Sequence]) -> list[RequestOutput]:
+        grown = self._read_watched(ended) if self._watched else []
+        changed = dict.fromkeys([self._of_seq[seq] for seq in grown + ended])
+        now = time.monotonic()
+        outputs = []
+        for request in changed:
+            metrics = request.metrics
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+            if request.finished:
+                metrics.finished_time = now
+                self._forget(request)
+            if request.finished or request.stream:
+                outputs.append(request.output(self._eos))
+        return outputs
+
+    def _read_watched(self, ended: list[Sequence]) -> list[Sequence]:
+        """Bring the texts up to date and end what met a stop string; the sequences that have new tokens."""
+        grown = []
+        for seq, completion in self._watched.items():
+            if seq.num_completion_tokens == completion.num_read:
+                continue
+            grown.append(seq)
+            stop = completion.read_new_tokens()
+            if stop is not None:
+                if not seq.finished:
+                    self._core.scheduler.finish(seq, "stop", stop)
+                completion.stop_at(stop)
+        return grown
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Seq[int] = 0,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs in the order of the prompts. A bar shows prefill and decode tokens/s."""
+        names = self._add_all(prompts, sampling_params, priority=priority, stream=False)
+        done: dict[str, RequestOutput] = {}
+        try:
+            with _Progress(len(names), disable=not use_tqdm) as progress:
+                while len(done) < len(names):
+                    outputs = self.step()
+                    progress.saw(self._core.last_plan, outputs)
+                    done |= {output.request_id: output for output in outputs}
+        finally:
+            self.abort(names)  # whatever is left after an error or Ctrl-C
+        return [done[name] for name in names]
+
+    def _add_all(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        *,
+        priority: int | Seq[int] = 0,
+        stream: bool,
+    ) -> list[str]:
+        """Queue all prompts or, if one is refused, none."""
+        items = as_list(prompts)
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
+        priorities = _one_each("priority", priority, int, len(items))
+        names: list[str] = []
+        try:
+            for item, param, rank in zip(items, params, priorities, strict=True):
+                names.append(self.add_request(item, param, priority=rank, stream=stream))
+        except NanoError as error:
+            self.abort(names)
+            error.args = (f"prompt {len(names)}: {error}" if len(items) > 1 else str(error),)
+            raise
+        return names
+
+    # --- open and close -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back all memory. Requests still running are dropped. Closing twice is fine."""
+        if self._closed is None:
+            self._shut("the engine was closed")
+
+    def _shut(self, reason: str) -> None:
+        self._closed = reason
+        self._requests.clear()
+        self._of_seq.clear()
+        self._watched.clear()
+        self._core.executor.close()
+        del self._core
+
+    def _fail(self, error: Exception) -> None:
+        self._shut(f"the engine was closed by an earlier failure: {type(error).__name__}: {error}")
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise EngineClosedError(self._closed)
+
+    def reset_prefix_cache(self) -> None:
+        self._check_open()
+        self._core.scheduler.block_manager.reset_prefix_cache()
+
+    # --- small parts --------------------------------------------------------------------------------------------------
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """Text (if any), token ids and cache salt of a prompt in any of its forms."""
+        salt = None
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            if unknown:
+                raise RequestError(
+                    f"a prompt has {', '.join(sorted(map(repr, unknown)))}; known: 'prompt' or 'prompt_token_ids', "
+                    "'cache_salt'"
+                )
+            salt = prompt.get("cache_salt")
+            if salt is not None and not isinstance(salt, str):
+                raise RequestError(f"cache_salt={salt!r}: must be a string")
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), self._ids(prompt["prompt_token_ids"]), salt
+            prompt = prompt.get("prompt")  # type: ignore[assignment]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("skip_tokenizer_init=True: give prompt_token_ids instead of text")
+            return prompt, self.tokenizer.encode(prompt), salt
+        return None, self._ids(prompt), salt
+
+    def _ids(self, prompt: Any) -> list[int]:
+        ids = list(prompt) if isinstance(prompt, Seq) and not isinstance(prompt, str | bytes) else None
+        if ids is None or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+        return ids
+
+    def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
+        vocab_size = self.model_config.vocab_size
+        named = {
+            "prompt_token_ids": token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+            "stop_token_ids": params.stop_token_ids or (),
+        }
+        for field, ids in named.items():
+            bad = next((token for token in ids if not 0 <= token < vocab_size), None)
+            if bad is not None:
+                raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {vocab_size} tokens")
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError("stop and bad_words are text, and skip_tokenizer_init=True leaves none: use token ids")
+
+    def _make_seqs(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, *, priority: int, cache_salt: str | None
+    ) -> list[Sequence]:
+        """`n` sequences; all but the first follow it, so that they find its prompt in the cache."""
+        eos = frozenset() if params.ignore_eos else self._eos
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        sizes = self._core.scheduler.config
+        room = min(self.max_model_len, sizes.num_blocks * sizes.block_size + 1)
+        wanted = room if params.max_tokens is None else len(token_ids) + params.max_tokens
+        seqs = [
+            Sequence(
+                request_id,
+                token_ids,
+                params if index == 0 else params.clone(prompt_logprobs=None),
+                max_num_tokens=min(wanted, self.max_model_len),
+                stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+                index=index,
+                seed=_signed64(seed + index * 0x9E3779B97F4A7C15),
+                priority=priority,
+                arrival=self._num_added,
+                cache_salt=cache_salt,
+                bad_words=self._bad_words(params),
+            )
+            for index in range(params.n)
+        ]
+        seqs[0].followers = seqs[1:]
+        return seqs
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as tokens, at the start of a text and behind a space."""
+        if self.tokenizer is None:
+            return ()
+        spellings = [form for word in params.bad_words or () for form in (word, " " + word.lstrip())]
+        words = (tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in spellings)
+        return tuple(dict.fromkeys(word for word in words if word))
+
+    def _forget(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+        for seq in request.seqs:
+            self._of_seq.pop(seq, None)
+            self._watched.pop(seq, None)
+
+
+def load_tokenizer(path: Path, other: str | None) -> Tokenizer:
+    """The tokenizer of a model folder or GGUF file, or of another folder that the user named."""
+    if other is not None:
+        path = resolve_model(other) if not Path(other).is_dir() else Path(other)
+    if path.is_dir():
+        return Tokenizer.from_dir(path)
+    from nanovllm.formats.gguf import GGUFFile
+    from nanovllm.formats.gguf_tokenizer import build_tokenizer, chat_template, special_tokens
+
+    with GGUFFile(path) as file:
+        metadata = file.metadata
+    special = special_tokens(metadata)
+    add_bos = bool(special.pop("add_bos_token", False))
+    return Tokenizer(
+        build_tokenizer(metadata), chat_template=chat_template(metadata), special_tokens=special, add_bos_token=add_bos
+    )
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or many, as a list of prompts."""
+    single = isinstance(prompts, str | Mapping)
+    if isinstance(prompts, Seq) and not single and len(prompts) and isinstance(prompts[0], int):
+        single = True
+    if single:
+        return [prompts]
+    if not isinstance(prompts, Seq):
+        raise RequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
+    return list(prompts)
+
+
+def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    if isinstance(value, kind):
+        return [value] * count
+    values = list(value) if isinstance(value, Seq) else []
+    if len(values) != count or not all(isinstance(item, kind) for item in values):
+        raise RequestError(f"{name}: give one {kind.__name__} for all prompts, or one for each of the {count}")
+    return values
+
+
+def _signed64(value: int) -> int:
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+class _Progress:
+    """A bar of finished requests with the tokens/s of both phases."""
+
+    def __init__(self, total: int, *, disable: bool) -> None:
+        self._bar = tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True, disable=disable)
+        self._tokens = {"prefill": 0, "decode": 0}
+        self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self._last = time.perf_counter()
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def saw(self, plan: Any, outputs: list[RequestOutput]) -> None:
+        now = time.perf_counter()
+        if plan is not None and not self._bar.disable:
+            phase = "prefill" if plan.chunks else "decode"
+            self._tokens[phase] += plan.num_tokens
+            self._seconds[phase] += now - self._last
+            self._bar.set_postfix_str(
+                ", ".join(f"{p} {self._tokens[p] / self._seconds[p]:.0f} tok/s" for p in self._tokens if self._seconds[p]),
+                refresh=False,
+            )
+        self._last = now
+        self._bar.update(sum(output.finished for output in outputs))

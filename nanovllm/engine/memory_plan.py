@@ -1,0 +1,81 @@
+"""How much memory a model would take and how many tokens would fit, before anything is loaded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.models.registry import load_config
+from nanovllm.utils.hub import resolve_model
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_cache_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    reason: str  # where the size of the KV cache comes from
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def __str__(self) -> str:
+        full = self.num_tokens / self.max_model_len
+        return "\n".join(
+            [
+                f"model       {self.model} ({self.architecture}, {self.num_parameters / 1e6:,.0f}M parameters)",
+                f"device      {self.device}, {self.dtype}",
+                f"weights     {self.weight_bytes / GIB:.2f} GiB",
+                f"KV cache    {self.kv_cache_bytes / GIB:.2f} GiB ({self.reason})",
+                f"            {self.num_blocks:,} blocks of {self.block_size} tokens, {self.kv_bytes_per_token:,} bytes a token",
+                f"fits        {self.num_tokens:,} tokens: {full:,.1f} sequences of max_model_len={self.max_model_len}",
+            ]
+        )
+
+
+def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
+    import torch
+
+    from nanovllm.runner.device import resolve_device, resolve_dtype
+    from nanovllm.runner.kv_cache import size_kv_cache
+
+    config = Config.from_options(model, options)
+    path = resolve_model(config.model)
+    model_config = load_config(path)
+    max_model_len = min(config.max_model_len, model_config.max_position)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    weight_bytes = model_config.num_parameters() * dtype.itemsize
+    size = size_kv_cache(
+        config,
+        model_config,
+        max_model_len=max_model_len,
+        dtype=cache_dtype,
+        device=device,
+        weight_bytes=weight_bytes,
+    )
+    return MemoryPlan(
+        model=path.name,
+        architecture=model_config.architecture,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        num_parameters=model_config.num_parameters(),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=size.block_bytes // size.block_size,
+        kv_cache_bytes=size.num_bytes,
+        num_blocks=size.num_blocks,
+        block_size=size.block_size,
+        max_model_len=max_model_len,
+        reason=size.reason,
+    )

@@ -1,0 +1,134 @@
+"""A user's request: one prompt, its `n` sequences, and what is told about them."""
+
+import time
+
+from nanovllm.engine.detokenizer import Detokenizer, detokenize_all
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.plan import TokenLogprobs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+
+class Completion:
+    """A sequence and its text. Without stop strings or a listener the text is made once, at the end."""
+
+    def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, *, incremental: bool) -> None:
+        self.seq = seq
+        params = seq.params
+        self._tokenizer = tokenizer if params.detokenize else None
+        self.num_read = 0  # tokens already reported or turned into text
+        self.detokenizer: Detokenizer | None = None
+        if incremental and self._tokenizer is not None:
+            self.detokenizer = Detokenizer(
+                self._tokenizer,
+                stop=params.stop or (),
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+                prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            )
+
+    def read_new_tokens(self) -> str | None:
+        """Take the sequence's new tokens into the text; the stop string they complete, if any."""
+        self.num_read = self.seq.num_completion_tokens
+        if self.detokenizer is None:
+            return None
+        return self.detokenizer.append(self._shown_ids()[self.detokenizer.num_tokens :])
+
+    def stop_at(self, stop: str) -> None:
+        """Cut the sequence off behind the token that completed a stop string."""
+        assert self.detokenizer is not None
+        seq = self.seq
+        del seq.token_ids[seq.num_prompt_tokens + self.detokenizer.num_tokens :]
+        del seq.logprobs[seq.num_completion_tokens :]
+        seq.finish_reason, seq.stop_reason = "stop", stop
+
+    def _shown_ids(self) -> list[int]:
+        """The tokens that become text: a stop token is not shown unless asked for."""
+        ids = self.seq.completion_token_ids
+        ended_by_token = self.seq.finish_reason == "stop" and not isinstance(self.seq.stop_reason, str)
+        return ids[:-1] if ended_by_token and not self.seq.params.include_stop_str_in_output else ids
+
+    def text(self) -> str:
+        if self._tokenizer is None:
+            return ""
+        if self.detokenizer is not None:
+            return self.detokenizer.text
+        prompt = self.seq.token_ids[: self.seq.num_prompt_tokens]
+        return detokenize_all(self._tokenizer, prompt, self._shown_ids(), self.seq.params.skip_special_tokens)
+
+    def output(self, eos_token_ids: frozenset[int]) -> CompletionOutput:
+        seq = self.seq
+        if seq.finished and self.detokenizer is not None and not isinstance(seq.stop_reason, str):
+            self.detokenizer.finish()
+        by_eos = seq.stop_reason in eos_token_ids and seq.stop_reason not in (seq.params.stop_token_ids or ())
+        wants_logprobs = seq.params.logprobs is not None
+        return CompletionOutput(
+            index=seq.index,
+            text=self.text(),
+            token_ids=seq.completion_token_ids,
+            cumulative_logprob=sum(entry.logprobs[0] for entry in seq.logprobs) if wants_logprobs else None,
+            logprobs=[to_logprobs(entry, self._tokenizer) for entry in seq.logprobs] if wants_logprobs else None,
+            finish_reason=seq.finish_reason,  # type: ignore[arg-type]
+            stop_reason=None if by_eos else seq.stop_reason,
+        )
+
+
+class Request:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        seqs: list[Sequence],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        *,
+        stream: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.stream = stream
+        self.prompt_token_ids = seqs[0].token_ids[:]
+        self.completions = [Completion(seq, tokenizer, incremental=stream or bool(params.stop)) for seq in seqs]
+        self.metrics = RequestMetrics(arrival_time=time.monotonic())
+        self._tokenizer = tokenizer
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return [completion.seq for completion in self.completions]
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.seq.finished for completion in self.completions)
+
+    def output(self, eos_token_ids: frozenset[int]) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion.output(eos_token_ids) for completion in self.completions],
+            finished=self.finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.completions[0].seq.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs(),
+        )
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self.params.prompt_logprobs is None:
+            return None
+        entries = self.completions[0].seq.prompt_logprobs
+        return [None, *(to_logprobs(entry, self._tokenizer) for entry in entries)]  # nothing predicts the first token
+
+
+def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """By token id: the chosen token, then the most likely ones."""
+
+    def logprob(token: int, value: float, rank: int) -> Logprob:
+        return Logprob(value, rank, None if tokenizer is None else tokenizer.decode_token(token))
+
+    found = {entry.token_ids[0]: logprob(entry.token_ids[0], entry.logprobs[0], entry.rank)}
+    for rank, (token, value) in enumerate(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True), 1):
+        found.setdefault(token, logprob(token, value, rank))
+    return found

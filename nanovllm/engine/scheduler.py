@@ -1,0 +1,308 @@
+"""What runs in the next step: continuous batching under a token budget, from lengths alone.
+
+Every step: first each decoding sequence advances by one token, then prefill chunks fill what is left of the budget, then
+waiting sequences are admitted. Out of blocks, the newest sequence is preempted: it gives back its blocks, goes to the
+head of the queue and is computed again later, mostly from the prefix cache. The oldest one is never preempted for
+another, so it always advances, and so everything ends.
+
+Two rules make it safe to schedule a step before the last one's tokens are known: a token that arrives for a sequence that
+already ended is dropped; a sequence with a token in flight is never preempted, it rests for a step and is preempted then.
+"""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+
+from nanovllm.config import SchedulerConfig
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.errors import RequestError
+from nanovllm.plan import NewBlocks, NewRow, SeqPlan, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    seq: Sequence
+    plan: SeqPlan
+    num_preemptions: int  # of the sequence then: a chunk of an earlier life says nothing about the present blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A plan with the sequences behind its rows, kept until its result comes."""
+
+    plan: StepPlan
+    decodes: tuple[Sequence, ...]
+    chunks: tuple[ScheduledChunk, ...] = ()
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager | None = None) -> None:
+        self.config = config
+        self.block_manager = block_manager or BlockManager(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.waiting: list[Sequence] = []  # each of these lists is kept in Sequence.order
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []  # all known tokens are computed or launched
+        self.num_preemptions = 0
+        self._rows = list(range(config.max_num_seqs, 0, -1))  # free rows of the device tables
+        self._in_flight: deque[ScheduledStep] = deque()
+        self._steady: ScheduledStep | None = None  # the step that repeats while nothing changes
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence, or refuse one that could never run."""
+        config = self.config
+        if seq.num_tokens == 0:
+            raise RequestError("the prompt is empty: at least one token is needed to continue from")
+        if seq.num_tokens >= config.max_model_len:
+            raise RequestError(
+                f"the prompt has {seq.num_tokens} tokens, and max_model_len={config.max_model_len} must also hold at "
+                "least one new token: shorten the prompt or raise max_model_len"
+            )
+        needed = self.block_manager.blocks_for(seq.max_num_tokens - 1)  # the last token's KV is never computed
+        if needed > config.num_blocks:
+            raise RequestError(
+                f"the prompt of {seq.num_tokens} tokens and up to {seq.max_num_tokens - seq.num_tokens} new ones need "
+                f"{needed} KV blocks of {config.block_size} tokens, and there are {config.num_blocks}: lower max_tokens "
+                "or give the KV cache more memory"
+            )
+        insort(self.waiting, seq, key=lambda seq: seq.order)
+
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence now, wherever it is. Harmless for one that has ended."""
+        if not seq.finished:
+            self.finish(seq, "abort")
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            self._leave_running(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
+        self._release_followers(seq)
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self.decoding + self.prefilling
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.prefilling) + len(self.decoding)
+
+    # --- schedule -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can be launched before a result has come back."""
+        at_event = [seq for seq in self.decoding if seq.num_computed_tokens == seq.event_at]
+        idle = not self.prefilling and (not self.waiting or not self._rows)
+        if self._steady is not None and not at_event and idle:
+            for seq in self.decoding:
+                seq.num_computed_tokens += 1
+            self._in_flight.append(self._steady)
+            return self._steady.plan
+
+        num_preemptions = self.num_preemptions
+        resting, new_blocks = self._handle_events(at_event)
+        decodes = tuple(seq for seq in self.decoding if seq not in resting) if resting else tuple(self.decoding)
+        for seq in decodes:
+            seq.num_computed_tokens += 1
+        chunks, new_rows = self._prefill(
+            budget=self.config.max_num_batched_tokens - len(decodes),
+            may_admit=num_preemptions == self.num_preemptions or not decodes,
+        )
+        if not decodes and not chunks:
+            return None
+        step = ScheduledStep(
+            plan=StepPlan(
+                decode_rows=tuple([seq.row for seq in decodes]),
+                chunks=tuple([chunk.plan for chunk in chunks]),
+                new_rows=tuple(new_rows),
+                new_blocks=tuple(new_blocks),
+            ),
+            decodes=decodes,
+            chunks=tuple(chunks),
+        )
+        self._steady = None
+        if not chunks and not resting:
+            self._steady = ScheduledStep(StepPlan(decode_rows=step.plan.decode_rows), decodes) if new_blocks else step
+        self._in_flight.append(step)
+        return step.plan
+
+    def _handle_events(self, at_event: list[Sequence]) -> tuple[set[Sequence], list[NewBlocks]]:
+        """Sequences that cannot simply advance: who has to sit this step out, and the blocks the others got."""
+        resting: set[Sequence] = set()
+        new_blocks: list[NewBlocks] = []
+        for seq in at_event:
+            if seq.status is not SequenceStatus.RUNNING:
+                continue  # preempted for an older one just now
+            if seq.num_computed_tokens == seq.max_num_tokens - 1:
+                resting.add(seq)  # its last token is in flight
+            elif self._grow(seq, resting):
+                index = len(seq.block_table) - 1
+                new_blocks.append(NewBlocks(seq.row, index, (seq.block_table[index],)))
+        return {seq for seq in resting if seq.status is SequenceStatus.RUNNING}, new_blocks
+
+    def _grow(self, seq: Sequence, resting: set[Sequence]) -> bool:
+        """One more block for `seq`, preempting the newest sequences for it if need be."""
+        while not self.block_manager.append(seq):
+            victim = max(self.running, key=lambda seq: seq.order)
+            if victim.has_token_in_flight:
+                resting.update((victim, seq))
+                return False
+            self.preempt(victim)
+            if victim is seq:
+                return False
+        self._set_event(seq)
+        return True
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take everything from a running sequence; it starts over from its known tokens."""
+        assert not seq.has_token_in_flight
+        self._leave_running(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        if len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1:
+            seq.prompt_logprobs = []
+        insort(self.waiting, seq, key=lambda seq: seq.order)
+
+    def _prefill(self, *, budget: int, may_admit: bool) -> tuple[list[ScheduledChunk], list[NewRow]]:
+        chunks: list[ScheduledChunk] = []
+        new_rows: list[NewRow] = []
+        for seq in list(self.prefilling):
+            if budget:
+                chunks.append(self._chunk(seq, budget))
+                budget -= chunks[-1].plan.num_new
+        while budget and may_admit and self.waiting and self._rows and self.block_manager.allocate(self.waiting[0]):
+            seq = self.waiting.pop(0)
+            new_rows.append(self._admit(seq))
+            chunks.append(self._chunk(seq, budget))
+            budget -= chunks[-1].plan.num_new
+        return chunks, new_rows
+
+    def _admit(self, seq: Sequence) -> NewRow:
+        if not seq.num_preemptions:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        seq.status = SequenceStatus.RUNNING
+        seq.row = self._rows.pop()
+        self._set_event(seq)
+        self._set_check(seq)
+        insort(self.prefilling, seq, key=lambda seq: seq.order)
+        return NewRow(
+            row=seq.row,
+            token_ids=tuple(seq.token_ids),
+            num_prompt_tokens=seq.num_prompt_tokens,
+            block_table=tuple(seq.block_table),
+            params=seq.params,
+            seed=seq.seed,
+            stop_token_ids=tuple(sorted(seq.stop_token_ids)),
+            bad_words=seq.bad_words,
+        )
+
+    def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk:
+        """As much of the sequence's uncomputed tokens as the budget allows; with the last of them it starts to decode."""
+        start = seq.num_computed_tokens
+        num_new = min(seq.num_tokens - start, budget)
+        seq.num_computed_tokens += num_new
+        samples = seq.num_computed_tokens == seq.num_tokens
+        if samples:
+            self.prefilling.remove(seq)
+            insort(self.decoding, seq, key=lambda seq: seq.order)
+        unscored = len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1
+        num_prompt_logprobs = seq.params.prompt_logprobs if unscored else None
+        plan = SeqPlan(seq.row, start, num_new, samples, num_prompt_logprobs)
+        return ScheduledChunk(seq, plan, seq.num_preemptions)
+
+    # --- update -------------------------------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
+        """Take in the result of the oldest launched step; returns the sequences that ended with it."""
+        step = self._in_flight.popleft()
+        assert step.plan is plan, "results must come back in the order of their plans"
+        ended: list[Sequence] = []
+        for seq, tokens in zip(step.decodes, result.tokens, strict=False):
+            if seq.status is not SequenceStatus.RUNNING:
+                continue  # it ended while this token was in flight
+            seq.token_ids += tokens
+            if len(seq.token_ids) >= seq.check_at or tokens[-1] in seq.stop_token_ids:
+                self._check(seq, ended)
+        if step.chunks:
+            self._update_chunks(step, result, ended)
+        if result.logprobs:
+            self._keep_logprobs(step, result)
+        return ended
+
+    def _update_chunks(self, step: ScheduledStep, result: StepResult, ended: list[Sequence]) -> None:
+        sampled = iter(result.tokens[len(step.decodes) :])
+        for chunk in step.chunks:
+            seq = chunk.seq
+            tokens = next(sampled) if chunk.plan.samples else ()
+            if seq.status is not SequenceStatus.RUNNING or seq.num_preemptions != chunk.num_preemptions:
+                continue
+            seq.prompt_logprobs += result.prompt_logprobs.get(seq.row, ())
+            self.block_manager.cache_full_blocks(seq, chunk.plan.start + chunk.plan.num_new)
+            if chunk.plan.samples:
+                seq.token_ids += tokens
+                self._check(seq, ended)
+                self._release_followers(seq)
+
+    def _keep_logprobs(self, step: ScheduledStep, result: StepResult) -> None:
+        sampled = step.decodes + tuple(chunk.seq for chunk in step.chunks if chunk.plan.samples)
+        for index, logprobs in result.logprobs.items():
+            seq = sampled[index]
+            if len(seq.logprobs) < seq.num_completion_tokens:  # else the token was dropped above
+                seq.logprobs += logprobs
+
+    def _check(self, seq: Sequence, ended: list[Sequence]) -> None:
+        """A block may be full, and the sequence may have ended with its newest token."""
+        self.block_manager.cache_full_blocks(seq, seq.num_tokens - 1)  # the newest token is not computed yet
+        self._set_check(seq)
+        token = seq.token_ids[-1]
+        if token in seq.stop_token_ids:
+            self.finish(seq, "stop", token)
+        elif seq.num_tokens >= seq.max_num_tokens:
+            self.finish(seq, "length")
+        if seq.finished:
+            ended.append(seq)
+
+    # --- small parts --------------------------------------------------------------------------------------------------
+
+    def _set_event(self, seq: Sequence) -> None:
+        seq.event_at = min(len(seq.block_table) * self.config.block_size, seq.max_num_tokens - 1)
+
+    def _set_check(self, seq: Sequence) -> None:
+        next_full_block = (seq.num_cached_blocks + 1) * self.config.block_size + 1
+        seq.check_at = min(next_full_block, seq.max_num_tokens)
+
+    def _leave_running(self, seq: Sequence) -> None:
+        (self.decoding if seq in self.decoding else self.prefilling).remove(seq)
+        self.block_manager.free(seq)
+        self._rows.append(seq.row)
+        seq.row = 0
+        self._steady = None
+
+    def _release_followers(self, seq: Sequence) -> None:
+        for follower in seq.followers:
+            if not follower.finished:
+                insort(self.waiting, follower, key=lambda seq: seq.order)
+        seq.followers = []
+
+    def check(self) -> None:
+        """Raise AssertionError unless the queues, rows and blocks agree with each other."""
+        running = self.running
+        for queue in (self.waiting, self.prefilling, self.decoding):
+            assert queue == sorted(queue, key=lambda seq: seq.order), "a queue is out of order"
+        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in self.waiting)
+        assert all(seq.status is SequenceStatus.RUNNING for seq in running)
+        rows = sorted([seq.row for seq in running] + self._rows)
+        assert rows == list(range(1, self.config.max_num_seqs + 1)), "a row is lost or used twice"
+        for seq in running:
+            assert len(seq.block_table) >= self.block_manager.blocks_for(seq.num_computed_tokens)
+        self.block_manager.check(running)

@@ -1,0 +1,26 @@
+"""Where a plan goes: the one interface between the control plane and whatever runs the model."""
+
+from typing import Protocol
+
+from nanovllm.plan import StepPlan, StepResult
+
+
+class StepHandle(Protocol):
+    """A step under way."""
+
+    def wait(self) -> StepResult:
+        """Block until the step has run. Handles are waited for in the order of their launch."""
+        ...
+
+
+class Executor(Protocol):
+    num_blocks: int  # of the KV cache
+    runs_beside_host: bool  # a launched step leaves the host free, so scheduling ahead pays
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Queue a step behind those launched before it."""
+        ...
+
+    def close(self) -> None:
+        """Give back the device's memory and any processes."""
+        ...

@@ -1,0 +1,22 @@
+"""The model in this very process."""
+
+from pathlib import Path
+
+from nanovllm.config import Config
+from nanovllm.executor.base import StepHandle
+from nanovllm.model_config import ModelConfig
+from nanovllm.plan import StepPlan
+from nanovllm.runner.model_runner import ModelRunner
+
+
+class UniprocExecutor:
+    def __init__(self, config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int) -> None:
+        self._runner = ModelRunner(config, model_config, path, max_model_len=max_model_len)
+        self.num_blocks = self._runner.cache_size.num_blocks
+        self.runs_beside_host = self._runner.device.type != "cpu"
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        return self._runner.launch(plan)
+
+    def close(self) -> None:
+        self._runner.close()

@@ -1,0 +1,577 @@
+"""GGUF files: a header reader that trusts nothing, the HF-style config, and the weights under HF names."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata pairs
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+# Metadata value kinds; strings and arrays are read by hand.
+_NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+# What a real model file stays far below: the largest vocabularies have some 300,000 tokens.
+_MAX_NAME_BYTES = 65_535
+_MAX_STRING_BYTES = 1 << 24
+_MAX_ARRAY_ITEMS = 1 << 22  # of all arrays of a file together
+_MAX_ARRAY_DEPTH = 4
+_MAX_DIMS = 4
+_MAX_SIZE = 1 << 31  # of any count in the config
+_SMALLEST_PAIR = 8 + 4 + 1  # bytes: key length, kind, a one-byte value
+_SMALLEST_TENSOR_INFO = 8 + 4 + 8 + 4 + 8  # bytes: name length, number of dimensions, one of them, type, offset
+
+# ggml's number of a tensor type: (name, elements in a block, bytes in a block)
+_TENSOR_TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+}
+_BLOCKS = {name: (elements, size) for name, elements, size in _TENSOR_TYPES.values()}
+
+_FAMILIES = {  # general.architecture: (HF class, HF model_type)
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
+
+_ROPE_FACTORS = "rope_freqs.weight"  # part of the config, not a weight
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_TENSOR_NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?([a-z_]+)\.(weight|bias)")
+
+_CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB in float32, and temporaries of the same order
+_GGUF_ROW_ELEMENTS = 8192  # the row length at which gguf.quants.dequantize is fastest
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]  # slowest dimension first, as in torch
+    type_name: str
+    offset: int  # from the start of the file, in bytes
+    nbytes: int
+
+
+class GGUFFile:
+    """An open GGUF file whose header was read and checked in full."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("rb")
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
+        try:
+            self.metadata, self.tensors = _read_header(self._file, self.path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def hf_config(self) -> dict[str, Any]:
+        """What config.json would say of this model; loads no torch."""
+        architecture = self._architecture()
+        hf_class, model_type = _FAMILIES[architecture]
+        num_heads = self._count("attention.head_count")
+        hidden_size = self._count("embedding_length")
+        head_dim = self._count("attention.key_length", default=max(1, hidden_size // num_heads))
+        config = {
+            "architectures": [hf_class],
+            "model_type": model_type,
+            "hidden_act": "silu",
+            "hidden_size": hidden_size,
+            "num_hidden_layers": self._num_layers(),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self._count("attention.head_count_kv", default=num_heads),
+            "head_dim": head_dim,
+            "intermediate_size": self._count("feed_forward_length"),
+            "rms_norm_eps": self._real("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._real("rope.freq_base", default=10_000.0),
+            "rope_scaling": self._rope_scaling(head_dim),
+            "max_position_embeddings": self._count("context_length"),
+            "vocab_size": self._vocab_size(hidden_size),
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "torch_dtype": "float32" if all(t.type_name == "F32" for t in self.tensors.values()) else "bfloat16",
+            "bos_token_id": self._token_id("bos_token_id"),
+            "eos_token_id": self._token_id("eos_token_id"),
+        }
+        if architecture == "llama" and f"{architecture}.attention.sliding_window" in self.metadata:
+            config |= {
+                "architectures": ["MistralForCausalLM"],
+                "model_type": "mistral",
+                "sliding_window": self._count("attention.sliding_window"),
+            }
+        return config | self._moe_config(architecture)
+
+    def generation_config(self) -> dict[str, Any]:
+        """What generation_config.json would say: every token id that ends a text, and the one that begins it."""
+        ends = [self._token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        return {
+            "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)),
+            "bos_token_id": self._token_id("bos_token_id"),
+        }
+
+    def iter_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (HF name, tensor of `dtype`) in the order of the file, one at a time.
+
+        The experts of a layer come stacked: `mlp.experts.{gate,up,down}_proj.weight` is [experts, out, in].
+        """
+        weights = [info for info in self.tensors.values() if info.name != _ROPE_FACTORS]
+        named = [(self._hf_name(info.name), info) for info in sorted(weights, key=lambda info: info.offset)]
+        rotary_heads = self._permuted_heads()
+        for hf_name, info in named:
+            heads = rotary_heads.get(info.name.split(".")[-2], 0)
+            yield hf_name, self._load(info, dtype, heads)
+
+    def _refuse(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {problem}")
+
+    def _architecture(self) -> str:
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in _FAMILIES:
+            known = ", ".join(_FAMILIES)
+            raise self._refuse(f"general.architecture is {_short(name)}, which is not known here; known are: {known}")
+        return name
+
+    def _get(self, key: str) -> Any:
+        """A value of the model's own namespace; a per-layer list must say the same of every layer."""
+        value = self.metadata.get(f"{self._architecture()}.{key}")
+        if not isinstance(value, list):
+            return value
+        if not value or any(item != value[0] for item in value):
+            raise self._refuse(f"{key} differs between layers ({_short(value)}); only uniform layers are supported")
+        return value[0]
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self._get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _MAX_SIZE:
+            raise self._refuse(f"metadata {key} is {_short(value)}; it must be an integer from 1 to {_MAX_SIZE - 1}")
+        return value
+
+    def _real(self, key: str, default: float | None = None) -> float:
+        value = self._get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise self._refuse(f"metadata {key} is {_short(value)}; it must be a finite number above 0")
+        return float(value)
+
+    def _token_id(self, key: str) -> int | None:
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            return None
+        limit = self._tensor("token_embd.weight").shape[0]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
+            raise self._refuse(f"metadata tokenizer.ggml.{key} is {_short(value)}; it must be a token id below {limit}")
+        return value
+
+    def _tensor(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise self._refuse(f"tensor {name} is missing; the file holds {len(self.tensors)} others")
+        return self.tensors[name]
+
+    def _vocab_size(self, hidden_size: int) -> int:
+        shape = self._tensor("token_embd.weight").shape
+        if len(shape) != 2 or shape[1] != hidden_size:
+            raise self._refuse(f"tensor token_embd.weight has shape {shape}; it must be [vocabulary, {hidden_size}]")
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) > shape[0]:
+            raise self._refuse(f"the vocabulary has {len(tokens)} tokens, but token_embd.weight only {shape[0]} rows")
+        return shape[0]
+
+    def _num_layers(self) -> int:
+        stated = self._count("block_count")
+        matches = map(_TENSOR_NAME.fullmatch, self.tensors)
+        found = {int(match[1]) for match in matches if match and match[1]}
+        if len(found) != stated or max(found) != stated - 1:
+            raise self._refuse(f"block_count is {stated}, but tensors of {len(found)} layers are in the file")
+        return stated
+
+    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
+        """Rotary scaling in HF's terms; `gguf_factors` divides the i-th inverse frequency by factors[i]."""
+        rotated = self._count("rope.dimension_count", default=head_dim)
+        if rotated != head_dim:
+            raise self._refuse(f"rope.dimension_count is {rotated} of {head_dim}; partial rotation is not supported")
+        if _ROPE_FACTORS in self.tensors:
+            return {"rope_type": "gguf_factors", "factors": self._rope_factors(head_dim)}
+        kind = self._get("rope.scaling.type")
+        if kind in (None, "none"):
+            return None
+        if kind not in ("linear", "yarn"):
+            raise self._refuse(f"rope.scaling.type is {_short(kind)}; supported are none, linear and yarn")
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": self._real("rope.scaling.factor")}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = self._count("rope.scaling.original_context_length")
+        return scaling
+
+    def _rope_factors(self, head_dim: int) -> list[float]:
+        info = self.tensors[_ROPE_FACTORS]
+        if info.type_name != "F32" or info.shape != (head_dim // 2,):
+            found = f"{info.type_name} of shape {info.shape}"
+            raise self._refuse(f"tensor {info.name} is {found}; it must be F32 of shape ({head_dim // 2},)")
+        raw = bytearray(info.nbytes)
+        self._read(info.offset, memoryview(raw))
+        factors = list(struct.unpack(f"<{head_dim // 2}f", raw))
+        if not all(math.isfinite(factor) and factor > 0 for factor in factors):
+            raise self._refuse(f"tensor {info.name} holds {_short(factors)}; every factor must be finite and above 0")
+        return factors
+
+    def _moe_config(self, architecture: str) -> dict[str, Any]:
+        if architecture != "qwen3moe":
+            if self._get("expert_count"):
+                raise self._refuse(f"expert_count is {_short(self._get('expert_count'))} in a {architecture} model")
+            return {}
+        normed = self._get("expert_weights_norm")
+        return {
+            "num_experts": self._count("expert_count"),
+            "num_experts_per_tok": self._count("expert_used_count"),
+            "moe_intermediate_size": self._count("expert_feed_forward_length"),
+            "norm_topk_prob": True if normed is None else bool(normed),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
+    def _hf_name(self, name: str) -> str:
+        match = _TENSOR_NAME.fullmatch(name)
+        layer, part, suffix = match.groups() if match else (None, "", "")
+        hf_part = (_TOP_NAMES if layer is None else _LAYER_NAMES).get(part)
+        if hf_part is None:
+            raise self._refuse(f"tensor {_short(name)} is not one a {self._architecture()} model has here")
+        return f"{hf_part}.{suffix}" if layer is None else f"model.layers.{layer}.{hf_part}.{suffix}"
+
+    def _permuted_heads(self) -> dict[str, int]:
+        """How many heads the rows of q and k hold, where the converter reordered them for interleaved rotation."""
+        if self._architecture() != "llama":
+            return {}
+        num_heads = self._count("attention.head_count")
+        return {"attn_q": num_heads, "attn_k": self._count("attention.head_count_kv", default=num_heads)}
+
+    def _load(self, info: TensorInfo, dtype: torch.dtype, permuted_heads: int) -> torch.Tensor:
+        """Read, dequantize and convert one tensor in chunks, straight into its final place."""
+        import torch
+
+        tensor = torch.empty(info.shape, dtype=dtype)
+        block, block_bytes = _BLOCKS[info.type_name]
+        if permuted_heads:
+            # [heads, head_dim / 2, 2, columns], in the order of the file
+            units = self._split_heads(tensor, info, permuted_heads).transpose(1, 2)
+        else:
+            units = tensor.view(-1, block)  # [blocks, elements]
+        unit_elements = tensor.numel() // units.shape[0]
+        unit_bytes = info.nbytes // units.shape[0]
+        step = max(1, min(_CHUNK_ELEMENTS // unit_elements, units.shape[0]))
+        buffer = bytearray(step * unit_bytes)
+        for start in range(0, units.shape[0], step):
+            target = units[start : start + step]
+            size = target.shape[0] * unit_bytes
+            self._read(info.offset + start * unit_bytes, memoryview(buffer)[:size])
+            raw = torch.frombuffer(buffer, dtype=torch.uint8, count=size)
+            target.copy_(_dequantize(raw.view(-1, block_bytes), info.type_name).view(target.shape))
+        return tensor
+
+    def _split_heads(self, tensor: torch.Tensor, info: TensorInfo, heads: int) -> torch.Tensor:
+        rows = info.shape[0]
+        if rows % (2 * heads):
+            raise self._refuse(f"tensor {info.name} has {rows} rows; they must divide into {heads} heads of even size")
+        return tensor.view(heads, 2, rows // heads // 2, -1)
+
+    def _read(self, offset: int, target: memoryview) -> None:
+        self._file.seek(offset)
+        if self._file.readinto(target) != len(target):
+            raise self._refuse(f"{len(target)} bytes at {offset} cannot be read: the file became shorter while open")
+
+
+def _dequantize(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
+    """Values of `blocks` [blocks, bytes], in their own 16-bit type or in float32.
+
+    The common types are done in torch, which is several times faster than the gguf package and equal to the last bit.
+    """
+    import torch
+
+    plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    if type_name in plain:
+        return blocks.view(plain[type_name])
+    if type_name == "Q8_0":
+        scale = _halves(blocks, 1)
+        return blocks[:, 2:].view(torch.int8) * scale
+    if type_name == "Q4_0":
+        scale = _halves(blocks, 1)
+        return _nibbles(blocks[:, 2:]).sub_(8).mul_(scale)
+    if type_name == "Q4_1":
+        scale, smallest = _halves(blocks, 2).split(1, dim=1)
+        return _nibbles(blocks[:, 4:]).mul_(scale).add_(smallest)
+    return _dequantize_by_package(blocks, type_name)
+
+
+def _halves(blocks: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` float16 numbers every block begins with, as float32 [blocks, count]."""
+    import torch
+
+    return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Unpack [blocks, n] bytes to float32 [blocks, 2n]: all low halves, then all high halves."""
+    import torch
+
+    values = torch.empty(packed.shape[0], 2, packed.shape[1])
+    values[:, 0] = packed & 15
+    values[:, 1] = packed >> 4
+    return values.view(packed.shape[0], -1)
+
+
+def _dequantize_by_package(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    num_blocks, block_bytes = blocks.shape
+    row_blocks = _GGUF_ROW_ELEMENTS // _BLOCKS[type_name][0]
+    if num_blocks % row_blocks:
+        row_blocks = num_blocks
+    rows = blocks.numpy().reshape(-1, row_blocks * block_bytes)
+    with np.errstate(all="ignore"):  # a damaged scale may be infinite: that is the file's content, not our arithmetic
+        return torch.from_numpy(dequantize(rows, GGMLQuantizationType[type_name]))
+
+
+def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    size = file.seek(0, 2)
+    if size < _PREAMBLE.size:
+        raise CheckpointError(f"{path}: {size} bytes are too few for a GGUF file")
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _HeaderReader(data, path).read()
+
+
+class _HeaderReader:
+    """A cursor over the header; every length is checked against the file before it is used."""
+
+    def __init__(self, data: mmap.mmap, path: Path):
+        self._data = data
+        self._size = len(data)
+        self._path = path
+        self._position = 0
+        self._array_items_left = _MAX_ARRAY_ITEMS
+
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        num_tensors, num_pairs = self._preamble()
+        metadata = self._pairs(num_pairs)
+        if metadata.get("split.count", 1) not in (0, 1):
+            count = _short(metadata["split.count"])
+            raise self._refuse(f"is one of {count} parts; join them first, for example with llama-gguf-split --merge")
+        alignment = self._alignment(metadata)
+        tensors = [self._tensor_info(alignment) for _ in range(num_tensors)]
+        return metadata, self._placed(tensors, alignment)
+
+    def _refuse(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {problem}")
+
+    def _preamble(self) -> tuple[int, int]:
+        magic, version, num_tensors, num_pairs = _PREAMBLE.unpack_from(self._data)
+        self._position = _PREAMBLE.size
+        if magic != _MAGIC:
+            raise self._refuse(f"is not a GGUF file: it begins with {magic!r}, not with {_MAGIC!r}")
+        if version not in _VERSIONS:
+            raise self._refuse(f"is GGUF version {version:#x}; supported are versions 2 and 3, little-endian")
+        self._check_count(num_pairs, _SMALLEST_PAIR, "metadata pairs")
+        self._check_count(num_tensors, _SMALLEST_TENSOR_INFO, "tensors")
+        return num_tensors, num_pairs
+
+    def _check_count(self, count: int, item_bytes: int, what: str) -> None:
+        left = self._size - self._position
+        if count * item_bytes > left:
+            raise self._refuse(f"states {count} {what} of at least {item_bytes} bytes, but only {left} bytes follow")
+
+    def _take(self, count: int, what: str) -> int:
+        """Step over `count` bytes; returns where they begin."""
+        start = self._position
+        if count > self._size - start:
+            left = self._size - start
+            raise self._refuse(f"ends inside {what}: {count} bytes are needed at {start}, {left} are there")
+        self._position += count
+        return start
+
+    def _u32(self, what: str) -> int:
+        return _U32.unpack_from(self._data, self._take(4, what))[0]
+
+    def _u64(self, what: str) -> int:
+        return _U64.unpack_from(self._data, self._take(8, what))[0]
+
+    def _string(self, what: str, limit: int = _MAX_STRING_BYTES) -> str:
+        length = self._u64(what)
+        if length > limit:
+            raise self._refuse(f"{what} has a length of {length} bytes; at most {limit} are accepted")
+        start = self._take(length, what)
+        return self._text(self._data[start : start + length], what)
+
+    def _text(self, raw: bytes, what: str) -> str:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise self._refuse(f"{what} is not UTF-8 text: {_short(raw)}") from error
+
+    def _pairs(self, count: int) -> dict[str, Any]:
+        pairs: dict[str, Any] = {}
+        for index in range(count):
+            key = self._string(f"the key of metadata pair {index}", _MAX_NAME_BYTES)
+            if key in pairs:
+                raise self._refuse(f"metadata key {_short(key)} occurs twice")
+            what = f"metadata {_short(key)}"
+            pairs[key] = self._value(self._u32(what), what, depth=0)
+        return pairs
+
+    def _value(self, kind: int, what: str, depth: int) -> Any:
+        if kind == _STRING:
+            return self._string(what)
+        if kind == _ARRAY:
+            return self._array(what, depth + 1)
+        return self._numbers(kind, 1, what)[0]
+
+    def _numbers(self, kind: int, count: int, what: str) -> tuple[Any, ...]:
+        if kind not in _NUMBER_FORMATS:
+            raise self._refuse(f"{what} has the unknown value kind {kind}")
+        layout = struct.Struct(f"<{count}{_NUMBER_FORMATS[kind]}")
+        return layout.unpack_from(self._data, self._take(layout.size, what))
+
+    def _array(self, what: str, depth: int) -> list[Any]:
+        if depth > _MAX_ARRAY_DEPTH:
+            raise self._refuse(f"{what} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
+        kind, count = self._u32(what), self._u64(what)
+        if count > self._array_items_left:
+            raise self._refuse(f"{what} brings {count} array items; at most {_MAX_ARRAY_ITEMS} are accepted in a file")
+        self._array_items_left -= count
+        if kind == _STRING:
+            return self._strings(count, what)
+        if kind == _ARRAY:
+            return [self._array(what, depth + 1) for _ in range(count)]
+        return list(self._numbers(kind, count, what))
+
+    def _strings(self, count: int, what: str) -> list[str]:
+        """The vocabulary: hundreds of thousands of short strings, so this loop is written flat."""
+        data, size, position, length_at = self._data, self._size, self._position, _U64.unpack_from
+        raw: list[bytes] = []
+        for index in range(count):
+            length = length_at(data, position)[0] if position + 8 <= size else 0
+            start = position + 8
+            position = start + length
+            if position > size or length > _MAX_STRING_BYTES:
+                raise self._refuse(f"{what}: item {index} of {count} runs past the end of the file, or is too long")
+            raw.append(data[start:position])
+        self._position = position
+        return [item.decode() if item.isascii() else self._text(item, what) for item in raw]
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
+        value = metadata.get("general.alignment", 32)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
+            raise self._refuse(f"general.alignment is {_short(value)}; it must be a power of two")
+        return value
+
+    def _tensor_info(self, alignment: int) -> TensorInfo:
+        name = self._string("a tensor's name", _MAX_NAME_BYTES)
+        what = f"tensor {_short(name)}"
+        num_dims = self._u32(what)
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise self._refuse(f"{what} has {num_dims} dimensions; there must be 1 to {_MAX_DIMS}")
+        shape = tuple(reversed([self._u64(what) for _ in range(num_dims)]))
+        kind, offset = self._u32(what), self._u64(what)
+        if 0 in shape:
+            raise self._refuse(f"{what} has shape {shape}; no dimension may be 0")
+        if kind not in _TENSOR_TYPES:
+            known = ", ".join(_BLOCKS)
+            raise self._refuse(f"{what} has the ggml type {kind}, which is not supported; supported are: {known}")
+        type_name, block, block_bytes = _TENSOR_TYPES[kind]
+        if shape[-1] % block:
+            raise self._refuse(f"{what} has rows of {shape[-1]} elements; {type_name} needs multiples of {block}")
+        if offset % alignment:
+            raise self._refuse(f"{what} begins at offset {offset}, which is no multiple of the alignment {alignment}")
+        return TensorInfo(name, shape, type_name, offset, math.prod(shape) // block * block_bytes)
+
+    def _placed(self, tensors: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
+        """The tensors with their place in the file, once it is known that each has its own."""
+        data_start = -(-self._position // alignment) * alignment
+        placed: dict[str, TensorInfo] = {}
+        for info in tensors:
+            if info.name in placed:
+                raise self._refuse(f"tensor {_short(info.name)} occurs twice")
+            offset = data_start + info.offset
+            if offset + info.nbytes > self._size:
+                needed = f"{info.nbytes} bytes at {offset}"
+                raise self._refuse(
+                    f"tensor {_short(info.name)} needs {needed}, but the file ends at {self._size}: was it cut short?"
+                )
+            placed[info.name] = TensorInfo(info.name, info.shape, info.type_name, offset, info.nbytes)
+        in_order = sorted(placed.values(), key=lambda info: info.offset)
+        for before, after in zip(in_order, in_order[1:], strict=False):
+            if before.offset + before.nbytes > after.offset:
+                raise self._refuse(f"tensors {_short(before.name)} and {_short(after.name)} overlap at {after.offset}")
+        return placed
+
+
+def _short(value: Any) -> str:
+    """A value of the file, fit for an error message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,209 @@
+"""The tokenizer a GGUF file carries in its metadata, rebuilt with the `tokenizers` library."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_TOKEN_TYPES = (_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE)
+
+_MAX_TOKEN_CHARS = 1024  # real ones stay below 300; the merges of a SentencePiece token cost the square of its length
+
+_SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{number}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_SPLIT = _SPLIT_PATTERN.format(number=r"\p{N}{1,3}")
+_QWEN2_SPLIT = _SPLIT_PATTERN.format(number=r"\p{N}")
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_PRE_TOKENIZERS = ("smollm", "gpt-2", "default", *_LLAMA3_NAMES, "qwen2")
+
+
+def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    """The tokenizer; it puts no token in front of a text, that is for who obeys `special_tokens`' add_bos_token."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer = _byte_level_tokenizer(metadata)
+    elif kind == "llama":
+        tokenizer = _sentencepiece_tokenizer(metadata)
+    else:
+        raise _refusal(f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' and 'llama'")
+    _add_tokens(tokenizer, metadata)
+    return tokenizer
+
+
+def special_tokens(metadata: dict[str, Any]) -> dict[str, str | bool]:
+    """add_bos_token, and the texts of bos_token, eos_token, unk_token and pad_token as far as the file names them."""
+    tokens = _tokens(metadata)
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {role: _token_id(metadata, key, len(tokens)) for role, key in keys.items()}
+    return {role: tokens[token] for role, token in ids.items() if token is not None} | {
+        "add_bos_token": ids["bos_token"] is not None and _adds_bos(metadata)
+    }
+
+
+def chat_template(metadata: dict[str, Any]) -> str | None:
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise _refusal(f"tokenizer.chat_template is of type {type(template).__name__}; it must be a string")
+    return template
+
+
+def _byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, normalizers
+
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in _PRE_TOKENIZERS:
+        known = ", ".join(_PRE_TOKENIZERS)
+        raise _refusal(f"its pre-tokenizer (tokenizer.ggml.pre) {pre!r} is not known here; known are: {known}")
+    merges = [tuple(merge.split(" ")) for merge in _list(metadata, "merges", str)]
+    tokenizer = Tokenizer(_bpe(_vocabulary(metadata), merges, ignore_merges=pre in _LLAMA3_NAMES))
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pre_tokenizer(name: str) -> PreTokenizer:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    if name in ("gpt-2", "default"):
+        return ByteLevel(add_prefix_space=False)
+    if name == "smollm":
+        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    pattern = Regex(_QWEN2_SPLIT if name == "qwen2" else _LLAMA3_SPLIT)
+    return Sequence([Split(pattern, behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _sentencepiece_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, normalizers
+
+    vocabulary, merges = _vocabulary(metadata), _merges_from_scores(metadata)
+    unknown = _unknown_token(metadata, vocabulary)
+    tokenizer = Tokenizer(_bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaced = _flag(metadata, "add_space_prefix", default=True)
+    replaced = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replaced]) if spaced else replaced
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if spaced else steps)
+    return tokenizer
+
+
+def _unknown_token(metadata: dict[str, Any], vocabulary: dict[str, int]) -> str | None:
+    tokens, types = _tokens(metadata), _token_types(metadata)
+    index = _token_id(metadata, "unknown", len(tokens))
+    if index is None:
+        index = types.index(_UNKNOWN) if _UNKNOWN in types else None
+    if index is not None and tokens[index] not in vocabulary:
+        raise _refusal(f"the unknown token {index} is marked as unused")
+    return None if index is None else tokens[index]
+
+
+def _merges_from_scores(metadata: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every pair of tokens that makes a token, the highest score first: SentencePiece merges in that order."""
+    tokens, scores = _tokens(metadata), _list(metadata, "scores", float)
+    if len(scores) != len(tokens):
+        raise _refusal(f"there are {len(scores)} scores for {len(tokens)} tokens")
+    if not all(map(math.isfinite, scores)):
+        raise _refusal("a score is not a finite number")
+    types = _token_types(metadata)
+    normal = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
+    merges = [
+        (-score, -cut, token[:cut], token[cut:])
+        for token, score in normal.items()
+        for cut in range(1, len(token))
+        if token[:cut] in normal and token[cut:] in normal
+    ]
+    merges.sort()
+    return [(left, right) for _, _, left, right in merges]
+
+
+def _bpe(vocabulary: dict[str, int], merges: list[Any], **options: Any) -> BPE:
+    from tokenizers.models import BPE
+
+    try:
+        return BPE(vocabulary, merges, **options)
+    except Exception as error:  # the library raises nothing narrower
+        raise _refusal(f"its {len(merges)} merges do not fit its vocabulary: {error}") from error
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
+    """Control tokens, and those found in the text before it is split: they take the ids they have in the vocabulary."""
+    from tokenizers import AddedToken
+
+    typed = list(zip(_tokens(metadata), _token_types(metadata), strict=True))
+    control = [token for token, kind in typed if kind in (_CONTROL, _UNKNOWN)]
+    defined = [token for token, kind in typed if kind == _USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
+
+
+def _adds_bos(metadata: dict[str, Any]) -> bool:
+    """Converters leave the flag out where the tokenizer's kind decides it."""
+    implied = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+    return _flag(metadata, "add_bos_token", default=implied)
+
+
+def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
+    """Ids by text, without the unused tokens that only fill the embedding up."""
+    vocabulary: dict[str, int] = {}
+    for index, (token, kind) in enumerate(zip(_tokens(metadata), _token_types(metadata), strict=True)):
+        if kind == _UNUSED:
+            continue
+        if vocabulary.setdefault(token, index) != index:
+            raise _refusal(f"token {token!r} occurs twice, as {vocabulary[token]} and as {index}")
+        if len(token) > _MAX_TOKEN_CHARS:
+            raise _refusal(f"token {index} has {len(token)} characters; at most {_MAX_TOKEN_CHARS} are accepted")
+    return vocabulary
+
+
+def _tokens(metadata: dict[str, Any]) -> list[str]:
+    return _list(metadata, "tokens", str)
+
+
+def _token_types(metadata: dict[str, Any]) -> list[int]:
+    types, num_tokens = _list(metadata, "token_type", int), len(_tokens(metadata))
+    if len(types) != num_tokens:
+        raise _refusal(f"there are {len(types)} token types for {num_tokens} tokens")
+    if not set(types) <= set(_TOKEN_TYPES):
+        raise _refusal(f"token types {sorted(set(types) - set(_TOKEN_TYPES))[:5]} are unknown; they are 1 to 6")
+    return types
+
+
+def _list(metadata: dict[str, Any], key: str, item_type: type) -> list[Any]:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(value, list) or not all(isinstance(item, item_type) for item in value[:1]):  # a list has one kind
+        found = "missing" if value is None else f"of type {type(value).__name__}"
+        raise _refusal(f"tokenizer.ggml.{key} is {found}; it must be a list of {item_type.__name__}")
+    return value
+
+
+def _token_id(metadata: dict[str, Any], role: str, num_tokens: int) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < num_tokens:
+        raise _refusal(f"tokenizer.ggml.{role}_token_id is {value!r}; it must be a token id below {num_tokens}")
+    return value
+
+
+def _flag(metadata: dict[str, Any], key: str, *, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(value, bool):
+        raise _refusal(f"tokenizer.ggml.{key} is {value!r}; it must be true or false")
+    return value
+
+
+def _refusal(problem: str) -> CheckpointError:
+    return CheckpointError(f"the tokenizer of this GGUF file cannot be used: {problem}")

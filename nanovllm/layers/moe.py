@@ -1,0 +1,58 @@
+"""A mixture of experts: each token passes the few experts its router picks."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.linear import Linear
+
+
+class MoE(nn.Module):
+    """Tokens are sorted by expert, so that each expert used runs once over all its tokens."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        norm_topk_prob: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.num_experts_per_token = num_experts_per_token
+        self.norm_topk_prob = norm_topk_prob
+        self.gate = Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
+        self.gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
+        self.down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, hidden]
+        weights, experts = self._route(x)
+        order = experts.reshape(-1).argsort(stable=True)
+        tokens = order // self.num_experts_per_token  # which token each sorted entry belongs to
+        counts = torch.bincount(experts.reshape(-1), minlength=self.gate_up.shape[0]).tolist()
+        sorted_x = x[tokens]
+        sorted_y = torch.empty_like(sorted_x)
+        begin = 0
+        for expert, count in enumerate(counts):
+            if count:
+                rows = slice(begin, begin + count)
+                sorted_y[rows] = F.linear(
+                    silu_and_mul(F.linear(sorted_x[rows], self.gate_up[expert])), self.down[expert]
+                )
+                begin += count
+        sorted_y *= weights.reshape(-1)[order, None]
+        # back to [token, choice] order before summing: the order of addition must not depend on the batch
+        unsorted = torch.empty_like(sorted_y)
+        unsorted[order] = sorted_y
+        return unsorted.view(x.shape[0], self.num_experts_per_token, -1).sum(dim=1)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:  # two of [num_tokens, experts per token]
+        probabilities = self.gate(x).float().softmax(dim=-1)
+        weights, experts = probabilities.topk(self.num_experts_per_token, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype), experts

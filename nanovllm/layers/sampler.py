@@ -1,0 +1,105 @@
+"""From logits to tokens: greedy, or Gumbel-max with noise that depends on (seed, position, token) alone.
+
+The noise comes from a counter-based generator, so a request draws the same noise whatever it is batched with, on every
+device and every rank, and noise is computed only for the tokens that are still in the race.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NUM_CANDIDATES = 512  # looked at first where top-k, top-p or min-p cut the vocabulary down
+GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads consecutive ids over the whole range
+MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Sampling parameters of the rows of one step, gathered when the batch changes."""
+
+    greedy: Tensor | None  # [n] indices of greedy rows; None = there are none
+    plain: Tensor | None  # indices of rows that draw from the whole vocabulary
+    cut: Tensor | None  # indices of rows with top-k, top-p or min-p
+    temperature: Tensor  # [rows] 1 for greedy rows
+    top_k: Tensor  # [rows] int64, vocabulary size = off
+    top_p: Tensor  # [rows]
+    min_p: Tensor  # [rows]
+    seed: Tensor  # [rows] int64
+
+
+def mix(x: Tensor) -> Tensor:
+    """A 32-bit finalizer on int64 tensors that hold 32-bit values: every input bit changes half of the output bits."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def noise_keys(seed: Tensor, positions: Tensor) -> Tensor:  # [rows] each -> [rows] 32-bit values
+    low, high = seed & MASK, (seed >> 32) & MASK
+    return mix(mix(mix(low) ^ high) ^ (positions * GOLDEN & MASK))
+
+
+def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Gumbel noise for tokens [rows, n] (or [n], for all rows alike) of rows with these keys: float32 [rows, n]."""
+    x = keys[:, None].to(torch.int32) + token_ids.to(torch.int32) * (GOLDEN - 2**32)
+    # the same finalizer in wrapping 32-bit arithmetic; a shift of a negative number brings in ones, hence the masks
+    x = (x ^ ((x >> 16) & 0xFFFF)).mul_(0x7FEB352D)
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - 2**32
+    x ^= (x >> 16) & 0xFFFF
+    uniform = ((x >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)  # in (0, 1), never 0 or 1
+    return uniform.log_().neg_().log_().neg_()
+
+
+def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+    """[rows, vocab] float32 and the positions the new tokens will have -> [rows] int64."""
+    if rows.plain is None and rows.cut is None:
+        return logits.argmax(dim=-1)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    keys = noise_keys(rows.seed, positions)
+    if rows.greedy is not None:
+        tokens[rows.greedy] = logits[rows.greedy].argmax(dim=-1)
+    if rows.plain is not None:
+        scaled = logits[rows.plain] / rows.temperature[rows.plain, None]
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        tokens[rows.plain] = (scaled + gumbel(keys[rows.plain], ids)).argmax(dim=-1)
+    if rows.cut is not None:
+        scaled = logits[rows.cut] / rows.temperature[rows.cut, None]
+        tokens[rows.cut] = _sample_cut(
+            scaled, keys[rows.cut], rows.top_k[rows.cut], rows.top_p[rows.cut], rows.min_p[rows.cut]
+        )
+    return tokens
+
+
+def _sample_cut(scaled: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Gumbel-max among the tokens that top-k, then top-p, and min-p leave."""
+    vocab_size = scaled.shape[1]
+    total = scaled.logsumexp(dim=-1, keepdim=True)
+    for num_candidates in (min(NUM_CANDIDATES, vocab_size), vocab_size):
+        values, ids = scaled.topk(num_candidates, dim=-1)
+        probabilities = (values - total).exp()
+        kept, complete = _keep(probabilities, top_k=top_k, top_p=top_p, min_p=min_p)
+        if num_candidates == vocab_size or bool(complete.all()):
+            break
+    values = values.masked_fill(~kept, float("-inf"))
+    winner = (values + gumbel(keys, ids)).argmax(dim=-1, keepdim=True)
+    return ids.gather(1, winner)[:, 0]
+
+
+def _keep(probabilities: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the candidates, most likely first, stay; and for which rows no token beyond them could."""
+    num_candidates = probabilities.shape[1]
+    rank = torch.arange(num_candidates, device=probabilities.device)
+    kth = probabilities.gather(1, (top_k.clamp(max=num_candidates) - 1)[:, None])
+    by_k = probabilities >= kth  # ties with the k-th stay, as they do in vLLM
+    by_k |= rank < top_k[:, None]
+    # top-p looks at what top-k left, renormalised; where top-k is off that is the whole distribution
+    cut_by_k = top_k[:, None] <= num_candidates
+    mass = torch.where(cut_by_k, (probabilities * by_k).sum(dim=-1, keepdim=True), 1.0)
+    before = probabilities.cumsum(dim=-1) - probabilities  # mass of the more likely ones
+    by_p = (before < top_p[:, None] * mass) | (top_p[:, None] >= 1.0)
+    by_p[:, 0] = True
+    by_min = probabilities >= min_p[:, None] * probabilities[:, :1]
+    kept = by_k & by_p & by_min
+    return kept, ~kept[:, -1]

@@ -1,0 +1,169 @@
+"""The one Llama-shaped decoder. Families differ only in what their `ModelConfig` says."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import Embedding, LMHead
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.moe import MoE
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import ModelConfig
+
+
+class MLP(nn.Module):
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(
+        self, config: ModelConfig, layer: int, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.input_layernorm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self.self_attn = Attention(
+            hidden_size=hidden,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            window=config.windows[layer],
+            backend=backend,
+            dtype=dtype,
+            device=device,
+        )
+        self.post_attention_layernorm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self.mlp: MLP | MoE
+        if config.moe is not None and config.is_moe_layer(layer):
+            self.mlp = MoE(
+                hidden_size=hidden,
+                intermediate_size=config.moe.intermediate_size,
+                num_experts=config.moe.num_experts,
+                num_experts_per_token=config.moe.num_experts_per_token,
+                norm_topk_prob=config.moe.norm_topk_prob,
+                dtype=dtype,
+                device=device,
+            )
+        else:
+            self.mlp = MLP(hidden, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor, step: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos_sin, cache, step)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        backend: AttentionBackend,
+        max_position: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.rotary = RotaryEmbedding(
+            config.rope, head_dim=config.head_dim, max_position=max_position, dtype=dtype, device=device
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, backend, dtype, device) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        size = (0, 0) if config.tie_word_embeddings else (config.hidden_size, config.vocab_size)
+        self.lm_head = LMHead(*size, bias=False, dtype=dtype, device=device)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.embed_tokens)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, caches: list[Tensor], step: Any) -> Tensor:
+        """[num_tokens] ids and positions -> [num_tokens, hidden]; `step` is the attention backend's own."""
+        x = self.embed_tokens(input_ids)
+        cos_sin = self.rotary.gather(positions)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cos_sin, cache, step)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [num_rows, hidden] -> [num_rows, vocab] float32
+        return self.lm_head(self.norm(hidden))
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Where every tensor of a checkpoint goes, by its Hugging Face name: views of the parameters."""
+        found = {
+            "model.embed_tokens.weight": self.embed_tokens.weight,
+            "model.norm.weight": self.norm.weight,
+        }
+        if not self.config.tie_word_embeddings:
+            found["lm_head.weight"] = self.lm_head.weight
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            found |= {prefix + name: view for name, view in self._layer_destinations(layer).items()}
+        return found
+
+    def _layer_destinations(self, layer: Any) -> dict[str, Tensor]:
+        config = self.config
+        attention = layer.self_attn
+        found = {
+            "input_layernorm.weight": layer.input_layernorm.weight,
+            "post_attention_layernorm.weight": layer.post_attention_layernorm.weight,
+        }
+        qkv = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        found |= _parts("self_attn.", attention.qkv_proj, qkv)
+        found |= _parts("self_attn.", attention.o_proj, {"o_proj": config.hidden_size})
+        if config.qk_norm:
+            found["self_attn.q_norm.weight"] = attention.q_norm
+            found["self_attn.k_norm.weight"] = attention.k_norm
+        if isinstance(layer.mlp, MoE):
+            return found | _expert_destinations(layer.mlp)
+        gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        found |= _parts("mlp.", layer.mlp.gate_up_proj, gate_up)
+        return found | _parts("mlp.", layer.mlp.down_proj, {"down_proj": config.hidden_size})
+
+    def finish_loading(self) -> None:
+        """Lay the weights out for their kernels, one at a time, so that never two copies of the model exist."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.finish_loading()
+            elif isinstance(module, Linear):
+                module.finish_loading(keep_weight=module is self.lm_head and self.config.tie_word_embeddings)
+
+
+def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:
+    """The slices of a fused linear that a checkpoint keeps as tensors of their own."""
+    found = {}
+    begin = 0
+    for name, size in sizes.items():
+        found[f"{prefix}{name}.weight"] = linear.weight[begin : begin + size]
+        if linear.bias is not None:
+            found[f"{prefix}{name}.bias"] = linear.bias[begin : begin + size]
+        begin += size
+    return found
+
+
+def _expert_destinations(moe: MoE) -> dict[str, Tensor]:
+    found = {"mlp.gate.weight": moe.gate.weight}
+    size = moe.gate_up.shape[1] // 2
+    for expert in range(moe.gate_up.shape[0]):
+        found[f"mlp.experts.{expert}.gate_proj.weight"] = moe.gate_up[expert, :size]
+        found[f"mlp.experts.{expert}.up_proj.weight"] = moe.gate_up[expert, size:]
+        found[f"mlp.experts.{expert}.down_proj.weight"] = moe.down[expert]
+    return found

@@ -1,0 +1,52 @@
+"""Which architectures are known, and how a model's config is found; no torch."""
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from nanovllm.model_config import ModelConfig, read_json, read_model_config, token_id_list
+
+FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "LlamaForCausalLM": llama.differences,
+    "MistralForCausalLM": mistral.differences,
+    "Qwen2ForCausalLM": qwen2.differences,
+    "Qwen3ForCausalLM": qwen3.differences,
+    "Qwen3MoeForCausalLM": qwen3_moe.differences,
+}
+
+
+def parse_config(raw: dict[str, Any]) -> ModelConfig:
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not names:
+        raise CheckpointError("config: 'architectures' is missing, so the kind of model is unknown")
+    architecture = names[0]
+    if architecture not in FAMILIES:
+        near = difflib.get_close_matches(str(architecture), FAMILIES, n=1)
+        hint = f" (nearest: {near[0]})" if near else ""
+        raise CheckpointError(f"architecture {architecture!r} is not known{hint}; known: {', '.join(FAMILIES)}")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(f"quantization_config: weights quantized with {method!r} cannot be read yet")
+    try:
+        return read_model_config(raw, architecture=architecture, differences=FAMILIES[architecture](raw))
+    except KeyError as error:
+        raise CheckpointError(f"config: {error.args[0]!r} is missing for {architecture}") from error
+
+
+def load_config(path: Path) -> ModelConfig:
+    """The config of a model folder or a GGUF file, with all its end-of-sequence ids."""
+    if path.is_file():
+        from nanovllm.formats.gguf import GGUFFile
+
+        with GGUFFile(path) as file:
+            raw, generation = file.hf_config(), file.generation_config()
+    else:
+        raw = read_json(path / "config.json")
+        generation_file = path / "generation_config.json"
+        generation = read_json(generation_file) if generation_file.exists() else {}
+    config = parse_config(raw)
+    eos = token_id_list(generation.get("eos_token_id"))
+    return config.with_eos(tuple(dict.fromkeys(eos + config.eos_token_ids)))

@@ -1,0 +1,79 @@
+"""What a user gets back: one object with two faces, `out["text"]` and vLLM's `out.outputs[0].text`."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability under the model's own distribution, before penalties and temperature."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation of a prompt, as far as it has come."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Moments of a request's life, in seconds of `time.monotonic()`."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with its completions. `out["text"]` and `out["token_ids"]` are those of the first one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        if key in ("text", "token_ids"):
+            return getattr(self.outputs[0], key)
+        raise KeyError(f"{key!r}: a result has 'text' and 'token_ids'; the rest are attributes, see RequestOutput")
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A finished beam: prompt and continuation together in `tokens`, as vLLM gives it."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

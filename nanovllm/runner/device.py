@@ -1,0 +1,48 @@
+"""Which device, which number format, how much memory: answers that depend on the machine."""
+
+import os
+
+import torch
+
+from nanovllm.errors import ConfigError
+from nanovllm.layers.linear import cpu_has_native
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch sees no CUDA device here; use device='cpu' or a CUDA build of torch")
+    return torch.device(name)
+
+
+def resolve_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """`auto` keeps the checkpoint's type, except on a CPU: there 16 bits mean bfloat16 where it is native, else 32."""
+    if wanted == "auto":
+        if device.type == "cuda" or checkpoint == "float32":
+            return getattr(torch, checkpoint)
+        return torch.bfloat16 if cpu_has_native(torch.bfloat16) else torch.float32
+    dtype = getattr(torch, wanted)
+    if device.type == "cpu" and not cpu_has_native(dtype):
+        raise ConfigError(
+            f"dtype={wanted!r}: this CPU has no {wanted} arithmetic and would run some hundred times slower; "
+            "use dtype='auto' or 'float32'"
+        )
+    return dtype
+
+
+def available_memory() -> int:
+    """Bytes a process could still take on this host, within its control group."""
+    with open("/proc/meminfo") as file:
+        info = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.startswith("Mem")}
+    limits = [info["MemAvailable"]]
+    for maximum, current in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        if os.path.exists(maximum) and os.path.exists(current):
+            with open(maximum) as a, open(current) as b:
+                limit, used = a.read().strip(), int(b.read())
+            if limit != "max":
+                limits.append(max(int(limit) - used, 0))
+    return min(limits)

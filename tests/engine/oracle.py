@@ -1,0 +1,410 @@
+"""The token oracle: a fake device whose every token is a hash of all it reads through the block table.
+
+The fake model has a state like a real one: the KV entry of a position is its number, its token and a digest of every
+entry before it. So a block of the right tokens behind the wrong prefix differs, as it does in a transformer. A wrong
+slot, a stale table, a wrong start, a missing block or a block overwritten by another sequence raises at once or changes
+the tokens; `answer` says, without an engine, what they should have been.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanovllm.config import SchedulerConfig
+from nanovllm.engine.block_manager import BlockKey, BlockManager
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.errors import RequestError
+from nanovllm.plan import NewRow, SeqPlan, StepPlan, StepResult, TokenLogprobs
+from nanovllm.sampling_params import SamplingParams
+
+VOCABULARY = 4  # small, so that stop tokens and equal continuations occur
+NOTHING_READ = 0
+
+# --- the model: four pure functions ---------------------------------------------------------------------------------
+
+
+def mix(*values: int) -> int:
+    digest = 0x9E3779B97F4A7C15
+    for value in values:
+        digest = ((digest ^ value) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & (2**64 - 1)
+        digest ^= digest >> 29
+    return digest
+
+
+def entry_state(read: int, position: int, token: int) -> int:
+    """What a position's KV entry holds beside position and token: a digest of the entries before it."""
+    return mix(1, read, position, token)
+
+
+def sample(
+    read: int, *, seed: int, num_completion_tokens: int, min_tokens: int, stop_token_ids: tuple[int, ...]
+) -> int:
+    """The token that follows what was read; no stop token before `min_tokens`."""
+    token = mix(2, read, seed) % VOCABULARY
+    while num_completion_tokens < min_tokens and token in stop_token_ids:
+        token = (token + 1) % VOCABULARY
+    return token
+
+
+def score(read: int, chosen: int, num_alternatives: int) -> TokenLogprobs:
+    token_ids = (chosen, *(mix(3, read, i) % VOCABULARY for i in range(num_alternatives)))
+    return TokenLogprobs(
+        token_ids, tuple(-float(mix(4, read, t) % 997) for t in token_ids), rank=mix(5, read, chosen) % 9
+    )
+
+
+# --- a request, and its answer computed alone ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    prompt: tuple[int, ...]
+    max_tokens: int = 4
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = (0,)  # one for each completion
+    priority: int = 0
+    salt: str | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def max_num_tokens(self, config: SchedulerConfig) -> int:
+        return min(len(self.prompt) + self.max_tokens, config.max_model_len)
+
+    def fits(self, config: SchedulerConfig) -> bool:
+        """Whether it can run alone in an empty cache: every token but the last needs a slot."""
+        slots = config.num_blocks * config.block_size
+        return 0 < len(self.prompt) < config.max_model_len and self.max_num_tokens(config) - 1 <= slots
+
+    def sequences(self, number: int, config: SchedulerConfig) -> list[Sequence]:
+        """The leader with its followers hung in."""
+        params = SamplingParams(
+            n=len(self.seeds),
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+        leader, *followers = [
+            Sequence(
+                f"request-{number}",
+                list(self.prompt),
+                params,
+                max_num_tokens=self.max_num_tokens(config),
+                stop_token_ids=frozenset(self.stop_token_ids),
+                index=index,
+                seed=seed,
+                priority=self.priority,
+                arrival=number,
+                cache_salt=self.salt,
+            )
+            for index, seed in enumerate(self.seeds)
+        ]
+        leader.followers = followers
+        return [leader, *followers]
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | None
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+
+
+def answer(request: Request, index: int, config: SchedulerConfig) -> Answer:
+    """What completion `index` of a request must be, from the model's functions alone."""
+    token_ids = list(request.prompt)
+    num_prompt_tokens = len(token_ids)
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    read = NOTHING_READ
+    for position in range(request.max_num_tokens(config)):
+        read = mix(read, position, token_ids[position], entry_state(read, position, token_ids[position]))
+        if position + 1 < num_prompt_tokens:
+            if request.prompt_logprobs is not None:
+                prompt_logprobs.append(score(read, token_ids[position + 1], request.prompt_logprobs))
+            continue
+        token = sample(
+            read,
+            seed=request.seeds[index],
+            num_completion_tokens=len(token_ids) - num_prompt_tokens,
+            min_tokens=request.min_tokens,
+            stop_token_ids=request.stop_token_ids,
+        )
+        token_ids.append(token)
+        if request.logprobs is not None:
+            logprobs.append(score(read, token, request.logprobs))
+        if token in request.stop_token_ids:
+            return Answer(token_ids[num_prompt_tokens:], "stop", token, logprobs, prompt_logprobs)
+        if len(token_ids) == request.max_num_tokens(config):
+            return Answer(token_ids[num_prompt_tokens:], "length", None, logprobs, prompt_logprobs)
+    raise AssertionError("a request ends by its length at the latest")
+
+
+# --- the fake device -------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """One slot of the fake KV cache, and who wrote it."""
+
+    position: int
+    token: int
+    state: int
+    tenant: str | None
+    step: int
+    row: int
+
+
+@dataclass
+class Row:
+    """A row of the device tables."""
+
+    new: NewRow
+    tenant: str | None
+    tokens: list[int] = field(init=False)
+    blocks: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.new.token_ids)
+        self.blocks = list(self.new.block_table)
+
+
+class FakeHandle:
+    def __init__(self, run: Callable[[], StepResult]) -> None:
+        self._run = run
+
+    def wait(self) -> StepResult:
+        return self._run()
+
+
+class FakeExecutor:
+    """An executor on nothing: eager runs a step when it is launched, lazy when it is waited for; both in order."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, lazy: bool = False, tenant_of: Callable[[int], str | None] = lambda row: None
+    ) -> None:
+        self.num_blocks = config.num_blocks
+        self.num_launched = 0
+        self.num_run = 0
+        self._config = config
+        self._lazy = lazy
+        self._tenant_of = tenant_of  # the salt behind a row, asked at launch; the plan does not carry it
+        self._rows: dict[int, Row] = {}
+        self._slots: list[list[Entry | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
+
+    def launch(self, plan: StepPlan) -> FakeHandle:
+        self._check(plan)
+        self.num_launched += 1
+        number = self.num_launched
+        tenants = {new.row: self._tenant_of(new.row) for new in plan.new_rows}
+        if self._lazy:
+            return FakeHandle(lambda: self._run(number, plan, tenants))
+        result = self._run(number, plan, tenants)
+        return FakeHandle(lambda: result)
+
+    def close(self) -> None:
+        pass
+
+    def _check(self, plan: StepPlan) -> None:
+        rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+        assert rows, "a step with zero tokens"
+        assert len(set(rows)) == len(rows), "a row appears twice in a step"
+        assert len(rows) <= self._config.max_num_seqs, "more rows than max_num_seqs"
+        assert all(1 <= row <= self._config.max_num_seqs for row in rows), "a row outside the tables, or padding"
+        assert all(chunk.num_new > 0 for chunk in plan.chunks), "a chunk without tokens"
+        assert plan.num_tokens <= self._config.max_num_batched_tokens, "more tokens than the budget"
+        assert {new.row for new in plan.new_rows} <= {chunk.row for chunk in plan.chunks}, "a new row that does not run"
+
+    def _run(self, number: int, plan: StepPlan, tenants: dict[int, str | None]) -> StepResult:
+        assert number == self.num_run + 1, "steps must be waited for once and in order"
+        self.num_run = number
+        for new in plan.new_rows:
+            self._rows[new.row] = Row(new, tenants[new.row])
+        for blocks in plan.new_blocks:
+            table = self._rows[blocks.row].blocks
+            assert blocks.index == len(table), "new blocks do not continue the table"
+            table.extend(blocks.blocks)
+        result = StepResult()
+        for row in plan.decode_rows:
+            last = len(self._rows[row].tokens) - 1
+            self._forward(SeqPlan(row, start=last, num_new=1, samples=True), result)
+        for chunk in plan.chunks:
+            self._forward(chunk, result)
+        assert len(result.tokens) == len(plan.sampled_rows())
+        return result
+
+    def _forward(self, chunk: SeqPlan, result: StepResult) -> None:
+        row = self._rows[chunk.row]
+        end = chunk.start + chunk.num_new
+        assert end <= len(row.tokens), "a chunk beyond the known tokens"
+        assert chunk.samples == (end == len(row.tokens)), "a chunk samples if, and only if, it reaches the last token"
+        assert end < self._config.max_model_len, "no room for the next token in the tables"
+        read = NOTHING_READ
+        for position in range(chunk.start):
+            read = self._read(read, chunk.row, position)
+        scores: list[TokenLogprobs] = []
+        for position in range(chunk.start, end):
+            self._write(read, chunk.row, position)
+            read = self._read(read, chunk.row, position)
+            if chunk.num_prompt_logprobs is not None and position + 1 < row.new.num_prompt_tokens:
+                scores.append(score(read, row.tokens[position + 1], chunk.num_prompt_logprobs))
+        if chunk.num_prompt_logprobs is not None:
+            result.prompt_logprobs[chunk.row] = scores
+        if chunk.samples:
+            self._sample(read, row, result)
+
+    def _sample(self, read: int, row: Row, result: StepResult) -> None:
+        token = sample(
+            read,
+            seed=row.new.seed,
+            num_completion_tokens=len(row.tokens) - row.new.num_prompt_tokens,
+            min_tokens=row.new.params.min_tokens,
+            stop_token_ids=row.new.stop_token_ids,
+        )
+        row.tokens.append(token)
+        if row.new.params.logprobs is not None:
+            result.logprobs[len(result.tokens)] = [score(read, token, row.new.params.logprobs)]
+        result.tokens.append([token])
+
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        return row.blocks[position // self._config.block_size], position % self._config.block_size
+
+    def _write(self, read: int, number: int, position: int) -> None:
+        row = self._rows[number]
+        block, offset = self._slot(row, position)
+        token = row.tokens[position]
+        state = entry_state(read, position, token)
+        self._slots[block][offset] = Entry(position, token, state, row.tenant, self.num_run, number)
+
+    def _read(self, read: int, number: int, position: int) -> int:
+        row = self._rows[number]
+        block, offset = self._slot(row, position)
+        entry = self._slots[block][offset]
+        assert entry is not None, f"row {number} reads position {position} from a slot never written"
+        assert (entry.position, entry.token) == (position, row.tokens[position]), (
+            f"row {number} reads position {position} and finds {entry}"
+        )
+        assert entry.tenant == row.tenant, f"row {number} reads another tenant's KV at position {position}"
+        assert entry.row == number or entry.step < self.num_run, f"row {number} reads what this very step computes"
+        return mix(read, entry.position, entry.token, entry.state)
+
+
+# --- the engine under test, watched -----------------------------------------------------------------------------------
+
+
+class Harness:
+    """An EngineCore over the fake device; every operation is followed by every check there is."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, depth: int = 0, lazy: bool = False, key_type: type[BlockKey] = BlockKey
+    ) -> None:
+        self.config = config
+        self.block_manager = BlockManager(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            key_type=key_type,
+        )
+        self.scheduler = Scheduler(config, self.block_manager)
+        self.device = FakeExecutor(config, lazy=lazy, tenant_of=self._tenant_of)
+        self.core = EngineCore(self.scheduler, self.device, depth=depth)
+        self.requests: list[Request] = []
+        self.sequences: list[tuple[Sequence, Answer]] = []
+        self.ended: deque[Sequence] = deque()
+        self.aborted: set[Sequence] = set()
+
+    def _tenant_of(self, row: int) -> str | None:
+        return next(seq.cache_salt for seq in self.scheduler.running if seq.row == row)
+
+    def add(self, request: Request) -> bool:
+        """False if the request was refused, as it then must be."""
+        sequences = request.sequences(len(self.requests), self.config)
+        try:
+            self.scheduler.add(sequences[0])
+        except RequestError:
+            assert not request.fits(self.config), f"refused although it fits: {request}"
+            return False
+        assert request.fits(self.config), f"accepted although it can never run: {request}"
+        self.requests.append(request)
+        self.sequences += [(seq, answer(request, seq.index, self.config)) for seq in sequences]
+        self.scheduler.check()
+        return True
+
+    def step(self) -> None:
+        had_work = self.core.has_work
+        before = (self.device.num_launched, self.device.num_run)
+        self._take_in(self.core.step())
+        moved = before != (self.device.num_launched, self.device.num_run) or self.core.last_plan is not None
+        assert moved or not had_work, "there is work, but nothing is launched and nothing comes back"
+
+    def drain(self) -> None:
+        self._take_in(self.core.drain())
+
+    def abort(self, number: int) -> None:
+        """Any sequence, in any state: running, with a token in flight, waiting, hanging on its leader, ended."""
+        seqs = self.scheduler.running + [seq for seq, _ in self.sequences[-3:]]
+        if seqs:
+            seq = seqs[number % len(seqs)]
+            if not seq.finished:
+                self.aborted.add(seq)
+            self.scheduler.abort(seq)
+            self.scheduler.check()
+
+    def preempt(self, number: int) -> None:
+        """Any running sequence without a token in flight."""
+        targets = [seq for seq in self.scheduler.running if not seq.has_token_in_flight]
+        if targets:
+            self.scheduler.preempt(targets[number % len(targets)])
+            self.scheduler.check()
+
+    def reset_prefix_cache(self) -> None:
+        self.block_manager.reset_prefix_cache()
+        self.scheduler.check()
+
+    def _take_in(self, ended: list[Sequence]) -> None:
+        self.scheduler.check()
+        self.ended += ended
+        for seq, expected in self.sequences:
+            if seq.status is SequenceStatus.RUNNING:
+                count = seq.num_completion_tokens
+                assert seq.completion_token_ids == expected.token_ids[:count], f"wrong tokens so far: {seq}"
+
+    def run_to_end(self) -> None:
+        """The oldest sequence always advances, so there is a bound on the steps that all of them may take."""
+        limit = sum(3 * seq.max_num_tokens + 8 for seq, _ in self.sequences if not seq.finished) + 8
+        for _ in range(limit):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, f"not done after {limit} steps"
+        self._check_end()
+
+    def _check_end(self) -> None:
+        assert self.block_manager.num_available == self.config.num_blocks, "a block leaks"
+        assert not self.scheduler.waiting and not self.scheduler.running
+        assert self.device.num_run == self.device.num_launched
+        unended = {seq for seq, _ in self.sequences} - self.aborted
+        assert len(self.ended) == len(unended) and set(self.ended) == unended, "not every end was told exactly once"
+        for seq, expected in self.sequences:
+            self._check_answer(seq, expected)
+
+    def _check_answer(self, seq: Sequence, expected: Answer) -> None:
+        assert seq.finished and not seq.followers
+        assert seq.num_cached_tokens % self.config.block_size == 0 and seq.num_cached_tokens < seq.num_prompt_tokens
+        if not self.config.enable_prefix_caching or seq.params.prompt_logprobs is not None:
+            assert seq.num_cached_tokens == 0
+        got = Answer(
+            seq.completion_token_ids, str(seq.finish_reason), seq.stop_reason, seq.logprobs, seq.prompt_logprobs
+        )
+        if seq in self.aborted:
+            count = seq.num_completion_tokens
+            assert (got.finish_reason, got.stop_reason) == ("abort", None)
+            assert got.token_ids == expected.token_ids[:count] and got.logprobs == expected.logprobs[:count]
+            assert got.prompt_logprobs == expected.prompt_logprobs[: len(got.prompt_logprobs)]
+        else:
+            assert got == expected, f"{seq}: {got} instead of {expected}"

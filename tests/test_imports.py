@@ -1,0 +1,238 @@
+"""The rule of the house: who may import whom, what stays free of torch, and what appears nowhere."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "nanovllm"
+
+# Left may import right, and whatever those may import; never back. A name covers everything under it, the longest wins.
+RULE = """
+__main__ -> cli -> server, bench -> nanovllm -> llm, async_llm
+llm, async_llm -> engine -> executor -> runner -> models
+models -> layers -> attention, quantization -> kernels
+runner -> utils.loader -> formats
+executor, layers -> distributed
+server, bench, llm, engine -> tokenizer -> formats
+models -> formats
+"""
+# Imported by all; they import nothing of ours but each other.
+FOUNDATION = {"config", "model_config", "sampling_params", "outputs", "errors", "plan"}
+# Imported by all but the foundation; they import nothing of ours but the foundation.
+LEAVES = {"utils"}
+# Of the engine package, these see only the foundation and each other.
+CONTROL_PLANE = {"engine.sequence", "engine.block_manager", "engine.scheduler"}
+TORCH_FREE = FOUNDATION | CONTROL_PLANE | {"utils.hub", "utils.logging"}
+
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+BANNED_NAMES = {"torch.load", "torch.serialization", "torch.hub"}
+BANNED_CALLS = {"eval", "exec"}
+
+
+def parse_rule(text: str) -> dict[str, set[str]]:
+    """Each name of the rule with everything it may import, directly or through others."""
+    allowed: dict[str, set[str]] = {}
+    for line in text.strip().splitlines():
+        groups = [[name.strip() for name in group.split(",")] for group in line.split("->")]
+        for left, right in zip(groups, groups[1:], strict=False):
+            for name in left:
+                allowed.setdefault(name, set()).update(right)
+        for name in groups[-1]:
+            allowed.setdefault(name, set())
+    for via in allowed:
+        for name in allowed:
+            if via in allowed[name]:
+                allowed[name] |= allowed[via]
+    return allowed
+
+
+ALLOWED = parse_rule(RULE)
+
+
+def module_name(path: Path) -> str:
+    """'engine.core' for nanovllm/engine/core.py, 'engine' for its __init__.py, 'nanovllm' for the root's."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts[-1] == "__init__":
+        parts = parts[:-1]
+    return ".".join(parts) or "nanovllm"
+
+
+SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def place(module: str) -> str | None:
+    """The rule's name that covers the module."""
+    known = ALLOWED.keys() | FOUNDATION | LEAVES
+    parts = module.split(".")
+    candidates = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((name for name in candidates if name in known), None)
+
+
+def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Full dotted names of all imports, also those inside functions: 'torch.nn', 'nanovllm.engine.core.Core'."""
+    package = ["nanovllm", *module.split(".")] if module != "nanovllm" else ["nanovllm"]
+    if not is_package:
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = [*base, node.module] if node.module else base
+            yield from (".".join([*source, alias.name]) for alias in node.names)
+
+
+def our_module(name: str, modules: set[str]) -> str | None:
+    """The module of ours that a full dotted name lies in; None for other people's."""
+    if name.split(".")[0] != "nanovllm":
+        return None
+    parts = name.split(".")[1:]
+    while parts and ".".join(parts) not in modules:
+        parts.pop()
+    return ".".join(parts) or "nanovllm"
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if importer in CONTROL_PLANE:
+        return imported in CONTROL_PLANE or place(imported) in FOUNDATION
+    left, right = place(importer), place(imported)
+    if left is None or right is None:
+        return False
+    if left == right or right in FOUNDATION:
+        return True
+    if left in FOUNDATION or left in LEAVES:
+        return False
+    return right in LEAVES or right in ALLOWED[left]
+
+
+def forbidden_imports(source: str, module: str, is_package: bool, modules: set[str]) -> list[str]:
+    tree = ast.parse(source)
+    found = {our_module(name, modules) for name in imported_names(tree, module, is_package)}
+    return sorted(name for name in found if name is not None and name != module and not may_import(module, name))
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def banned_uses(source: str) -> list[str]:
+    """Line and name of whatever must not appear anywhere: pickle in any guise, code from text, `global`."""
+    tree = ast.parse(source)
+    found = []
+    for name in imported_names(tree, "nanovllm", True):
+        if name.split(".")[0] in BANNED_MODULES or any(f"{name}.".startswith(f"{bad}.") for bad in BANNED_NAMES):
+            found.append(f"import of {name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found.append(f"line {node.lineno}: global {', '.join(node.names)}")
+        elif isinstance(node, ast.Attribute) and dotted(node) in BANNED_NAMES:
+            found.append(f"line {node.lineno}: {dotted(node)}")
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in BANNED_CALLS:
+                found.append(f"line {node.lineno}: {node.func.id}()")
+            if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
+                found.append(f"line {node.lineno}: allow_pickle")
+    return found
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_module_keeps_the_rule(module: str) -> None:
+    path = SOURCES[module]
+    assert place(module) is not None, f"nanovllm.{module} has no place in RULE: give it one"
+    offences = forbidden_imports(path.read_text(), module, path.name == "__init__.py", set(SOURCES))
+    assert not offences, f"nanovllm.{module} must not import {', '.join(offences)}"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_module_uses_nothing_banned(module: str) -> None:
+    assert not banned_uses(SOURCES[module].read_text())
+
+
+@pytest.mark.parametrize("module", sorted(TORCH_FREE & SOURCES.keys()))
+def test_no_torch_is_named_where_none_belongs(module: str) -> None:
+    tree = ast.parse(SOURCES[module].read_text())
+    assert not [name for name in imported_names(tree, module, False) if name.split(".")[0] == "torch"]
+
+
+def test_no_torch_is_loaded_by_front_door_and_control_plane() -> None:
+    modules = ["nanovllm", *(f"nanovllm.{name}" for name in sorted(TORCH_FREE & SOURCES.keys()))]
+    script = f"import sys\nimport {', '.join(modules)}\nsys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, check=False, cwd=PACKAGE.parent, timeout=60).returncode == 0
+
+
+def test_import_is_quick() -> None:
+    # Takes well under 0.1 s; the bound leaves room for a busy machine but not for torch, which needs a second.
+    script = "import time\nbegin = time.perf_counter()\nimport nanovllm\nprint(time.perf_counter() - begin)"
+    command = [sys.executable, "-c", script]
+    runs = [subprocess.check_output(command, cwd=PACKAGE.parent, text=True, timeout=60) for _ in range(5)]
+    assert min(map(float, runs)) < 0.25
+
+
+def test_rule_has_no_way_back() -> None:
+    assert not [name for name in ALLOWED if name in ALLOWED[name]]
+
+
+MODULES = {"nanovllm", "llm", "config", "engine", "engine.core", "engine.scheduler", "executor.base", "runner.graphs"}
+MODULES |= {
+    "kernels.rope",
+    "layers.linear",
+    "models.llama",
+    "model_config",
+    "utils.loader",
+    "utils.hub",
+    "formats.gguf",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "offences"),
+    [
+        ("kernels.rope", "from nanovllm.layers.linear import Linear", ["layers.linear"]),
+        ("kernels.rope", "def f():\n    import nanovllm.llm", ["llm"]),
+        ("engine.core", "from ..llm import LLM", ["llm"]),
+        ("engine.core", "from .scheduler import Scheduler\nfrom nanovllm.executor import base", []),
+        ("layers.linear", "from nanovllm.model_config import ModelConfig", []),
+        ("layers.linear", "from nanovllm.models.llama import Llama", ["models.llama"]),
+        ("engine.scheduler", "from nanovllm.executor.base import Executor", ["executor.base"]),
+        ("engine.scheduler", "from nanovllm.engine.core import Core", ["engine.core"]),
+        ("engine.scheduler", "from nanovllm.config import SchedulerConfig\nimport torch", []),
+        ("config", "from nanovllm.utils.hub import resolve_model", ["utils.hub"]),
+        ("utils.hub", "from nanovllm.utils.loader import load", ["utils.loader"]),
+        ("utils.hub", "from nanovllm.formats import gguf", ["formats.gguf"]),
+        ("runner.graphs", "from nanovllm.utils.loader import load", []),
+        ("layers.linear", "from nanovllm.utils.loader import load", ["utils.loader"]),
+        ("layers.linear", "from nanovllm import LLM", ["nanovllm"]),
+        ("models.llama", "from nanovllm.layers.linear import Linear", []),
+        ("formats.gguf", "from nanovllm.models.llama import Llama", ["models.llama"]),
+    ],
+)
+def test_checker_sees_forbidden_imports(module: str, source: str, offences: list[str]) -> None:
+    assert forbidden_imports(source, module, is_package=False, modules=MODULES) == offences
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "eval('1')",
+        "exec('x = 1')",
+        "import numpy\nnumpy.load('x', allow_pickle=True)",
+        "def f():\n    global x\n    x = 1",
+    ],
+)
+def test_checker_sees_banned_uses(source: str) -> None:
+    assert banned_uses(source)
+
+
+def test_checker_lets_harmless_namesakes_pass() -> None:
+    assert not banned_uses("model.eval()\nimport json\njson.load(file)\nfrom torch import nn\nloader.exec()")

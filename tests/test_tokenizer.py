@@ -1,0 +1,488 @@
+"""The tokenizer against transformers, on a small vocabulary of our own and on Qwen3's where it is at hand."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.tokenizer import MAX_RENDERED_CHARS, Tokenizer
+
+REPOSITORY = Path(__file__).parent.parent
+SMALL = Path(__file__).parent / "data" / "tokenizer"
+QWEN3 = Path(os.environ.get("NANOVLLM_QWEN3_TOKENIZER") or REPOSITORY.parent / "shared/data/tokenizers/qwen3")
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "  two  spaces\tand a tab\r\n\n\nlines  ",
+    "Natalia sold 48 clips in April, and then 1/2 as many: 48+24=72.",
+    "你好世界，今天天气很好！",
+    "Привет, мир! नमस्ते दुनिया こんにちは 안녕하세요 مرحبا",
+    "🙂🙃😀🚀 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u00e9 ﬁ \ufffd \x00",
+    "def f(x: int) -> int:\n    return {'a': x ** 2}['a']  # <b>&amp;</b>\n",
+    "<|im_start|>user\nhi<|im_end|>\n<think>\n\n</think><tool_call> <|endoftext|>",
+]
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather <now> & “here”",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string", "enum": ["Köln", "北京"]}}},
+        },
+    }
+]
+
+USER = {"role": "user", "content": "What is 2 + 2? <b>"}
+SYSTEM = {"role": "system", "content": "Be brief. 请简短。"}
+ASSISTANT = {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\nIt is 4."}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}],
+}
+TOOL = {"role": "tool", "content": '{"sky": "grey"}'}
+CHATS = {
+    "one": [USER],
+    "system": [SYSTEM, USER],
+    "turns": [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And 3 + 3?"}],
+    "tools": [USER, CALL, TOOL, {"role": "user", "content": "Thanks.  "}],
+    "ends with assistant": [USER, ASSISTANT],
+}
+
+
+@pytest.fixture(scope="module", params=["small", "qwen3"])
+def pair(request):
+    """Our tokenizer and transformers', of the same folder."""
+    folder = SMALL if request.param == "small" else QWEN3
+    if not folder.is_dir():
+        pytest.skip("Qwen3's tokenizer is not here: set NANOVLLM_QWEN3_TOKENIZER to its folder")
+    return Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(str(folder))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Tokenizer.from_dir(SMALL)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the small checkpoint's tokenizer, to be changed."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SMALL / name, tmp_path / name)
+    return tmp_path
+
+
+def edit_json(file, **changes):
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    content.update(changes)
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}), encoding="utf-8")
+
+
+# ---- text and ids ----
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_encode_equals_transformers(pair, add_special_tokens):
+    ours, theirs = pair
+    expected = [theirs.encode(text, add_special_tokens=add_special_tokens) for text in TEXTS]
+    assert [ours.encode(text, add_special_tokens) for text in TEXTS] == expected
+    assert ours.encode_batch(TEXTS, add_special_tokens) == expected
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_decode_equals_transformers(pair, skip_special_tokens):
+    ours, theirs = pair
+    for text in TEXTS:
+        ids = theirs.encode(text)
+        assert ours.decode(ids, skip_special_tokens) == theirs.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_vocabulary_equals_transformers(pair):
+    ours, theirs = pair
+    assert ours.vocab_size == len(theirs)
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.all_special_ids == frozenset(theirs.all_special_ids)
+    for token_id in range(0, len(theirs), 97):
+        assert ours.id_to_token(token_id) == theirs.convert_ids_to_tokens(token_id)
+        assert ours.decode_token(token_id) == theirs.decode([token_id])
+    assert ours.decode_token(ours.eos_token_id) == "<|im_end|>"
+    assert ours.id_to_token(-1) is None
+    assert ours.id_to_token(len(theirs) + 1000) is None
+
+
+@given(text=st.text(max_size=40))
+def test_any_text_comes_back(small, text):
+    assert small.decode(small.encode(text), skip_special_tokens=False) == small.backend.normalizer.normalize_str(text)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "ok \ud83d"])
+def test_lone_surrogate_is_refused(small, text):
+    surrogate = next(char for char in text if "\ud800" <= char <= "\udfff")
+    with pytest.raises(RequestError, match=rf"lone surrogate U\+{ord(surrogate):04X}"):
+        small.encode(text)
+    with pytest.raises(RequestError, match="lone surrogate"):
+        small.encode_batch(["fine", text])
+
+
+def test_wrong_types_are_refused(small):
+    with pytest.raises(RequestError, match="must be a str, not bytes"):
+        small.encode(b"abc")
+    with pytest.raises(RequestError, match="must be a str, not int"):
+        small.encode_batch(["a", 1])
+    for ids in ([-1], [2**32], ["a"]):
+        with pytest.raises(RequestError, match="token_ids must be integers from 0 to 599"):
+            small.decode(ids)
+
+
+# ---- bos ----
+
+
+def test_constructor_prepends_bos(small):
+    tokenizer = Tokenizer(small.backend, special_tokens={"bos_token": "<|im_start|>"}, add_bos_token=True)
+    ids = small.encode("Hello")
+    assert tokenizer.encode("Hello") == [1, *ids]
+    assert tokenizer.encode_batch(["Hello", ""]) == [[1, *ids], [1]]
+    assert tokenizer.encode("Hello", add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize("special_tokens", [None, {"bos_token": "<s>"}])
+def test_bos_must_be_known(small, special_tokens):
+    with pytest.raises(CheckpointError, match="add_bos_token is set but bos_token"):
+        Tokenizer(small.backend, special_tokens=special_tokens, add_bos_token=True)
+
+
+@pytest.mark.parametrize("add_bos_token", [True, False, ...])
+@pytest.mark.parametrize("post_processor", [True, False])
+def test_bos_of_a_folder_is_what_transformers_adds(folder, post_processor, add_bos_token):
+    if post_processor:
+        backend = Backend.from_file(str(folder / "tokenizer.json"))
+        template = "<|im_start|> $A"
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<|im_start|>", 1)])
+        backend.save(str(folder / "tokenizer.json"))
+    edit_json(folder / "tokenizer_config.json", add_bos_token=add_bos_token)
+    ids = Tokenizer.from_dir(folder).encode("Hello")
+    assert ids == AutoTokenizer.from_pretrained(str(folder)).encode("Hello")
+    assert (ids[0] == 1) == post_processor
+
+
+@pytest.mark.parametrize("add_bos_token", [True, False])
+@pytest.mark.parametrize("post_processor", [True, False])
+def test_bos_of_a_llama_folder_is_what_transformers_adds(tmp_path, post_processor, add_bos_token):
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "H": 4, "i": 5, "▁H": 6}
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=[("▁", "H")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = llama_decoder()
+    if post_processor:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    edit_json(
+        tmp_path / "tokenizer_config.json", tokenizer_class="LlamaTokenizer", add_bos_token=add_bos_token, **named
+    )
+    ids = Tokenizer.from_dir(tmp_path).encode("Hi")
+    assert ids == AutoTokenizer.from_pretrained(str(tmp_path)).encode("Hi")
+    assert ids == ([1] if post_processor else []) + [6, 5]
+
+
+def llama_decoder():
+    return decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+
+
+# ---- what a folder holds ----
+
+
+def test_missing_tokenizer_json(tmp_path):
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(
+        CheckpointError, match=r"looked for tokenizer.json in .*found tokenizer.model.*only fast tokenizers"
+    ):
+        Tokenizer.from_dir(tmp_path)
+    with pytest.raises(CheckpointError, match="looked for tokenizer.json"):
+        Tokenizer.from_dir(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0", "model": 3}', "\x00\x01"])
+def test_damaged_tokenizer_json(folder, content):
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match="is not a readable tokenizer"):
+        Tokenizer.from_dir(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.json"])
+@pytest.mark.parametrize("content, message", [("{", "not valid JSON"), ("[1]", "must hold a JSON object")])
+def test_damaged_settings(folder, name, content, message):
+    edit_json(folder / "tokenizer_config.json", chat_template=...)
+    (folder / name).write_text(content)
+    with pytest.raises(CheckpointError, match=f"{name}.*{message}"):
+        Tokenizer.from_dir(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"added_tokens_decoder": {"600": "<x>"}},
+        {"added_tokens_decoder": ["<x>"]},
+        {"chat_template": [{"name": "default"}]},
+        {"extra_special_tokens": 7},
+    ],
+)
+def test_malformed_settings(folder, changes):
+    edit_json(folder / "tokenizer_config.json", **changes)
+    with pytest.raises(CheckpointError, match="settings in .* are malformed"):
+        Tokenizer.from_dir(folder)
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.CTC(), decoders.Strip(" ", 1, 0)])
+def test_decoder_that_cannot_be_streamed(decoder):
+    backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+    if decoder is not None:
+        backend.decoder = decoder
+    with pytest.raises(CheckpointError, match=r"decoder \{.*\} cannot be streamed; supported are ByteLevel"):
+        Tokenizer(backend)
+
+
+def test_settings_add_special_tokens_as_transformers_does(folder):
+    text = "a day<new>, <extra>the<|im_end|> more<plain> <named>money"
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    by_id = {
+        "600": {"content": "<new>", "special": True, **flags},
+        "601": {"content": "<plain>", "special": False, **flags},
+    }
+    edit_json(
+        folder / "tokenizer_config.json",
+        added_tokens_decoder=by_id,
+        unk_token={"content": "Ġday", "__type": "AddedToken", **flags},
+        image_token="<named>",
+        additional_special_tokens=["<extra>"],
+    )
+    ours, theirs = Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(str(folder))
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.vocab_size == len(theirs)
+    ids = theirs.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a, the more<plain> money"
+    assert ours.all_special_ids >= frozenset(theirs.all_special_ids)
+    assert ours.special_tokens == theirs.special_tokens_map
+
+
+@pytest.mark.parametrize("with_added_tokens_decoder", [True, False])
+def test_special_tokens_map_counts_as_in_transformers(folder, with_added_tokens_decoder):
+    edit_json(
+        folder / "special_tokens_map.json", eos_token={"content": "<|endoftext|>", "lstrip": False}, bos_token="<think>"
+    )
+    if with_added_tokens_decoder:
+        edit_json(
+            folder / "tokenizer_config.json", added_tokens_decoder={"0": {"content": "<|endoftext|>", "special": True}}
+        )
+    ours, theirs = Tokenizer.from_dir(folder), PreTrainedTokenizerFast.from_pretrained(str(folder))
+    assert ours.eos_token_id == theirs.eos_token_id == (2 if with_added_tokens_decoder else 0)
+    assert ours.bos_token_id == theirs.bos_token_id
+
+
+def test_only_tokenizer_json_is_needed(folder):
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer.from_dir(folder)
+    assert tokenizer.encode("Hello") == Tokenizer.from_dir(SMALL).encode("Hello")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, None)
+    assert tokenizer.all_special_ids == {0, 1, 2}
+
+
+def test_baked_in_truncation_and_padding_do_not_count(folder):
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(max_length=4)
+    backend.enable_padding(length=16)
+    backend.save(str(folder / "tokenizer.json"))
+    assert Tokenizer.from_dir(folder).encode(TEXTS[4]) == Tokenizer.from_dir(SMALL).encode(TEXTS[4])
+
+
+def template_sources(folder, *, jinja, config, extra):
+    edit_json(folder / "tokenizer_config.json", chat_template=config)
+    if jinja:
+        (folder / "chat_template.jinja").write_text("jinja {{ messages | length }}é", encoding="utf-8")
+    if extra:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("extra {{ tools | tojson }}")
+
+
+NAMED_TEMPLATES = [{"name": "default", "template": "list-default"}, {"name": "tool_use", "template": "list-tools"}]
+
+
+@pytest.mark.parametrize("tools", [None, [], TOOLS])
+@pytest.mark.parametrize("config", ["config", NAMED_TEMPLATES, NAMED_TEMPLATES[:1]])
+@pytest.mark.parametrize("jinja, extra", [(False, False), (True, False), (True, True)])
+def test_the_template_transformers_would_take(folder, jinja, extra, config, tools):
+    template_sources(folder, jinja=jinja, config=config, extra=extra)
+    theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template([USER], tools=tools, tokenize=False)
+    assert Tokenizer.from_dir(folder).render_chat([USER], tools=tools, add_generation_prompt=False) == theirs
+
+
+def test_chat_template_json_is_the_last_resort(folder):
+    edit_json(folder / "chat_template.json", chat_template="from json")
+    assert Tokenizer.from_dir(folder).render_chat([USER]).startswith("<|im_start|>")
+    edit_json(folder / "tokenizer_config.json", chat_template=...)
+    assert Tokenizer.from_dir(folder).render_chat([USER]) == "from json"
+
+
+@pytest.mark.parametrize(
+    "chat_template, found", [(..., "no chat template"), (NAMED_TEMPLATES[1:], r"only .*'tool_use'")]
+)
+def test_no_template(folder, chat_template, found):
+    edit_json(folder / "tokenizer_config.json", chat_template=chat_template)
+    tokenizer = Tokenizer.from_dir(folder)
+    with pytest.raises(RequestError, match=f"the model has {found}.*put one into chat_template.jinja"):
+        tokenizer.render_chat([USER])
+
+
+# ---- rendering ----
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS.keys())
+def test_rendering_equals_transformers(pair, chat, tools, add_generation_prompt, options):
+    ours, theirs = pair
+    options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **options}
+    expected = theirs.apply_chat_template(chat, tokenize=False, **options)
+    assert ours.render_chat(chat, **options) == expected
+    ids = theirs.apply_chat_template(chat, tokenize=True, return_dict=False, **options)
+    assert ours.encode_chat(chat, **options) == ids
+
+
+CONTINUED = ["It is", "It is ", "", " \n It is\n\n", [{"type": "text", "text": "It is "}, {"type": "image"}]]
+MESSAGE_BODIES = {
+    "as it is": "{{ m.content if m.content is string else m.content[0].text }}",
+    "trimmed": "{{ (m.content if m.content is string else m.content[0].text) | trim }}",
+}
+
+
+@pytest.mark.parametrize("content", CONTINUED)
+@pytest.mark.parametrize("body", MESSAGE_BODIES.values(), ids=MESSAGE_BODIES.keys())
+def test_continued_message_equals_transformers(folder, body, content):
+    template = "{% for m in messages %}[{{ m.role }}] " + body + " </end>\n{% endfor %}"
+    edit_json(folder / "tokenizer_config.json", chat_template=template)
+    ours, theirs = Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(str(folder))
+    chat = [USER, {"role": "assistant", "content": content}]
+    expected = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
+    assert expected.endswith(("[assistant]", "[assistant] ", "It is", "It is ", "It is\n\n"))
+    assert chat[1]["content"] is content
+
+
+def test_continued_message_of_a_real_template(pair):
+    ours, theirs = pair
+    chat = [SYSTEM, USER, {"role": "assistant", "content": "It is "}]
+    expected = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
+    assert expected.endswith("It is ")
+
+
+@pytest.mark.parametrize(
+    "message, problem",
+    [
+        ({"role": "assistant"}, "needs a last message with text"),
+        ({"role": "assistant", "content": None}, "needs a last message with text"),
+        ({"role": "assistant", "content": [{"type": "image"}]}, "needs a last message with text"),
+    ],
+)
+def test_nothing_to_continue(small, message, problem):
+    with pytest.raises(RequestError, match=problem):
+        small.render_chat([USER, message], add_generation_prompt=False, continue_final_message=True)
+
+
+def test_continuing_what_the_template_leaves_out(small):
+    tokenizer = Tokenizer(small.backend, chat_template="{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="does not write the last message as given"):
+        tokenizer.render_chat([USER, ASSISTANT], add_generation_prompt=False, continue_final_message=True)
+
+
+def test_continuing_and_opening_exclude_each_other(small):
+    with pytest.raises(
+        RequestError, match=r"continue_final_message=True cannot be combined with add_generation_prompt"
+    ):
+        small.render_chat([USER, ASSISTANT], continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}",
+        "{{ strftime_now('%Y-%m') }}",
+        "{{ {'b': '<é&>', 'a': [1, none]} | tojson }}{{ {'b': 1, 'a': 2} | tojson(indent=2, sort_keys=true) }}",
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{% set x = 1 %}{{ m.role }}{% endgeneration %}{{ x is defined }}{% endfor %}",
+        "  {% if true %}\n  yes\n  {% endif %}\n{%- set ns = namespace(n=0) %}{% set ns.n = 4 %}{{ ns.n }}\n",
+        "{{ documents is none }} {{ tools is none }} {{ nothing is defined }} {{ nothing }}",
+        "{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('a') }}{{ 'abc'[1:] }}{{ messages[0]['content'].split(' ')[0] }}",
+    ],
+)
+def test_template_language_is_that_of_transformers(folder, template):
+    edit_json(folder / "tokenizer_config.json", chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template([USER, ASSISTANT], tokenize=False)
+    assert Tokenizer.from_dir(folder).render_chat([USER, ASSISTANT], add_generation_prompt=False) == theirs
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ nothing.at_all }}", "'nothing' is undefined"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{{ messages[0].update(role='x') }}", "unsafe|not safely callable"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+        ("{{ range(10000000) | list }}", "Range too big"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", f"more than {MAX_RENDERED_CHARS} characters"),
+        ("{% if %}", "cannot be compiled"),
+        ("{{ 'a' | nofilter }}", "cannot be compiled"),
+    ],
+)
+def test_template_errors_refuse_the_request(small, template, message):
+    tokenizer = Tokenizer(small.backend, chat_template=template)
+    with pytest.raises(RequestError, match=message):
+        tokenizer.render_chat([dict(USER)])
+
+
+def test_fixture_template_refuses_a_late_system_message(small):
+    with pytest.raises(RequestError, match=r"The system message must be the first one\."):
+        small.render_chat([USER, SYSTEM])
+
+
+@pytest.mark.parametrize("messages", [[], (), None, "hi", {"role": "user"}, ["hi"], [USER, None]])
+def test_messages_must_be_messages(small, messages):
+    with pytest.raises(RequestError, match="messages must be a non-empty list of mappings"):
+        small.render_chat(messages)
+
+
+@pytest.mark.parametrize("tools", ["weather", [len], {"name": "f"}])
+def test_tools_must_be_schemas(small, tools):
+    with pytest.raises(RequestError, match="tools must be a list of mappings"):
+        small.render_chat([USER], tools=tools)
+
+
+def test_import_is_light():
+    code = (
+        "import sys, nanovllm.tokenizer, nanovllm.engine.detokenizer;"
+        "print(sorted({'torch', 'transformers', 'jinja2', 'tokenizers', 'numpy'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
