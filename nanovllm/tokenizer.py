@@ -163,7 +163,7 @@ class TokenPieces(dict[int, bytes]):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: its own if printable, the others from 256 on."""
+    """The byte each character of a byte-level vocabulary stands for: its own if printable, the others from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -224,24 +224,26 @@ def _read_decoder(backend: tokenizers.Tokenizer) -> _DecoderRules:
     steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
     replacements: list[tuple[str, str]] = []
     rules: dict[str, Any] = {}
-    fused = False
+    fused = stripped = False
     for step in steps:
         match step:
             case {"type": "ByteLevel"} if len(steps) == 1:
                 rules["byte_level"] = True
-            # One character commutes with the other steps, except that a "▁" spelled in byte tokens stays one.
-            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if len(pattern) == 1:
-                replacements.append((pattern, content))
-            case {"type": "Metaspace", "replacement": str(pattern)} if not fused:
-                replacements.append((pattern, " "))
+            # One character commutes with the steps before, except that here a "▁" spelled in byte tokens stays one.
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if (
+                len(old) == 1 and not stripped
+            ):
+                replacements.append((old, new))
+            case {"type": "Metaspace", "replacement": str(old)} if not fused:
+                replacements.append((old, " "))
                 if step.get("prepend_scheme") != "never":
-                    rules["drops_in_first_token"] = pattern
+                    rules["drops_in_first_token"] = old
             case {"type": "ByteFallback"}:
                 rules["byte_fallback"] = True
             case {"type": "Fuse"}:
                 fused = True
             case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0} if fused:
-                rules["strips_first_space"] = start == 1
+                stripped = rules["strips_first_space"] = start == 1
             case _:
                 raise CheckpointError(
                     f"tokenizer.json: decoder {json.dumps(state, ensure_ascii=False)} cannot be streamed; supported "

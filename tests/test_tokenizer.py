@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm.errors import CheckpointError, RequestError
-from nanovllm.tokenizer import MAX_RENDERED_CHARS, Tokenizer
+from nanovllm.tokenizer import _END_MARK, MAX_RENDERED_CHARS, Tokenizer
 
 REPOSITORY = Path(__file__).parent.parent
 SMALL = Path(__file__).parent / "data" / "tokenizer"
@@ -251,7 +251,20 @@ def test_malformed_settings(folder, changes):
         Tokenizer.from_dir(folder)
 
 
-@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.CTC(), decoders.Strip(" ", 1, 0)])
+STRIP_FIRST = [decoders.Fuse(), decoders.Strip(" ", 1, 0), decoders.Replace("▁", " ")]
+UNSUPPORTED_DECODERS = [
+    None,
+    decoders.WordPiece(),
+    decoders.CTC(),
+    decoders.Strip(" ", 1, 0),
+    decoders.Replace("ab", " "),
+    decoders.Sequence(STRIP_FIRST),
+    decoders.Sequence([decoders.Fuse(), decoders.Metaspace()]),
+    decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]),
+]
+
+
+@pytest.mark.parametrize("decoder", UNSUPPORTED_DECODERS)
 def test_decoder_that_cannot_be_streamed(decoder):
     backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
     if decoder is not None:
@@ -308,7 +321,7 @@ def test_only_tokenizer_json_is_needed(folder):
 def test_baked_in_truncation_and_padding_do_not_count(folder):
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.enable_truncation(max_length=4)
-    backend.enable_padding(length=16)
+    backend.enable_padding(length=512)
     backend.save(str(folder / "tokenizer.json"))
     assert Tokenizer.from_dir(folder).encode(TEXTS[4]) == Tokenizer.from_dir(SMALL).encode(TEXTS[4])
 
@@ -369,22 +382,30 @@ def test_rendering_equals_transformers(pair, chat, tools, add_generation_prompt,
 
 CONTINUED = ["It is", "It is ", "", " \n It is\n\n", [{"type": "text", "text": "It is "}, {"type": "image"}]]
 MESSAGE_BODIES = {
-    "as it is": "{{ m.content if m.content is string else m.content[0].text }}",
-    "trimmed": "{{ (m.content if m.content is string else m.content[0].text) | trim }}",
+    "as it is": "{{ text }} </end>",
+    "trimmed": "{{ text | trim }}</end>",
+    "trimmed, then a space": "{{ text | trim }} </end>",
 }
 
 
 @pytest.mark.parametrize("content", CONTINUED)
 @pytest.mark.parametrize("body", MESSAGE_BODIES.values(), ids=MESSAGE_BODIES.keys())
 def test_continued_message_equals_transformers(folder, body, content):
-    template = "{% for m in messages %}[{{ m.role }}] " + body + " </end>\n{% endfor %}"
+    text = "{% set text = m.content if m.content is string else m.content[0].text %}"
+    template = "{% for m in messages %}" + text + "[{{ m.role }}] " + body + "\n{% endfor %}"
     edit_json(folder / "tokenizer_config.json", chat_template=template)
     ours, theirs = Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(str(folder))
     chat = [USER, {"role": "assistant", "content": content}]
     expected = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
     assert ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
-    assert expected.endswith(("[assistant]", "[assistant] ", "It is", "It is ", "It is\n\n"))
+    assert "</end>" not in expected.partition("[assistant]")[2]
     assert chat[1]["content"] is content
+
+
+def test_message_that_quotes_the_mark_of_the_end(small):
+    chat = [{"role": "user", "content": f"What is {_END_MARK}for?"}, {"role": "assistant", "content": "It is"}]
+    rendered = small.render_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    assert rendered == small.render_chat(chat, add_generation_prompt=False).removesuffix("<|im_end|>\n")
 
 
 def test_continued_message_of_a_real_template(pair):

@@ -32,9 +32,9 @@ class AttentionBackend(Protocol):
         """Whatever all layers of a step share: indices, masks."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, step: Any, window: int | None) -> Tensor:
-        """Store the new k and v, [num_tokens, kv_heads, head_dim], in `cache` and attend with q, [num_tokens, heads,
-        head_dim]; returns [num_tokens, heads * head_dim]."""
+    def forward(self, qkv: Tensor, cache: Tensor, step: Any, window: int | None) -> Tensor:
+        """Store the new keys and values of qkv, [num_tokens, heads + 2 * kv_heads, head_dim], in `cache` and attend with
+        its queries; returns [num_tokens, heads * head_dim]."""
         ...
 
 

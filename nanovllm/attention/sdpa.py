@@ -18,29 +18,35 @@ NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
+class Pages:
+    """Which parts of a layer's cache to gather, and where to; all layers gather into the same memory."""
+
+    index: Tensor  # [2 * seqs * kv_heads * blocks] rows of the cache seen as [k|v * block * kv_head, position * head_dim]
+    buffer: Tensor  # [len(index), block_size * head_dim]
+    keys: Tensor  # [seqs, kv_heads, length, head_dim], a view of the buffer
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class DecodeGroup:
     """Decodes of similar length."""
 
     rows: Tensor | None  # [group] which decodes; None = all, in order
-    pages: Tensor  # [group * kv_heads * blocks] rows of the cache seen as [block * kv_head, position * head_dim]
-    num_blocks: int
-    max_len: int  # gathered positions that any of them needs
-    mask: Tensor | None  # [group, 1, 1, max_len] 0 or -inf; None = all positions count
+    pages: Pages
+    mask: Tensor | None  # [group, 1, 1, length]; None = all gathered positions count
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
     first: int  # token index of the chunk's first token in the step
     num_new: int
-    pages: Tensor | None  # as above; None = a whole prompt from position 0, nothing to gather
-    num_blocks: int
-    kv_len: int
+    pages: Pages | None  # None = a whole prompt from position 0, nothing to gather
     mask: Tensor | None  # [num_new, kv_len]; None = causal, all keys are the chunk's own
 
 
 @dataclass(frozen=True)
 class SdpaStep:
-    slots: Tensor  # [num_tokens * kv_heads] rows of the cache seen as [block * kv_head * position, head_dim]
+    slots: Tensor  # [num_tokens * 2 * kv_heads] rows of the cache seen as [k|v * block * kv_head * position, head_dim]
     num_decodes: int
     decodes: dict[int | None, list[DecodeGroup]]  # by window
     chunks: dict[int | None, list[PrefillChunk]]
@@ -52,9 +58,12 @@ class SdpaBackend:
         self.block_size = shape.block_size
         self._windows = set(shape.windows)
         self._heads = np.arange(shape.num_kv_heads)
+        self._num_pages = 0  # blocks * kv_heads: where values begin, counted in pages
+        self._buffer = torch.empty(0, dtype=shape.cache_dtype, device=shape.device)
 
     def make_cache(self, num_blocks: int) -> list[Tensor]:
         s = self.shape
+        self._num_pages = num_blocks * s.num_kv_heads
         size = (2, num_blocks, s.num_kv_heads, s.block_size, s.head_dim)
         # zeros, not empty: padding may read a position before anyone wrote it, and NaN * 0 is NaN
         return [torch.zeros(size, dtype=s.cache_dtype, device=s.device) for _ in range(s.num_layers)]
@@ -74,8 +83,8 @@ class SdpaBackend:
         size = self.shape.block_size
         positions = geometry.positions
         blocks = geometry.block_tables[geometry.token_seqs, positions // size]
-        slots = (blocks[:, None] * self.shape.num_kv_heads + self._heads) * size + (positions % size)[:, None]
-        return self._tensor(slots.reshape(-1))
+        keys = (blocks[:, None] * self.shape.num_kv_heads + self._heads) * size + (positions % size)[:, None]
+        return self._tensor(np.concatenate([keys, keys + self._num_pages * size], axis=1).reshape(-1))
 
     def _decode_groups(self, geometry: BatchGeometry, window: int | None) -> list[DecodeGroup]:
         kv_len = geometry.starts[: geometry.num_decodes] + 1
@@ -107,9 +116,7 @@ class SdpaBackend:
         seen = (positions >= begin[:, None]) & (positions < end[:, None])
         return DecodeGroup(
             rows=None if len(rows) == len(kv_len) else self._tensor(rows),
-            pages=self._pages(geometry.block_tables[rows[:, None], columns]),
-            num_blocks=num_blocks,
-            max_len=max_len,
+            pages=self._pages(geometry.block_tables[rows[:, None], columns], max_len),
             mask=None if everything else self._mask(seen)[:, None, None, :],
         )
 
@@ -124,13 +131,20 @@ class SdpaBackend:
                 distance = np.arange(start, kv_len)[:, None] - np.arange(kv_len)
                 mask = self._mask((distance >= 0) & (distance < window) if cut else distance >= 0)
             num_blocks = -(-kv_len // self.shape.block_size)
-            pages = self._pages(geometry.block_tables[index : index + 1, :num_blocks]) if start else None
-            chunks.append(PrefillChunk(int(geometry.first_tokens[index]), num_new, pages, num_blocks, kv_len, mask))
+            pages = self._pages(geometry.block_tables[index : index + 1, :num_blocks], kv_len) if start else None
+            chunks.append(PrefillChunk(int(geometry.first_tokens[index]), num_new, pages, mask))
         return chunks
 
-    def _pages(self, block_tables: np.ndarray) -> Tensor:  # [seqs, blocks] -> [seqs * kv_heads * blocks]
-        pages = block_tables[:, None, :] * self.shape.num_kv_heads + self._heads[:, None]
-        return self._tensor(pages.reshape(-1))
+    def _pages(self, block_tables: np.ndarray, length: int) -> Pages:  # [seqs, blocks]
+        s = self.shape
+        keys = block_tables[:, None, :] * s.num_kv_heads + self._heads[:, None]  # [seqs, kv_heads, blocks]
+        index = self._tensor(np.stack([keys, keys + self._num_pages]).reshape(-1))
+        size = len(index) * s.block_size * s.head_dim
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=s.cache_dtype, device=s.device)
+        buffer = self._buffer[:size].view(len(index), -1)
+        kv = buffer.view(2, len(block_tables), s.num_kv_heads, -1, s.head_dim)[..., :length, :]
+        return Pages(index, buffer, kv[0], kv[1])
 
     def _mask(self, seen: np.ndarray) -> Tensor:
         mask = torch.zeros(seen.shape, dtype=self.shape.dtype)
@@ -141,48 +155,47 @@ class SdpaBackend:
 
     # --- once a layer -------------------------------------------------------------------------------------------------
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, step: SdpaStep, window: int | None) -> Tensor:
+    def forward(self, qkv: Tensor, cache: Tensor, step: SdpaStep, window: int | None) -> Tensor:
         s = self.shape
-        flat = cache.view(2, -1, s.head_dim)
-        flat[0].index_copy_(0, step.slots, k.reshape(-1, s.head_dim).to(s.cache_dtype))
-        flat[1].index_copy_(0, step.slots, v.reshape(-1, s.head_dim).to(s.cache_dtype))
-        groups = step.decodes[window]
-        if len(groups) == 1 and groups[0].rows is None and not step.chunks[window]:
-            return self._decode(q, cache, groups[0])
-        out = torch.empty(q.shape[0], s.num_heads * s.head_dim, dtype=q.dtype, device=q.device)
+        new = qkv[:, s.num_heads :].reshape(-1, s.head_dim)  # each token's keys, then its values
+        cache.view(-1, s.head_dim).index_copy_(0, step.slots, new.to(s.cache_dtype))
+        groups, chunks = step.decodes[window], step.chunks[window]
+        if len(groups) == 1 and not chunks:
+            return self._decode(qkv, cache, groups[0])
+        out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
         for group in groups:
             rows = slice(0, step.num_decodes) if group.rows is None else group.rows
-            out[rows] = self._decode(q[rows], cache, group)
-        for chunk in step.chunks[window]:
-            new = slice(chunk.first, chunk.first + chunk.num_new)
-            out[new] = self._prefill(q[new], k[new], v[new], cache, chunk)
+            out[rows] = self._decode(qkv[rows], cache, group)
+        for chunk in chunks:
+            rows = slice(chunk.first, chunk.first + chunk.num_new)
+            out[rows] = self._prefill(qkv[rows], cache, chunk)
         return out
 
-    def _gather(self, cache: Tensor, pages: Tensor, num_blocks: int, length: int) -> list[Tensor]:
-        """Keys and values as [seqs, kv_heads, length, head_dim]."""
-        s = self.shape
-        flat = cache.view(2, -1, s.block_size * s.head_dim)
-        size = (-1, s.num_kv_heads, num_blocks * s.block_size, s.head_dim)
-        return [half.index_select(0, pages).view(size)[:, :, :length].to(s.dtype) for half in flat]
+    def _gather(self, cache: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
+        """Keys and values as [seqs, kv_heads, length, head_dim]; the memory is used again by the next gather."""
+        torch.index_select(cache.view(-1, pages.buffer.shape[1]), 0, pages.index, out=pages.buffer)
+        if self.shape.cache_dtype == self.shape.dtype:
+            return pages.keys, pages.values
+        return pages.keys.to(self.shape.dtype), pages.values.to(self.shape.dtype)
 
-    def _decode(self, q: Tensor, cache: Tensor, group: DecodeGroup) -> Tensor:
+    def _decode(self, qkv: Tensor, cache: Tensor, group: DecodeGroup) -> Tensor:
         s = self.shape
-        keys, values = self._gather(cache, group.pages, group.num_blocks, group.max_len)
-        queries = q.reshape(q.shape[0], s.num_kv_heads, -1, s.head_dim)  # [seqs, kv_heads, heads of one group, head_dim]
+        keys, values = self._gather(cache, group.pages)
+        queries = qkv[:, : s.num_heads].view(-1, s.num_kv_heads, s.num_heads // s.num_kv_heads, s.head_dim)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
-        return out.reshape(q.shape[0], -1)
+        return out.reshape(out.shape[0], -1)  # from [seqs, kv_heads, heads of a kv_head, head_dim]
 
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, chunk: PrefillChunk) -> Tensor:
+    def _prefill(self, qkv: Tensor, cache: Tensor, chunk: PrefillChunk) -> Tensor:
         s = self.shape
-        if chunk.pages is None:
-            keys, values = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-        else:
-            keys, values = self._gather(cache, chunk.pages, chunk.num_blocks, chunk.kv_len)
+        heads = qkv.transpose(0, 1).unsqueeze(0)  # [1, heads of q, k, v, num_new, head_dim]
+        queries, keys, values = heads.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
+        if chunk.pages is not None:
+            keys, values = self._gather(cache, chunk.pages)
         group = s.num_heads // s.num_kv_heads
         if group > 1:
             keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None
+            queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None
         )  # [1, heads, num_new, head_dim]
         return out[0].transpose(0, 1).reshape(chunk.num_new, -1)
 

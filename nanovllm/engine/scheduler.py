@@ -278,8 +278,10 @@ class Scheduler:
         seq.event_at = min(len(seq.block_table) * self.config.block_size, seq.max_num_tokens - 1)
 
     def _set_check(self, seq: Sequence) -> None:
-        next_full_block = (seq.num_cached_blocks + 1) * self.config.block_size + 1
-        seq.check_at = min(next_full_block, seq.max_num_tokens)
+        seq.check_at = seq.max_num_tokens
+        if self.config.enable_prefix_caching:
+            next_full_block = (seq.num_cached_blocks + 1) * self.config.block_size + 1
+            seq.check_at = min(seq.check_at, next_full_block)
 
     def _leave_running(self, seq: Sequence) -> None:
         (self.decoding if seq in self.decoding else self.prefilling).remove(seq)

@@ -41,7 +41,7 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def special_tokens(metadata: dict[str, Any]) -> dict[str, str | bool]:
+def special_tokens(metadata: dict[str, Any]) -> dict[str, Any]:
     """add_bos_token, and the texts of bos_token, eos_token, unk_token and pad_token as far as the file names them."""
     tokens = _tokens(metadata)
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

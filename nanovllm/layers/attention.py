@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.rotary_embedding import rotate
 
 
-class Attention(nn.Module):
+class Attention:
     def __init__(
         self,
         *,
@@ -27,7 +27,6 @@ class Attention(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.window = window
         self.backend = backend
@@ -40,15 +39,22 @@ class Attention(nn.Module):
         self._qk_norm = torch.empty(0)  # [heads + kv_heads, head_dim]: the two side by side, for one pass over both
 
     def finish_loading(self) -> None:
+        self.qkv_proj.finish_loading()
+        self.o_proj.finish_loading()
         q_norm, k_norm = self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)
         self._qk_norm = torch.cat([q_norm, k_norm])
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor, step: Any) -> Tensor:
-        num_rotated = self.num_heads + self.num_kv_heads
-        qkv = self.qkv_proj(x).view(x.shape[0], num_rotated + self.num_kv_heads, self.head_dim)
-        qk = qkv[:, :num_rotated]
+    def add_to(
+        self, residual: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor, step: Any
+    ) -> Tensor:
+        """residual + attention(x), all [num_tokens, hidden]."""
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         if self.qk_norm_eps is not None:
-            qk = F.rms_norm(qk, (self.head_dim,), None, self.qk_norm_eps) * self._qk_norm
-        qk = rotate(qk, cos_sin)
-        q, k, v = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_rotated:]
-        return self.o_proj(self.backend.forward(q, k, v, cache, step, self.window))
+            qkv = self._norm_qk(qkv, self.qk_norm_eps)
+        out = self.backend.forward(rotate(qkv, cos_sin), cache, step, self.window)
+        return self.o_proj.add_to(residual, out)
+
+    def _norm_qk(self, qkv: Tensor, eps: float) -> Tensor:
+        num_normed = self.num_heads + self.num_kv_heads
+        normed = F.rms_norm(qkv[:, :num_normed], (self.head_dim,), None, eps) * self._qk_norm
+        return torch.cat([normed, qkv[:, num_normed:]], dim=1)

@@ -2,17 +2,16 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.layers.linear import Linear
 
 
-class Embedding(nn.Module):
+class Embedding:
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
         self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
 
-    def forward(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden]
+    def __call__(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden]
         return F.embedding(token_ids, self.weight)
 
 
@@ -22,5 +21,5 @@ class LMHead(Linear):
     def tie(self, embedding: Embedding) -> None:
         self.weight = embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:  # [num_rows, hidden] -> [num_rows, vocab]
-        return super().forward(x).float()
+    def __call__(self, x: Tensor) -> Tensor:  # [num_rows, hidden] -> [num_rows, vocab]
+        return super().__call__(x).float()

@@ -4,7 +4,7 @@ import platform
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def cpu_has_native(dtype: torch.dtype) -> bool:
@@ -19,13 +19,12 @@ def cpu_has_native(dtype: torch.dtype) -> bool:
 _WEIGHT_LEFT = platform.machine() in ("aarch64", "arm64")
 
 
-class Linear(nn.Module):
+class Linear:
     """A weight to be filled by the loader; `finish_loading` lays it out for the kernel that will read it."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__()
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: Tensor | None = None  # the weight in oneDNN's blocked layout, in place of `weight`
@@ -37,10 +36,16 @@ class Linear(nn.Module):
             if not keep_weight:
                 self.weight = torch.empty(0, dtype=self.weight.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, in] -> [num_tokens, out]
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, in] -> [num_tokens, out]
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         if _WEIGHT_LEFT and 1 < x.shape[0] <= 64 and x.dtype == torch.float32 and x.device.type == "cpu":
             y = torch.mm(self.weight, x.t()).t()
             return y if self.bias is None else y + self.bias
         return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + self(x), in one pass where the kernel can."""
+        if self._packed is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
+        return residual + self(x)

@@ -2,13 +2,13 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import Linear
 
 
-class MoE(nn.Module):
+class MoE:
     """Tokens are sorted by expert, so that each expert used runs once over all its tokens."""
 
     def __init__(
@@ -22,14 +22,13 @@ class MoE(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
         self.num_experts_per_token = num_experts_per_token
         self.norm_topk_prob = norm_topk_prob
         self.gate = Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
         self.gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, hidden]
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden]
         weights, experts = self._route(x)
         order = experts.reshape(-1).argsort(stable=True)
         tokens = order // self.num_experts_per_token  # which token each sorted entry belongs to
@@ -49,6 +48,12 @@ class MoE(nn.Module):
         unsorted = torch.empty_like(sorted_y)
         unsorted[order] = sorted_y
         return unsorted.view(x.shape[0], self.num_experts_per_token, -1).sum(dim=1)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + self(x)
+
+    def finish_loading(self) -> None:
+        self.gate.finish_loading()
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:  # two of [num_tokens, experts per token]
         probabilities = self.gate(x).float().softmax(dim=-1)

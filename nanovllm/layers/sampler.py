@@ -55,21 +55,25 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     """[rows, vocab] float32 and the positions the new tokens will have -> [rows] int64."""
     if rows.plain is None and rows.cut is None:
-        return logits.argmax(dim=-1)
+        return _most_likely(logits)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     keys = noise_keys(rows.seed, positions)
     if rows.greedy is not None:
-        tokens[rows.greedy] = logits[rows.greedy].argmax(dim=-1)
+        tokens[rows.greedy] = _most_likely(logits[rows.greedy])
     if rows.plain is not None:
         scaled = logits[rows.plain] / rows.temperature[rows.plain, None]
         ids = torch.arange(logits.shape[1], device=logits.device)
-        tokens[rows.plain] = (scaled + gumbel(keys[rows.plain], ids)).argmax(dim=-1)
+        tokens[rows.plain] = _most_likely(scaled + gumbel(keys[rows.plain], ids))
     if rows.cut is not None:
         scaled = logits[rows.cut] / rows.temperature[rows.cut, None]
         tokens[rows.cut] = _sample_cut(
             scaled, keys[rows.cut], rows.top_k[rows.cut], rows.top_p[rows.cut], rows.min_p[rows.cut]
         )
     return tokens
+
+
+def _most_likely(scores: Tensor) -> Tensor:  # [rows, n] -> [rows]
+    return scores.max(dim=-1).indices  # as argmax, the first one of equals; on a CPU several times faster
 
 
 def _sample_cut(scaled: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.layers.activation import silu_and_mul
@@ -16,23 +16,26 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 
 
-class MLP(nn.Module):
+class MLP:
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__()
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + mlp(x), all [num_tokens, hidden]."""
+        return self.down_proj.add_to(residual, silu_and_mul(self.gate_up_proj(x)))
+
+    def finish_loading(self) -> None:
+        self.gate_up_proj.finish_loading()
+        self.down_proj.finish_loading()
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer:
     def __init__(
         self, config: ModelConfig, layer: int, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__()
         hidden = config.hidden_size
         self.input_layernorm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
         self.self_attn = Attention(
@@ -63,12 +66,12 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(hidden, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor, step: Any) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, cache, step)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __call__(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor, step: Any) -> Tensor:
+        x = self.self_attn.add_to(x, self.input_layernorm(x), cos_sin, cache, step)
+        return self.mlp.add_to(x, self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
+class Decoder:
     def __init__(
         self,
         config: ModelConfig,
@@ -78,22 +81,25 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(
-            config.rope, head_dim=config.head_dim, max_position=max_position, dtype=dtype, device=device
+            config.rope,
+            num_rotated=config.num_heads + config.num_kv_heads,
+            num_kept=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_position=max_position,
+            dtype=dtype,
+            device=device,
         )
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, backend, dtype, device) for layer in range(config.num_layers)
-        )
+        self.layers = [DecoderLayer(config, layer, backend, dtype, device) for layer in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
         size = (0, 0) if config.tie_word_embeddings else (config.hidden_size, config.vocab_size)
         self.lm_head = LMHead(*size, bias=False, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.embed_tokens)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, caches: list[Tensor], step: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, caches: list[Tensor], step: Any) -> Tensor:
         """[num_tokens] ids and positions -> [num_tokens, hidden]; `step` is the attention backend's own."""
         x = self.embed_tokens(input_ids)
         cos_sin = self.rotary.gather(positions)
@@ -119,7 +125,7 @@ class Decoder(nn.Module):
             found |= {prefix + name: view for name, view in self._layer_destinations(layer).items()}
         return found
 
-    def _layer_destinations(self, layer: Any) -> dict[str, Tensor]:
+    def _layer_destinations(self, layer: DecoderLayer) -> dict[str, Tensor]:
         config = self.config
         attention = layer.self_attn
         found = {
@@ -140,11 +146,10 @@ class Decoder(nn.Module):
 
     def finish_loading(self) -> None:
         """Lay the weights out for their kernels, one at a time, so that never two copies of the model exist."""
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.finish_loading()
-            elif isinstance(module, Linear):
-                module.finish_loading(keep_weight=module is self.lm_head and self.config.tie_word_embeddings)
+        for layer in self.layers:
+            layer.self_attn.finish_loading()
+            layer.mlp.finish_loading()
+        self.lm_head.finish_loading(keep_weight=self.config.tie_word_embeddings)
 
 
 def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:

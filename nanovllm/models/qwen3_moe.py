@@ -14,7 +14,7 @@ def differences(raw: dict[str, Any]) -> dict[str, Any]:
     return qwen3.differences(raw) | {
         "windows": (window,) * num_layers,
         "moe": MoeConfig(
-            num_experts=raw["num_experts"],
+            num_experts=raw["num_local_experts" if "num_local_experts" in raw else "num_experts"],  # newer, older name
             num_experts_per_token=raw["num_experts_per_tok"],
             intermediate_size=raw["moe_intermediate_size"],
             norm_topk_prob=bool(raw.get("norm_topk_prob", False)),

@@ -11,7 +11,7 @@ from nanovllm.errors import CheckpointError
 
 # what checkpoints carry beside weights: buffers that are computed here
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$")
-STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.((?:gate|up|down)_proj\.weight)$")
+STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate|up|down|gate_up)_proj(?:\.weight)?$")
 MAX_NAMED = 8  # tensors listed by name in an error
 
 
@@ -65,13 +65,16 @@ def fill_dummy(destinations: dict[str, Tensor], seed: int) -> None:
 
 
 def _unstack(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Experts that a file keeps as one [experts, out, in] tensor, as tensors of their own."""
+    """Experts that a file keeps as one [experts, out, in] tensor (gate over up in it, maybe), as tensors of their own."""
     for name, tensor in tensors:
         stacked = STACKED_EXPERTS.match(name)
-        if stacked is None:
+        if stacked is None or tensor.dim() != 3:
             yield name, tensor
-        else:
-            yield from ((f"{stacked[1]}.{i}.{stacked[2]}", expert) for i, expert in enumerate(tensor))
+            continue
+        parts = stacked[2].split("_")
+        for index, expert in enumerate(tensor):
+            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{stacked[1]}.{index}.{part}_proj.weight", weight
 
 
 def _account(word: str, names: list[str]) -> str:

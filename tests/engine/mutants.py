@@ -19,8 +19,6 @@ from nanovllm.engine.scheduler import Scheduler
 
 from .oracle import VOCABULARY, Harness, Request
 
-MAX_MODEL_LEN = 40
-
 # --- the workload -----------------------------------------------------------------------------------------------------
 
 
@@ -29,7 +27,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     return SchedulerConfig(
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 3, 8, 64)),
         max_num_seqs=max_num_seqs,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=rng.choice((40, 40, 10)),
         block_size=rng.choice((1, 1, 2, 2, 4, 16)),
         num_blocks=rng.randint(3, 12),
         enable_prefix_caching=rng.random() < 0.85,
@@ -47,7 +45,7 @@ def random_prompt(rng: random.Random, harness: Harness) -> tuple[int, ...]:
     else:
         text = [rng.randrange(2)] * rng.choice((1, 2, 4)) + [1, 0, 1, 1, 0] * 4
     slots = harness.config.num_blocks * harness.config.block_size
-    text = text[: rng.randint(1, max(1, min(slots, MAX_MODEL_LEN) * 2 // 3))]
+    text = text[: rng.randint(1, max(1, min(slots, harness.config.max_model_len) * 2 // 3))]
     return (*text, *(rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 0, 1, 2)))))
 
 
@@ -74,8 +72,8 @@ def operate(rng: random.Random, harness: Harness) -> None:
             harness.add(random_request(rng, harness))
     if operation in ("step", "cancel"):
         harness.step()
-    if operation in ("abort", "cancel"):
-        harness.abort(rng.randrange(100))
+    if operation in ("abort", "cancel") and harness.sequences:
+        harness.abort(rng.choice(harness.abort_targets()))
     if operation == "preempt":
         harness.preempt(rng.randrange(100))
     if operation == "drain":

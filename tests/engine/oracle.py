@@ -345,15 +345,16 @@ class Harness:
     def drain(self) -> None:
         self._take_in(self.core.drain())
 
+    def abort_targets(self) -> list[int]:
+        """Numbers of sequences in every state: running, waiting, hanging on their leader, ended."""
+        return [i for i, (seq, _) in enumerate(self.sequences) if seq.row or i >= len(self.sequences) - 3]
+
     def abort(self, number: int) -> None:
-        """Any sequence, in any state: running, with a token in flight, waiting, hanging on its leader, ended."""
-        seqs = self.scheduler.running + [seq for seq, _ in self.sequences[-3:]]
-        if seqs:
-            seq = seqs[number % len(seqs)]
-            if not seq.finished:
-                self.aborted.add(seq)
-            self.scheduler.abort(seq)
-            self.scheduler.check()
+        seq, _ = self.sequences[number]
+        if not seq.finished:
+            self.aborted.add(seq)
+        self.scheduler.abort(seq)
+        self.scheduler.check()
 
     def preempt(self, number: int) -> None:
         """Any running sequence without a token in flight."""

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -274,7 +274,7 @@ def test_prompt_that_ends_inside_a_character_does_not_leak(stop):
 
 # ---- stop strings ----
 
-stop_strings = st.lists(st.text("abcé", min_size=1, max_size=5), min_size=1, max_size=4)
+stop_strings = st.lists(st.text("aabbcé", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def whole_characters(ids: list[int]) -> str:
@@ -303,6 +303,7 @@ def num_held(text: str, stops: list[str]) -> int:
     return max(lengths)
 
 
+@settings(max_examples=400)
 @given(data=st.data(), stops=stop_strings, min_tokens=st.integers(0, 4), include=st.booleans())
 def test_stop_strings_against_a_plain_search(data, stops, min_tokens, include):
     ids = draw_ids(data, LETTERS, max_size=20)
@@ -396,6 +397,21 @@ def test_min_tokens():
     assert detokenizer.text == "ab"
     assert detokenizer.append([b, a]) == "ab"  # begun within the first three, complete after
     assert (detokenizer.text, detokenizer.num_tokens) == ("ab", 4)
+
+
+def test_min_tokens_counts_the_token_that_completes_the_stop_string():
+    a, b = ids_of(LETTERS, "a", "b")
+    assert Detokenizer(LETTERS, stop=["ab"], min_tokens=1).append([a, b]) == "ab"
+    assert Detokenizer(LETTERS, stop=["ab"], min_tokens=2).append([a, b]) is None
+
+
+def test_stop_string_that_overlaps_one_within_min_tokens():
+    a, b = ids_of(LETTERS, "a", "b")
+    detokenizer = Detokenizer(LETTERS, stop=["aba"], min_tokens=3)
+    assert detokenizer.append([a, b, a]) is None
+    assert detokenizer.text == "ab"
+    assert detokenizer.append([b, a]) == "aba"
+    assert (detokenizer.text, detokenizer.num_tokens) == ("ab", 5)
 
 
 def test_empty_stop_string_is_refused():

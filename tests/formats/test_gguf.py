@@ -439,6 +439,7 @@ def nested(depth: int) -> bytes:
 
 
 U8, U32, STRING, ARRAY = 0, 4, 8, 9
+TWO_WORDS = pair("k", ARRAY, struct.pack("<IQ", STRING, 2) + text("one") + text("two"))
 DAMAGED = {
     "empty": (b"", "0 bytes are too few"),
     "magic": (file_bytes(magic=b"GGML"), "begins with b'GGML'"),
@@ -466,6 +467,10 @@ DAMAGED = {
     "strings_past_end": (
         file_bytes(pair("k", ARRAY, struct.pack("<IQ", STRING, 2**20)), pairs=1),
         f"metadata 'k': item [0-9]+ of {2**20} runs past the end",
+    ),
+    "last_string_cut": (
+        file_bytes(TWO_WORDS, pairs=1)[: 24 + len(TWO_WORDS) - 1],
+        "metadata 'k': item 1 of 2 runs past the end",
     ),
     "array_kind": (file_bytes(pair("k", ARRAY, struct.pack("<IQ", 99, 1)), pairs=1), "unknown value kind 99"),
     "nested": (file_bytes(pair("k", ARRAY, nested(5)), pairs=1), "nests arrays deeper than 4"),

@@ -1,0 +1,120 @@
+"""What a benchmark gives back: what was measured where, and rows of numbers, as a table or as one JSON document."""
+
+import json
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm import __version__
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+MIB = 2**20
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    benchmark: str
+    environment: Row
+    settings: Row
+    results: list[Row]
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self), indent=2)
+
+    def __str__(self) -> str:
+        """The settings, then a table; a single result stands on its side."""
+        head = _upright({**self.environment, **self.settings})
+        table = _upright(self.results[0]) if len(self.results) == 1 else _table(self.results)
+        return f"{self.benchmark}\n\n{head}\n\n{table}"
+
+
+def environment(llm: "LLM") -> Row:
+    """What the numbers depend on beside the code."""
+    import torch
+
+    from nanovllm.runner.device import resolve_device, resolve_dtype
+
+    device = resolve_device(llm.config.device)
+    dtype = resolve_dtype(llm.config.dtype, llm.model_config.dtype, device)
+    return {
+        "model": _model_name(llm.config.model),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        **versions(),
+        "torch": torch.__version__,
+    }
+
+
+def versions() -> Row:
+    return {"nanovllm": __version__, "python": platform.python_version()}
+
+
+def _model_name(model: str | None) -> str:
+    from nanovllm.utils.hub import DEFAULT_MODEL
+
+    return DEFAULT_MODEL if model is None else Path(model).name
+
+
+def cpu_name() -> str:
+    """The processor as the kernel names it; on Arm, where it does not, the architecture."""
+    names = [line.split(":")[1].strip() for line in _read("/proc/cpuinfo") if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def peak_memory() -> Row:
+    """The most this process ever held, in MiB; on a GPU also the most that torch held there."""
+    peak: Row = {"peak_rss_mib": _peak_rss_bytes() / MIB}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        peak["peak_gpu_mib"] = torch.cuda.max_memory_reserved() / MIB
+    return peak
+
+
+def _peak_rss_bytes() -> int:
+    """From the kernel's count for this program alone: getrusage's also remembers what the parent held before exec."""
+    for line in _read("/proc/self/status"):
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _read(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _upright(row: Row) -> str:
+    width = max(map(len, row))
+    return "\n".join(f"{_title(name):<{width}}  {_show(value)}" for name, value in row.items())
+
+
+def _table(rows: list[Row]) -> str:
+    columns = list(rows[0])
+    cells = [[_title(name) for name in columns], *([_show(row[name]) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+    )
+
+
+def _title(name: str) -> str:
+    return name.replace("_per_", "/").replace("_", " ")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.2f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

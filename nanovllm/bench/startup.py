@@ -1,0 +1,145 @@
+"""How long from the start of a process to the first token of an answer.
+
+A command that answers one question spends most of its time before the first token: the interpreter starts, torch is
+imported (the largest part, and none of it ours), the vocabulary is built, the weights are read and brought into the
+form the kernels want, and the first step runs cold. This benchmark starts a fresh process for each run and has it
+note the moments as it passes them. Processes are compared on the system's monotonic clock, so the time before the
+first line of Python runs is counted too. The files are in the page cache from the second run on; the first row may
+show what a cold disk adds.
+
+  interpreter    from the fork to our first line         tokenizer    vocabulary, merges, chat template
+  torch          importing torch                         weights      the model and its KV cache, without that import
+  first step     from the open engine to the first token other        what is left: our imports, the config
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from nanovllm.bench.arguments import count
+from nanovllm.bench.report import Report, Row, environment, peak_memory
+from nanovllm.errors import EngineError
+
+PROMPT = "What is the capital of France?"
+CHILD = "from nanovllm.bench.startup import child; child()"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=count, default=5, metavar="N", help="fresh processes; default: %(default)s")
+
+
+def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
+    runs = [_run_once(engine) for _ in range(args.runs)]
+    rows = [{"run": number, **found["result"]} for number, found in enumerate(runs, 1)]
+    return Report("startup", runs[0]["environment"], {"prompt": PROMPT}, rows)
+
+
+def _run_once(engine: dict[str, Any]) -> dict[str, Any]:
+    """Start a process that answers the prompt; what it noted on the way."""
+    command = [sys.executable, "-c", CHILD, json.dumps(engine), repr(time.monotonic())]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise EngineError(f"the measured process ended with exit status {done.returncode}: {lines[-1]}")
+    return json.loads(done.stdout)
+
+
+# --- in the measured process ------------------------------------------------------------------------------------------
+
+
+def child() -> None:
+    """Open the model as `nanovllm generate` does, stop at the first token, print the seconds of each phase."""
+    entered = time.monotonic()
+    engine, begin = json.loads(sys.argv[1]), float(sys.argv[2])
+    phases = Phases()
+    sys.meta_path.insert(0, ImportWatch("torch", phases))
+
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.engine import llm_engine
+
+    phases.watch(llm_engine, "load_tokenizer", "tokenizer")
+    phases.watch(llm_engine.LLMEngine, "_build_core", "weights")
+    with LLM(**engine) as llm:
+        opened = time.monotonic()
+        next(llm.stream(_prompt(llm), SamplingParams(temperature=0.0)))
+        first_token = time.monotonic()
+        facts = environment(llm)
+    seconds = {
+        "interpreter": entered - begin,
+        "torch": phases["torch"],
+        "tokenizer": phases["tokenizer"],
+        "weights": phases["weights"] - phases["torch"],  # torch is first imported in there
+        "first_step": first_token - opened,
+    }
+    total = first_token - begin
+    result: Row = {**seconds, "other": total - sum(seconds.values()), "total_seconds": total, **peak_memory()}
+    print(json.dumps({"environment": facts, "result": result}))
+
+
+def _prompt(llm: Any) -> Any:
+    """The question, through the chat template where the engine has one; token ids where it has no tokenizer."""
+    from nanovllm.errors import RequestError
+
+    if llm.tokenizer is None:
+        return [1, 2, 3]
+    try:
+        return llm.render_chat([{"role": "user", "content": PROMPT}])
+    except RequestError:
+        return PROMPT
+
+
+class Phases(dict[str, float]):
+    """Seconds spent within each watched part; 0 for a part that never ran."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self[name] += time.monotonic() - begin
+
+    def watch(self, owner: Any, attribute: str, name: str) -> None:
+        """Time every call of a function, where its caller looks it up."""
+        function: Callable[..., Any] = getattr(owner, attribute)
+
+        def timed_function(*args: Any, **kwargs: Any) -> Any:
+            with self.timed(name):
+                return function(*args, **kwargs)
+
+        setattr(owner, attribute, timed_function)
+
+
+class ImportWatch(MetaPathFinder):
+    """Times the import of one package without importing it itself."""
+
+    def __init__(self, name: str, phases: Phases) -> None:
+        self._name = name
+        self._phases = phases
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            loader, execute = spec.loader, spec.loader.exec_module
+
+            def timed_execute(module: ModuleType) -> None:
+                with self._phases.timed(self._name):
+                    execute(module)
+
+            loader.exec_module = timed_execute  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,51 @@
+"""`nanovllm bench`: the benchmarks, each with its own options, all with the same two ways to print a report."""
+
+import argparse
+import sys
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from nanovllm.bench import compare_transformers, latency, startup, throughput
+from nanovllm.cli.options import add_engine_options, engine_options
+
+if TYPE_CHECKING:
+    from nanovllm.cli.parser import Parser
+
+SUMMARY = "measure throughput, latency, start-up"
+DESCRIPTION = (
+    "Measure this engine on this machine. 'nanovllm bench NAME --help' says what a benchmark measures and how."
+)
+EPILOG = """\
+examples:
+  nanovllm bench throughput --num-seqs 16 --input-len 64:256 --output-len 64:128
+  nanovllm bench latency --model path/to/Qwen3-0.6B --batch-sizes 1,8 --json
+"""
+BENCHMARKS: dict[str, ModuleType] = {
+    "throughput": throughput,
+    "latency": latency,
+    "startup": startup,
+    "compare-transformers": compare_transformers,
+}
+
+
+def add_arguments(parser: "Parser") -> None:
+    commands = parser.add_subparsers(metavar="NAME", title="benchmarks")
+    for name, module in BENCHMARKS.items():
+        lesson = module.__doc__ or ""
+        command = commands.add_parser(name, help=lesson.split("\n")[0].removesuffix("."), description=lesson)
+        command.add_argument("--json", action="store_true", help="print one JSON document")
+        module.add_arguments(command)
+        add_engine_options(command)
+        command.set_defaults(run=partial(_run_benchmark, module))
+
+
+def run(args: argparse.Namespace) -> int:
+    args.parser.print_help(sys.stderr)
+    return 2
+
+
+def _run_benchmark(module: ModuleType, args: argparse.Namespace) -> int:
+    report = module.run(args, engine_options(args))
+    print(report.to_json() if args.json else report)
+    return 0

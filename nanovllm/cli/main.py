@@ -1,0 +1,102 @@
+"""The `nanovllm` command: reads the arguments, runs a sub-command, and turns whatever ends it into an exit code.
+
+    0    done                     130  Ctrl-C
+    1    the work failed          141  whoever read our output stopped reading
+    2    the command was wrong
+
+Only the standard library and our torch-free modules are imported here: `--help` answers at once.
+"""
+
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from types import ModuleType
+
+from nanovllm import __version__
+from nanovllm.cli import bench, chat, generate, plan
+from nanovllm.cli.parser import Parser
+from nanovllm.errors import ConfigError, NanoError
+
+COMMANDS: dict[str, ModuleType] = {"generate": generate, "chat": chat, "bench": bench, "plan": plan}
+DESCRIPTION = "A small, fast LLM inference engine. With no model named it runs SmolLM2-135M-Instruct."
+EPILOG = """\
+examples:
+  nanovllm generate "What is the capital of France?"
+  nanovllm chat --model path/to/Qwen3-0.6B --temperature 0.6
+  nanovllm plan model.gguf
+  nanovllm bench throughput --num-seqs 16
+
+A model is a folder with safetensors, a .gguf file, or a hub id (org/name).
+'nanovllm COMMAND --help' lists a command's options.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        code = _run(argv)
+        print(end="", flush=True)  # a reader that has gone shows here at the latest
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not tear the way out
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # behind the ^C that the terminal shows
+        code = 130
+    except BrokenPipeError:
+        _drop_output()
+        code = 141
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no emoji shows "?"
+    try:
+        args, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            args.parser.refuse_unknown(unknown)
+        _configure_logging()
+        return args.run(args)
+    except SystemExit as leave:  # argparse: after --help, --version or a wrong argument
+        return leave.code if isinstance(leave.code, int) else 0
+    except ConfigError as error:
+        return _fail(error, 2)
+    except (NanoError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        return _fail(error, 1)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="nanovllm", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    parser.set_defaults(run=_no_command)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EPILOG)
+        command.set_defaults(run=module.run)
+        module.add_arguments(command)
+    return parser
+
+
+def _no_command(args: Namespace) -> int:
+    args.parser.print_help(sys.stderr)
+    return 2
+
+
+def _configure_logging() -> None:
+    from nanovllm.utils.logging import configure_cli_logging
+
+    configure_cli_logging()
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"nanovllm: error: {error}", file=sys.stderr)
+    return code
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere, or the interpreter would complain about it at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -1,0 +1,135 @@
+"""Command-line options made from the fields of a dataclass, so that none is written down twice.
+
+A field's name gives the option's, its type the way the value is read, and the comment behind it the help. An option
+that is not on the command line is left out of what the dataclass gets: defaults stay where they are written.
+"""
+
+import argparse
+import inspect
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from nanovllm.cli.parser import Parser
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError
+from nanovllm.sampling_params import SamplingParams
+
+# What a printed answer can make use of. `seed` is an engine option already and serves both.
+SAMPLING_FIELDS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
+COMMENT = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
+METAVARS = {int: "N", float: "X", str: "NAME"}
+
+
+# --- the engine's -----------------------------------------------------------------------------------------------------
+
+
+def add_engine_options(parser: Parser) -> None:
+    _add_fields(parser.add_argument_group("engine options"), Config, [field.name for field in fields(Config)], {})
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was set of `Config`'s fields, checked before anything heavy is loaded; keyword arguments of `LLM`."""
+    options = _chosen(args, Config)
+    try:
+        Config.from_options(options.get("model"), {name: options[name] for name in options if name != "model"})
+    except ConfigError as error:
+        args.parser.error(str(error))
+    return options
+
+
+# --- a request's ------------------------------------------------------------------------------------------------------
+
+
+def add_sampling_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
+    """Options for how to answer, with this command's own defaults."""
+    group = parser.add_argument_group("sampling options")
+    _add_fields(group, SamplingParams, SAMPLING_FIELDS, defaults)
+    group.add_argument(
+        "--chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="variables for the model's chat template, such as '{\"enable_thinking\": false}'",
+    )
+
+
+def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
+    seed = _chosen(args, Config).get("seed")
+    try:
+        return SamplingParams(**{**defaults, "seed": seed, **_chosen(args, SamplingParams)})
+    except ValueError as error:
+        args.parser.error(str(error))
+
+
+# --- fields to options and back ---------------------------------------------------------------------------------------
+
+
+def _add_fields(group: argparse._ArgumentGroup, cls: type, names: Collection[str], defaults: Mapping[str, Any]) -> None:
+    comments, hints = _comments(cls), get_type_hints(cls)
+    for field in fields(cls):
+        if field.name in names:
+            group.add_argument(
+                "--" + field.name.replace("_", "-"),
+                dest=_dest(cls, field.name),
+                default=argparse.SUPPRESS,
+                help=_help(comments.get(field.name), defaults.get(field.name, field.default)),
+                **_reading(field.name, hints[field.name]),
+            )
+
+
+def _dest(cls: type, name: str) -> str:
+    return f"{cls.__name__}.{name}"
+
+
+def _chosen(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    found = vars(args)
+    return {f.name: found[_dest(cls, f.name)] for f in fields(cls) if _dest(cls, f.name) in found}
+
+
+def _reading(name: str, hint: Any) -> dict[str, Any]:
+    """How argparse is to read a field of this type: `int`, `float | None`, `bool`, `str | Sequence[str] | None`, ..."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+    if kinds[0] is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if len(kinds) > 1:
+        return {"action": "append", "metavar": "TEXT"}
+    kind = _size if name.endswith("_bytes") else kinds[0]
+    return {"type": kind, "metavar": METAVARS[kinds[0]]}
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """The comment behind each field; none where the package came without its source."""
+    try:
+        return dict(COMMENT.findall(inspect.getsource(cls)))
+    except OSError:
+        return {}
+
+
+def _help(comment: str | None, default: Any) -> str:
+    told = "" if default is None else f"default: {default}"
+    return "; ".join(part for part in (comment, told) if part).replace("%", "%%")
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d[\d_]*)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 1073741824, 1G or 1GiB")
+    return int(match[1]) << UNITS[match[2].upper()]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write '{{\"name\": value}}'")
+    return value

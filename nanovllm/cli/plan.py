@@ -1,0 +1,37 @@
+"""`nanovllm plan`: what a model would take, before it is loaded."""
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+from nanovllm.cli.options import add_engine_options, engine_options
+
+if TYPE_CHECKING:
+    from nanovllm.cli.parser import Parser
+
+SUMMARY = "show what a model would take in memory"
+DESCRIPTION = "Show weights, KV cache and how many tokens would fit, without loading anything."
+EPILOG = """\
+examples:
+  nanovllm plan
+  nanovllm plan path/to/Qwen3-0.6B --max-model-len 32768 --kv-cache-memory-bytes 4G
+  nanovllm plan model.gguf --dtype bfloat16 --json
+"""
+
+
+def add_arguments(parser: "Parser") -> None:
+    parser.add_argument("planned", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    engine = engine_options(args)
+    if args.planned is not None and engine.setdefault("model", args.planned) != args.planned:
+        args.parser.error(f"two models: {args.planned} and --model {engine['model']}; name one")
+    from nanovllm import LLM
+
+    plan = LLM.plan(**engine)
+    print(json.dumps({**dataclasses.asdict(plan), "num_tokens": plan.num_tokens}, indent=2) if args.json else plan)
+    return 0

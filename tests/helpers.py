@@ -1,0 +1,254 @@
+"""Tiny random models of every family, and what transformers, which made them, answers: the oracle of the engine."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import torch
+import transformers
+
+from nanovllm import LLM, SamplingParams
+
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+TOKENIZER = Path(__file__).parent / "data" / "tokenizer"
+VOCAB_SIZE = 160
+BLOCK_SIZE = 16
+CLEAR_MARGIN = 2e-4  # between the oracle's best two logits; rounding moves a logit by less than a tenth of this
+
+_FOLDERS = tempfile.TemporaryDirectory(prefix="nanovllm-tests-")  # lives as long as the test session
+
+
+@dataclass(frozen=True)
+class Family:
+    """A config for transformers, and how its checkpoint is written."""
+
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, int] = (4, 2)  # query heads, key-value heads
+    head_dim: int = 16
+    tied: bool = False
+    sharded: bool = False
+    old_spelling: bool = False  # rope_theta, rope_scaling and torch_dtype instead of rope_parameters and dtype
+    stacked_experts: bool = False
+    seed: int = 0
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,  # so small that short prompts feel the scaling
+}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+FAMILIES = {
+    "llama": Family("llama", heads=(6, 2), sharded=True),
+    "llama-old-rope3": Family("llama", heads=(4, 4), tied=True, old_spelling=True, rope=LLAMA3_ROPE),
+    "llama-rope3": Family("llama", heads=(4, 4), rope=LLAMA3_ROPE),
+    "llama-bias": Family(
+        "llama",
+        {"attention_bias": True, "mlp_bias": True},
+        heads=(7, 1),
+        rope={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    ),
+    "mistral": Family("mistral", {"sliding_window": 20}, heads=(7, 1), sharded=True, old_spelling=True),
+    "mistral-full": Family("mistral", {"sliding_window": None}, heads=(6, 2), tied=True),
+    "qwen2": Family("qwen2", heads=(7, 1), tied=True, old_spelling=True),
+    "qwen2-sliding": Family(
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        heads=(3, 3),
+        sharded=True,
+    ),
+    "qwen2-upper-layers-slide": Family(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}, heads=(6, 2)
+    ),
+    "qwen3": Family("qwen3", heads=(6, 2), head_dim=32, tied=True),
+    "qwen3-sharded": Family("qwen3", {"attention_bias": True}, heads=(4, 4), head_dim=32, sharded=True),
+    "qwen3-moe": Family(
+        "qwen3_moe",
+        {**MOE, "mlp_only_layers": [1], "norm_topk_prob": True},
+        heads=(6, 2),
+        head_dim=32,
+        old_spelling=True,
+    ),
+    "qwen3-moe-stacked": Family(
+        "qwen3_moe",
+        {**MOE, "decoder_sparse_step": 2, "norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 20},
+        heads=(7, 1),
+        tied=True,
+        sharded=True,
+        stacked_experts=True,
+    ),
+}
+TEXT_MODEL = "llama-text"  # with a tokenizer, and so with its vocabulary
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def reference(name: str) -> transformers.PreTrainedModel:
+    """The model in transformers: float32, plain attention, every parameter random."""
+    text = name == TEXT_MODEL
+    family = FAMILIES["llama" if text else name]
+    config = transformers.AutoConfig.for_model(
+        family.model_type,
+        vocab_size=600 if text else VOCAB_SIZE,
+        hidden_size=48 if family.head_dim == 32 else family.heads[0] * family.head_dim,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=family.heads[0],
+        num_key_value_heads=family.heads[1],
+        head_dim=family.head_dim,
+        max_position_embeddings=512,
+        tie_word_embeddings=family.tied,
+        rope_parameters=dict(family.rope),
+        eos_token_id=[2, 0] if text else None,
+        bos_token_id=None,
+        pad_token_id=None,
+        **family.settings,
+    )
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    _randomize(model, seed=family.seed)
+    return model
+
+
+def _randomize(model: transformers.PreTrainedModel, seed: int) -> None:
+    """Weights large enough for decided answers; norms and biases too, so that none can be left out unnoticed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("bias"):
+                weight.normal_(0.0, 0.5, generator=generator)
+            else:
+                weight.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5, generator=generator)
+
+
+@functools.cache
+def model_dir(name: str) -> Path:
+    """The checkpoint of a family, as save_pretrained writes it."""
+    folder = Path(_FOLDERS.name) / name
+    family = FAMILIES.get(name, FAMILIES["llama"])
+    reference(name).save_pretrained(
+        folder,
+        max_shard_size="100KB" if family.sharded else "1GB",
+        save_original_format=not family.stacked_experts,
+    )
+    if name == TEXT_MODEL:
+        copytree(TOKENIZER, folder, dirs_exist_ok=True)
+    if family.old_spelling:
+        edit_config(folder, _spell_as_before)
+    return folder
+
+
+def _spell_as_before(config: dict[str, Any]) -> None:
+    """A config of transformers 5 in the words of transformers 4."""
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object], file: str = "config.json") -> None:
+    path = folder / file
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
+
+
+def copy_of(name: str, folder: Path) -> Path:
+    """A checkpoint that a test may damage."""
+    return copytree(model_dir(name), folder / name)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def open_llm(name: str | Path, **options: Any) -> LLM:
+    """An engine on a family's checkpoint, or on a folder, small and exact unless told otherwise."""
+    folder = model_dir(name) if isinstance(name, str) else name
+    small = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "kvcache_block_size": BLOCK_SIZE,
+        "num_kvcache_blocks": 64,
+        "skip_tokenizer_init": not (folder / "tokenizer.json").exists(),
+    }
+    return LLM(folder, **(small | options))
+
+
+def greedy_params(max_tokens: int, **settings: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **settings)
+
+
+def scheduler_of(llm: LLM) -> Any:
+    return llm._core.scheduler
+
+
+def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(3, vocab_size, (length,), generator=generator).tolist()
+
+
+# --- the oracle -------------------------------------------------------------------------------------------------------
+
+
+def assert_greedy(name: str, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+    """These are the tokens that transformers, given the prompt, generates greedily.
+
+    One forward pass over prompt and tokens tells: each token must be the argmax behind those before it.
+    """
+    best, margin = _argmax(name, (*prompt, *token_ids[:-1]))
+    begin = len(prompt) - 1
+    assert list(token_ids) == best[begin:], f"{name}, prompt {list(prompt)}"
+    assert min(margin[begin:]) > CLEAR_MARGIN, f"{name}: the oracle is of two minds about {prompt}; change the seed"
+
+
+@functools.cache
+def _argmax(name: str, token_ids: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    """The most likely token behind each position, and how far its logit is above the next one's."""
+    (best, second), ids = (part.T for part in reference_logits(name, token_ids).topk(2))
+    return ids[0].tolist(), (best - second).tolist()
+
+
+def generate_by_reference(name: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """transformers' own loop, with its own cache."""
+    answer = reference(name).generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return answer[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def reference_logits(name: str, token_ids: Sequence[int]) -> torch.Tensor:  # [len(token_ids), vocab]
+    return reference(name)(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+
+
+def reference_logprobs(name: str, token_ids: Sequence[int]) -> torch.Tensor:  # [len(token_ids), vocab]
+    return reference_logits(name, token_ids).log_softmax(dim=-1)
