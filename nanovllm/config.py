@@ -40,7 +40,7 @@ class Config:
     cpu_memory_utilization: float = 0.25  # share of the memory now free that the KV cache may take on a CPU
     kv_cache_memory_bytes: int | None = None  # exact; overrides both shares
     num_kvcache_blocks: int = -1  # exact; overrides all of the above
-    kvcache_block_size: int = 64
+    kvcache_block_size: int = 32
     enable_prefix_caching: bool = True
     # device
     device: str = "auto"

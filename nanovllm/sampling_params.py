@@ -46,7 +46,7 @@ def _token_ids(field: str, value: object) -> tuple[int, ...]:
     ids = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (None,)
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
         _refuse(field, value, "must be a list of token ids (integers of at least 0)")
-    return ids  # type: ignore[return-value]
+    return ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,11 @@ class SamplingParams:
         """Normalise the list-like fields to tuples, so that a frozen object is frozen all through."""
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            value = getattr(self, name)
-            if name == "allowed_token_ids" and value is not None and len(value) == 0:
-                _refuse(name, value, "must name at least one token, or be None to allow all")
-            object.__setattr__(self, name, _token_ids(name, value))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                _refuse("allowed_token_ids", self.allowed_token_ids, "must name at least one token, or be None to allow all")
         bias = self.logit_bias
         if bias is not None:
             if not isinstance(bias, Mapping):

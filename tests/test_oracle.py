@@ -1,9 +1,11 @@
-"""Greedy tokens equal transformers', family by family, whatever way the engine takes to them."""
+"""Greedy tokens and logprobs equal transformers', family by family, whatever way the engine takes to them."""
 
 from itertools import product
 
 import pytest
+from torch import Tensor
 
+from nanovllm import Logprob, SamplingParams
 from tests.helpers import (
     FAMILIES,
     assert_greedy,
@@ -11,6 +13,7 @@ from tests.helpers import (
     greedy_params,
     open_llm,
     prompt_of,
+    reference_logprobs,
     scheduler_of,
 )
 
@@ -62,3 +65,85 @@ def test_the_loop_of_transformers_agrees(family: str) -> None:
     with open_llm(family) as llm:
         (output,) = llm.generate(PROMPTS[0], greedy_params(MAX_TOKENS), use_tqdm=False)
     assert output["token_ids"] == generate_by_reference(family, PROMPTS[0], MAX_TOKENS)
+
+
+# --- logprobs ---------------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "whole": {},
+    "chunked": {"max_num_batched_tokens": 8},
+    "overlapped, chunked, preempted": {"overlap": True, "max_num_batched_tokens": 8, "num_kvcache_blocks": 7},
+}
+
+
+def assert_scores(entries: dict[int, Logprob], expected: Tensor, token: int, num_top: int) -> None:
+    """One position: vLLM's dictionary of the token and the `num_top` most likely, against [vocab] logprobs."""
+    values, ids = expected.topk(num_top)
+    assert set(entries) == {token, *ids.tolist()}
+    assert next(iter(entries)) == token
+    for other, entry in entries.items():
+        assert abs(entry.logprob - expected[other].item()) < 1e-4
+        assert entry.rank == (expected > expected[other]).sum().item() + 1
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [("llama", "chunked")] + [(family, way) for family in FAMILIES for way in WAYS if way != "chunked"],
+)
+def test_logprobs(family: str, way: str) -> None:
+    """Of prompt and completion, some asked for by one request and some by others in the same batch."""
+    wishes = [(5, 3), (0, None), (None, 0), (2, 7), (None, None)]
+    params = [greedy_params(MAX_TOKENS, logprobs=a, prompt_logprobs=b) for a, b in wishes]
+    prompts = [PROMPTS[0], PROMPTS[3], SHARED, PROMPTS[0], PROMPTS[5]]
+    with open_llm(family, **WAYS[way]) as llm:
+        llm.generate(PROMPTS[:1], greedy_params(1), use_tqdm=False)  # leaves the shared prefix in the cache
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert (scheduler_of(llm).num_preemptions > 0) == ("preempted" in way)
+    for output, (num_top, num_prompt_top) in zip(outputs, wishes, strict=True):
+        prompt, completion = output.prompt_token_ids, output.outputs[0]
+        assert_greedy(family, prompt, completion.token_ids)
+        expected = reference_logprobs(family, prompt + completion.token_ids)
+        if num_top is None:
+            assert completion.logprobs is None and completion.cumulative_logprob is None
+        else:
+            assert completion.logprobs is not None and len(completion.logprobs) == MAX_TOKENS
+            for i, (entries, token) in enumerate(zip(completion.logprobs, completion.token_ids, strict=True)):
+                assert_scores(entries, expected[len(prompt) - 1 + i], token, num_top)
+            total = sum(entries[token].logprob for entries, token in zip(completion.logprobs, completion.token_ids))
+            assert completion.cumulative_logprob == pytest.approx(total)
+        if num_prompt_top is None:
+            assert output.prompt_logprobs is None
+            assert output.num_cached_tokens > 0 or prompt[:16] != SHARED[:16] or "preempted" in way
+        else:
+            assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt)
+            assert output.prompt_logprobs[0] is None
+            for i, entries in enumerate(output.prompt_logprobs[1:], 1):
+                assert entries is not None
+                assert_scores(entries, expected[i - 1], prompt[i], num_prompt_top)
+
+
+def test_logprobs_are_the_models_own_whatever_shapes_the_draw() -> None:
+    """Before temperature, penalties and masks, as vLLM's default is."""
+    params = SamplingParams(
+        temperature=0.3, top_k=5, seed=1, max_tokens=10, ignore_eos=True, logprobs=2,
+        repetition_penalty=1.5, logit_bias={7: 5.0}, allowed_token_ids=list(range(40)),
+    )  # fmt: skip
+    with open_llm("llama") as llm:
+        (output,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
+    expected = reference_logprobs("llama", output.prompt_token_ids + output["token_ids"])
+    for i, (entries, token) in enumerate(zip(output.outputs[0].logprobs, output["token_ids"], strict=True)):  # type: ignore[arg-type]
+        assert_scores(entries, expected[len(PROMPTS[1]) - 1 + i], token, 2)
+
+
+def test_a_prompt_of_one_token_has_no_scores() -> None:
+    with open_llm("llama") as llm:
+        (output,) = llm.generate(PROMPTS[2], greedy_params(3, prompt_logprobs=5), use_tqdm=False)
+    assert output.prompt_logprobs == [None]
+
+
+def test_completions_of_one_prompt_share_its_scores() -> None:
+    with open_llm("llama") as llm:
+        (output,) = llm.generate(SHARED, greedy_params(3, n=3, prompt_logprobs=1, logprobs=1), use_tqdm=False)
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(SHARED)
+    first = output.outputs[0].logprobs
+    assert [completion.logprobs for completion in output.outputs] == [first] * 3

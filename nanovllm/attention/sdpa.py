@@ -15,13 +15,14 @@ from torch import Tensor
 from nanovllm.attention.backend import BatchGeometry, CacheShape
 
 NEVER = float("-inf")
+MAX_PADDING = 80_000  # elements of keys and values; reading so many takes about as long as one more call of the kernel
 
 
 @dataclass(frozen=True)
 class Pages:
     """Which parts of a layer's cache to gather, and where to; all layers gather into the same memory."""
 
-    index: Tensor  # [2 * seqs * kv_heads * blocks] rows of the cache seen as [k|v * block * kv_head, position * head_dim]
+    index: Tensor  # [2 * seqs * kv_heads * blocks] rows of the cache as [k|v * block * kv_head, position * head_dim]
     buffer: Tensor  # [len(index), block_size * head_dim]
     keys: Tensor  # [seqs, kv_heads, length, head_dim], a view of the buffer
     values: Tensor
@@ -46,7 +47,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class SdpaStep:
-    slots: Tensor  # [num_tokens * 2 * kv_heads] rows of the cache seen as [k|v * block * kv_head * position, head_dim]
+    slots: Tensor  # [num_tokens * 2 * kv_heads] rows of the cache as [k|v * block * kv_head * position, head_dim]
     num_decodes: int
     decodes: dict[int | None, list[DecodeGroup]]  # by window
     chunks: dict[int | None, list[PrefillChunk]]
@@ -93,7 +94,7 @@ class SdpaBackend:
         num_blocks = (kv_len - 1) // self.shape.block_size + 1 - first_block
         return [
             self._decode_group(rows, geometry, kv_len, first, first_block, int(num_blocks[rows].max()))
-            for rows in _similar(num_blocks)
+            for rows in _similar(kv_len - first, 2 * self.shape.num_kv_heads * self.shape.head_dim)
         ]
 
     def _decode_group(
@@ -125,11 +126,11 @@ class SdpaBackend:
         for index in range(geometry.num_decodes, len(geometry.starts)):
             start, num_new = int(geometry.starts[index]), int(geometry.num_new[index])
             kv_len = start + num_new
-            cut = window is not None and kv_len > window
+            seen_back = kv_len if window is None else window
             mask = None
-            if start or cut:
+            if start or kv_len > seen_back:
                 distance = np.arange(start, kv_len)[:, None] - np.arange(kv_len)
-                mask = self._mask((distance >= 0) & (distance < window) if cut else distance >= 0)
+                mask = self._mask((distance >= 0) & (distance < seen_back))
             num_blocks = -(-kv_len // self.shape.block_size)
             pages = self._pages(geometry.block_tables[index : index + 1, :num_blocks], kv_len) if start else None
             chunks.append(PrefillChunk(int(geometry.first_tokens[index]), num_new, pages, mask))
@@ -200,14 +201,18 @@ class SdpaBackend:
         return out[0].transpose(0, 1).reshape(chunk.num_new, -1)
 
 
-def _similar(num_blocks: np.ndarray) -> list[np.ndarray]:
-    """Split sequences into groups in which the longest has at most about twice the blocks of the shortest."""
-    if num_blocks.max() <= 2 * num_blocks.min() + 1:
-        return [np.arange(len(num_blocks))]
-    order = np.argsort(-num_blocks, kind="stable")
-    groups, begin = [], 0
-    for i in range(1, len(order) + 1):
-        if i == len(order) or 2 * num_blocks[order[i]] < num_blocks[order[begin]]:
+def _similar(lengths: np.ndarray, width: int) -> list[np.ndarray]:
+    """Split sequences into groups of similar length: a group ends where its padding would cost more than another call.
+
+    `width` is the number of elements a position takes.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    if (lengths.max() * len(lengths) - lengths.sum()) * width <= MAX_PADDING:
+        return [np.arange(len(lengths))]
+    groups, begin, padding = [], 0, 0
+    for i, row in enumerate(order):
+        padding += int(lengths[order[begin]] - lengths[row]) * width
+        if padding > MAX_PADDING:
             groups.append(order[begin:i])
-            begin = i
-    return groups
+            begin, padding = i, 0
+    return [*groups, order[begin:]]

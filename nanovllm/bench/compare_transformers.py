@@ -22,8 +22,6 @@ import argparse
 import importlib.util
 import json
 import os
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,10 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     if importlib.util.find_spec("transformers") is None:
         raise NanoError("this comparison needs the transformers package: pip install transformers")
+    from tempfile import TemporaryDirectory
+
     import torch
 
     torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
-    with tempfile.TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch:
         folder, dtype = _same_weights(engine, Path(scratch), random=args.random_weights)
         theirs = _open_transformers(folder, dtype if args.transformers_dtype == "auto" else args.transformers_dtype)
         ours = _open_nanovllm(folder, dtype, engine)
@@ -131,11 +131,13 @@ def _compare(llm: "LLM", theirs: Any, workload: "Workload") -> Row:
 
 
 def _medians(rows: list[Row]) -> list[Row]:
+    from statistics import median
+
     found = []
     for case in dict.fromkeys(row["case"] for row in rows):
         of_case = [row for row in rows if row["case"] == case]
         numbers = [name for name, value in of_case[0].items() if isinstance(value, float)]
-        medians = {name: statistics.median(row[name] for row in of_case) for name in numbers}
+        medians = {name: median(row[name] for row in of_case) for name in numbers}
         found.append({"case": case, "round": "median", **medians})
     return found
 
@@ -206,9 +208,11 @@ def _open_transformers(folder: Path, dtype: str) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model, account = transformers.AutoModelForCausalLM.from_pretrained(
+    transformers.logging.disable_progress_bar()
+    opened: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), output_loading_info=True
     )
+    model, account = opened
     if account["missing_keys"]:
         raise CheckpointError(f"transformers found no weights for {sorted(account['missing_keys'])[:8]}")
     model.generation_config.eos_token_id = None  # run to the asked-for length

@@ -1,17 +1,18 @@
 """What the control plane costs a step, measured without a model.
 
 While the device computes, Python decides what comes next. If that takes longer than the step, the device waits for
-Python, and a decode step of a small model on a fast GPU lasts about a millisecond. So the scheduler's work should follow
-what changes, not what runs. Two kinds of decode step show whether it does:
+Python, and a decode step of a small model on a fast GPU lasts about a millisecond. So the scheduler's work should
+follow what changes, not what runs. Two kinds of decode step show whether it does:
 
   unchanged   no sequence needs anything. The plan is the very same object as the step before; what is left is a
               comparison and an addition a sequence to schedule, and an appended token to update
-  new blocks  a sixteenth of the sequences have filled their last KV block: each of them gets a new one, and the full one
-              becomes findable in the prefix cache. (Blocks of 16 tokens and lengths spread evenly over them, so that
-              this is every step; with larger blocks it is rarer.)
+  new blocks  a sixteenth of the sequences have filled their last KV block: each of them gets a new one, and the full
+              one becomes findable in the prefix cache. (Blocks of 16 tokens and lengths spread evenly over them make
+              this every step; with larger blocks it is rarer.)
 
-Every step gets the same list of tokens back, so nothing but `schedule()` and `update()` is on the clock. The median is
-the cost; the 99th percentile also shows hiccups, such as the garbage collector's.
+Every step gets the same list of tokens back, so nothing but `schedule()` and `update()` is on the clock, and the clock
+is that of this thread alone: other processes do not count. The median is the cost; the 99th percentile also shows
+hiccups, such as the garbage collector's.
 
     python -m nanovllm.bench.control_plane --num-seqs 256
 """
@@ -31,7 +32,7 @@ SMALL_BLOCK = 16
 
 
 def decoding_scheduler(*, num_seqs: int, num_steps: int, block_size: int) -> Scheduler:
-    """A scheduler whose sequences have all been prefilled and have `num_steps` to go; every length occurs equally often."""
+    """A scheduler whose sequences are all prefilled and have `num_steps` to go; their lengths are spread evenly."""
     max_model_len = PROMPT_LEN + SMALL_BLOCK + num_steps + 2
     scheduler = Scheduler(
         SchedulerConfig(
@@ -55,13 +56,13 @@ def decoding_scheduler(*, num_seqs: int, num_steps: int, block_size: int) -> Sch
 
 
 def take_step(scheduler: Scheduler, result: StepResult) -> tuple[float, float]:
-    """Microseconds of schedule() and of update()."""
-    start = time.perf_counter_ns()
+    """Microseconds of CPU time in schedule() and in update()."""
+    start = time.thread_time_ns()
     plan = scheduler.schedule()
-    scheduled = time.perf_counter_ns()
+    scheduled = time.thread_time_ns()
     assert plan is not None
     scheduler.update(plan, result)
-    return (scheduled - start) / 1000, (time.perf_counter_ns() - scheduled) / 1000
+    return (scheduled - start) / 1000, (time.thread_time_ns() - scheduled) / 1000
 
 
 def measure(*, num_seqs: int, num_steps: int, block_size: int) -> list[tuple[float, float]]:

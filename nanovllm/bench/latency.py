@@ -13,7 +13,6 @@ All requests of a batch arrive at once. A step counts as a decode step while all
 """
 
 import argparse
-import statistics
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     if args.output_len < 3:
         raise ConfigError(f"output_len={args.output_len}: must be at least 3, or there is no step to time")
     rows = []
-    with LLM(**engine) as llm:
+    with LLM(**{"skip_tokenizer_init": True, **engine}) as llm:  # no text is made
         facts = environment(llm)
         warm_up(llm)
         for batch_size in args.batch_sizes:
@@ -74,7 +73,7 @@ def time_steps(llm: "LLM", workload: "Workload") -> Timing:
     begin = time.perf_counter()
     last_index = len(workload.prompts) - 1
     names = [
-        llm.add_request(prompt, params.clone(detokenize=False), stream=index in (0, last_index))
+        llm.add_request(prompt, params, stream=index in (0, last_index))
         for index, (prompt, params) in enumerate(zip(workload.prompts, workload.params, strict=True))
     ]
     first_tokens: dict[str, float] = {}
@@ -98,14 +97,16 @@ def time_steps(llm: "LLM", workload: "Workload") -> Timing:
 
 
 def _row(batch_size: int, timing: Timing) -> Row:
-    median = statistics.median(timing.decode_steps)
+    from statistics import median
+
+    middle = median(timing.decode_steps)
     steps = sorted(timing.decode_steps)
     return {
         "batch_size": batch_size,
         "ttft_first_ms": timing.first_token_of_first * 1e3,
         "ttft_last_ms": timing.first_token_of_last * 1e3,
-        "step_median_ms": median * 1e3,
+        "step_median_ms": middle * 1e3,
         "step_p99_ms": steps[min(len(steps) - 1, round(0.99 * (len(steps) - 1)))] * 1e3,
-        "tokens_per_second": batch_size / median,
+        "tokens_per_second": batch_size / middle,
         "steps": len(steps),
     }

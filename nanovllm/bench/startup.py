@@ -7,14 +7,16 @@ note the moments as it passes them. Processes are compared on the system's monot
 first line of Python runs is counted too. The files are in the page cache from the second run on; the first row may
 show what a cold disk adds.
 
-  interpreter    from the fork to our first line         tokenizer    vocabulary, merges, chat template
-  torch          importing torch                         weights      the model and its KV cache, without that import
-  first step     from the open engine to the first token other        what is left: our imports, the config
+  interpreter    from the fork to our first line
+  torch          importing torch
+  tokenizer      vocabulary, merges, chat template
+  weights        the model and its KV cache, without the import of torch
+  first step     from the open engine to the first token
+  other          what is left: our own imports, the config
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +46,10 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
 
 def _run_once(engine: dict[str, Any]) -> dict[str, Any]:
     """Start a process that answers the prompt; what it noted on the way."""
+    import subprocess
+
     command = [sys.executable, "-c", CHILD, json.dumps(engine), repr(time.monotonic())]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise EngineError(f"the measured process ended with exit status {done.returncode}: {lines[-1]}")

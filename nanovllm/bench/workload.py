@@ -17,15 +17,19 @@ LARGEST_TOKEN = 10_000  # inclusive, as published
 @dataclass(frozen=True)
 class Workload:
     prompts: list[list[int]]
-    params: list[SamplingParams]
+    output_lens: list[int]
+    temperature: float = 0.6
 
     @property
     def num_input_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
     @property
-    def output_lens(self) -> list[int]:
-        return [params.max_tokens or 0 for params in self.params]
+    def params(self) -> list[SamplingParams]:
+        return [
+            SamplingParams(temperature=self.temperature, ignore_eos=True, max_tokens=output_len)
+            for output_len in self.output_lens
+        ]
 
     @property
     def num_output_tokens(self) -> int:
@@ -33,7 +37,7 @@ class Workload:
 
     def first_tokens(self, count: int) -> "Workload":
         """The same prompts with answers of at most `count` tokens."""
-        return Workload(self.prompts, [params.clone(max_tokens=count) for params in self.params])
+        return Workload(self.prompts, [min(count, wanted) for wanted in self.output_lens], self.temperature)
 
     def check_fits(self, max_model_len: int) -> None:
         """Raise if a request is longer than the model's limit: its answer would silently be cut short."""
@@ -60,10 +64,5 @@ def make_workload(
     largest = LARGEST_TOKEN if vocab_size is None else min(LARGEST_TOKEN, vocab_size - 1)
     prompts = [[random.randint(0, largest) for _ in range(random.randint(*input_len))] for _ in range(num_seqs)]
     output_lens = [random.randint(*output_len) for _ in range(num_seqs)]
-    params = [
-        SamplingParams(
-            temperature=temperature, ignore_eos=True, max_tokens=drawn if max_tokens is None else min(drawn, max_tokens)
-        )
-        for drawn in output_lens
-    ]
-    return Workload(prompts, params)
+    workload = Workload(prompts, output_lens, temperature)
+    return workload if max_tokens is None else workload.first_tokens(max_tokens)

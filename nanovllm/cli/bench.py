@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nanovllm.cli.parser import Parser
 
 SUMMARY = "measure throughput, latency, start-up"
+USAGE = "NAME [options]"
 DESCRIPTION = (
     "Measure this engine on this machine. 'nanovllm bench NAME --help' says what a benchmark measures and how."
 )
@@ -30,10 +31,11 @@ BENCHMARKS: dict[str, ModuleType] = {
 
 
 def add_arguments(parser: "Parser") -> None:
-    commands = parser.add_subparsers(metavar="NAME", title="benchmarks")
+    commands = parser.add_subparsers(metavar="NAME", title="benchmarks", prog=parser.prog)
     for name, module in BENCHMARKS.items():
         lesson = module.__doc__ or ""
-        command = commands.add_parser(name, help=lesson.split("\n")[0].removesuffix("."), description=lesson)
+        summary = lesson.split("\n")[0].removesuffix(".")
+        command = commands.add_parser(name, usage="%(prog)s [options]", help=summary, description=lesson)
         command.add_argument("--json", action="store_true", help="print one JSON document")
         module.add_arguments(command)
         add_engine_options(command)

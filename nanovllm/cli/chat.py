@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 SUMMARY = "hold a conversation in the terminal"
+USAGE = "[options]"
 DESCRIPTION = """\
 Hold a conversation; each line is a message. What was said before is in the prefix cache, so only the new message is
 computed. When the conversation outgrows --max-model-len, its oldest turns are forgotten.
@@ -119,9 +120,8 @@ class Conversation:
             forgotten += 1
         if forgotten:
             turns = "turn was" if forgotten == 1 else f"{forgotten} turns were"
-            note(
-                f"[the conversation outgrew max_model_len={self._llm.max_model_len} tokens: its oldest {turns} forgotten]"
-            )
+            limit = f"max_model_len={self._llm.max_model_len}"
+            note(f"[the conversation outgrew {limit} tokens: its oldest {turns} forgotten]")
         return prompt
 
     def _render(self, messages: list[dict[str, str]]) -> dict[str, Any]:

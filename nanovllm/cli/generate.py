@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 SUMMARY = "answer one prompt"
+USAGE = "[options] PROMPT"
 DESCRIPTION = """\
 Answer one prompt. The answer, and nothing else, goes to stdout as it grows.
 

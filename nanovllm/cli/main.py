@@ -71,9 +71,15 @@ def _parser() -> Parser:
     parser = Parser(prog="nanovllm", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     parser.set_defaults(run=_no_command)
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", prog=parser.prog)
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EPILOG)
+        command = commands.add_parser(
+            name,
+            usage=f"%(prog)s {module.USAGE}",
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            epilog=module.EPILOG,
+        )
         command.set_defaults(run=module.run)
         module.add_arguments(command)
     return parser

@@ -62,11 +62,12 @@ def add_sampling_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
 
 
 def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
-    seed = _chosen(args, Config).get("seed")
+    parser: Parser = args.parser
+    chosen = {**defaults, "seed": _chosen(args, Config).get("seed"), **_chosen(args, SamplingParams)}
     try:
-        return SamplingParams(**{**defaults, "seed": seed, **_chosen(args, SamplingParams)})
+        return SamplingParams(**chosen)
     except ValueError as error:
-        args.parser.error(str(error))
+        parser.error(str(error))
 
 
 # --- fields to options and back ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from nanovllm.cli.parser import Parser
 
 SUMMARY = "show what a model would take in memory"
+USAGE = "[options] [MODEL]"
 DESCRIPTION = "Show weights, KV cache and how many tokens would fit, without loading anything."
 EPILOG = """\
 examples:

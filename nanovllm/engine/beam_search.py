@@ -7,6 +7,7 @@ past is shared through the prefix cache: full blocks are found again, only a bea
 from dataclasses import dataclass
 
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import RequestError
 from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
@@ -25,6 +26,12 @@ class Beam:
 def beam_search(
     engine: LLMEngine, prompts: list[list[int]], params: BeamSearchParams, eos_token_ids: frozenset[int]
 ) -> list[BeamSearchOutput]:
+    for prompt in prompts:
+        if len(prompt) + params.max_tokens > engine.max_model_len:
+            raise RequestError(
+                f"the prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed "
+                f"max_model_len={engine.max_model_len}: shorten the one or lower the other"
+            )
     live = [[Beam(tuple(prompt), 0.0)] for prompt in prompts]
     done: list[list[Beam]] = [[] for _ in prompts]
     eos = frozenset() if params.ignore_eos else eos_token_ids

@@ -1,7 +1,7 @@
 """Who owns which block of the paged KV cache, and which blocks hold a known prefix.
 
-A block is free, in use (reference count > 0), or cached: nobody uses it, but its content is still findable. Cached blocks
-are handed out again only when no free one is left, least recently used first.
+A block is free, in use (reference count > 0), or cached: nobody uses it, but its content is still findable. Cached
+blocks are handed out again only when no free one is left, least recently used first.
 
 The prefix cache is exact. A full block's identity is a number that stands for (its parent's identity, its tokens, the
 salt). Identities are never reused, block numbers are; a dictionary compares whole keys, so no hash collision and no

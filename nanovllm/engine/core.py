@@ -25,6 +25,7 @@ class EngineCore:
             if len(self._pending) <= self.depth:
                 return []
         if not self._pending:
+            assert not self.scheduler.num_unfinished, "sequences wait, but none of them can ever run"
             return []
         self.last_plan, handle = self._pending.popleft()
         return self.scheduler.update(self.last_plan, handle.wait())
@@ -32,11 +33,3 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return bool(self._pending) or self.scheduler.num_unfinished > 0
-
-    def drain(self) -> list[Sequence]:
-        """Wait for what was launched, so that nothing is under way; returns the sequences that ended."""
-        ended: list[Sequence] = []
-        while self._pending:
-            plan, handle = self._pending.popleft()
-            ended += self.scheduler.update(plan, handle.wait())
-        return ended

@@ -13,7 +13,7 @@ from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError
-from nanovllm.models.registry import load_config
+from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
@@ -32,9 +32,12 @@ class LLMEngine:
         self._closed: str | None = None
         self.config = Config.from_options(None if model is None else str(model), options)
         path = resolve_model(self.config.model)
-        self.model_config = load_config(path)
+        description = describe(path)
+        self.model_config = description.config
         self.max_model_len = min(self.config.max_model_len, self.model_config.max_position)
-        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path, self.config.tokenizer)
+        self.tokenizer: Tokenizer | None = None
+        if not self.config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(path, description, self.config.tokenizer)
         self._core: EngineCore = self._build_core(path)
         self._requests: dict[str, Request] = {}
         self._of_seq: dict[Sequence, Request] = {}
@@ -65,7 +68,9 @@ class LLMEngine:
     ) -> str:
         """Queue a request and return its id. `stream=True` makes `step` report it whenever it has grown."""
         self._check_open()
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params={params!r}: must be a SamplingParams")
         self._num_added += 1
         request_id = request_id or str(self._num_added - 1)
         if request_id in self._requests:
@@ -103,14 +108,32 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of requests that ended, and of streamed ones that grew."""
         self._check_open()
+        began = time.monotonic()
         try:
             ended = self._core.step()
         except NanoError:
             raise
+        except KeyboardInterrupt:
+            self._start_over()
+            raise
         except Exception as error:
             self._fail(error)
             raise EngineError(f"a step failed and the engine is closed: {type(error).__name__}: {error}") from error
+        self._stamp(ended, began)
         return self._report(ended)
+
+    def _stamp(self, ended: list[Sequence], began: float) -> None:
+        """Note when requests first ran and had their first token; only a step with prefill chunks brings such news."""
+        plan = self._core.last_plan
+        if plan is None or not plan.chunks:
+            return
+        now = time.monotonic()
+        for seq in self._core.scheduler.running + ended:
+            metrics = self._of_seq[seq].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = began
+            if metrics.first_token_time is None and seq.num_completion_tokens:
+                metrics.first_token_time = now
 
     def _report(self, ended: list[Sequence]) -> list[RequestOutput]:
         grown = self._read_watched(ended) if self._watched else []
@@ -118,11 +141,8 @@ class LLMEngine:
         now = time.monotonic()
         outputs = []
         for request in changed:
-            metrics = request.metrics
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
             if request.finished:
-                metrics.finished_time = now
+                request.metrics.finished_time = now
                 self._forget(request)
             if request.finished or request.stream:
                 outputs.append(request.output(self._eos))
@@ -202,6 +222,16 @@ class LLMEngine:
 
     def _fail(self, error: Exception) -> None:
         self._shut(f"the engine was closed by an earlier failure: {type(error).__name__}: {error}")
+
+    def _start_over(self) -> None:
+        """Drop all requests and schedule anew: a step was cut short, and host and device disagree about how far it got."""
+        from nanovllm.engine.core import EngineCore
+
+        self._requests.clear()
+        self._of_seq.clear()
+        self._watched.clear()
+        old = self._core
+        self._core = EngineCore(Scheduler(old.scheduler.config), old.executor, depth=old.depth)
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -290,7 +320,8 @@ class LLMEngine:
             return ()
         spellings = [form for word in params.bad_words or () for form in (word, " " + word.lstrip())]
         words = (tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in spellings)
-        return tuple(dict.fromkeys(word for word in words if word))
+        vocab_size = self.model_config.vocab_size  # the tokenizer may know tokens that the model never says
+        return tuple(dict.fromkeys(word for word in words if word and max(word) < vocab_size))
 
     def _forget(self, request: Request) -> None:
         self._requests.pop(request.request_id, None)
@@ -299,21 +330,22 @@ class LLMEngine:
             self._watched.pop(seq, None)
 
 
-def load_tokenizer(path: Path, other: str | None) -> Tokenizer:
-    """The tokenizer of a model folder or GGUF file, or of another folder that the user named."""
+def load_tokenizer(path: Path, description: Description, other: str | None) -> Tokenizer:
+    """The tokenizer of a model folder or GGUF file, or of another one that the user named."""
     if other is not None:
-        path = resolve_model(other) if not Path(other).is_dir() else Path(other)
+        path = Path(other) if Path(other).is_dir() else resolve_model(other)
+        description = describe(path) if path.is_file() else description
     if path.is_dir():
         return Tokenizer.from_dir(path)
-    from nanovllm.formats.gguf import GGUFFile
     from nanovllm.formats.gguf_tokenizer import build_tokenizer, chat_template, special_tokens
 
-    with GGUFFile(path) as file:
-        metadata = file.metadata
-    special = special_tokens(metadata)
-    add_bos = bool(special.pop("add_bos_token", False))
+    assert description.gguf_metadata is not None
+    special = special_tokens(description.gguf_metadata)
     return Tokenizer(
-        build_tokenizer(metadata), chat_template=chat_template(metadata), special_tokens=special, add_bos_token=add_bos
+        build_tokenizer(description.gguf_metadata),
+        chat_template=chat_template(description.gguf_metadata),
+        special_tokens={role: token for role, token in special.items() if isinstance(token, str)},
+        add_bos_token=bool(special.get("add_bos_token")),
     )
 
 

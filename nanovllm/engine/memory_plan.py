@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.models.registry import load_config
+from nanovllm.models.registry import describe
 from nanovllm.utils.hub import resolve_model
 
 GIB = 2**30
@@ -51,7 +51,7 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
 
     config = Config.from_options(model, options)
     path = resolve_model(config.model)
-    model_config = load_config(path)
+    model_config = describe(path).config
     max_model_len = min(config.max_model_len, model_config.max_position)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)

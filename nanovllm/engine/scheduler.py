@@ -1,12 +1,13 @@
 """What runs in the next step: continuous batching under a token budget, from lengths alone.
 
-Every step: first each decoding sequence advances by one token, then prefill chunks fill what is left of the budget, then
-waiting sequences are admitted. Out of blocks, the newest sequence is preempted: it gives back its blocks, goes to the
-head of the queue and is computed again later, mostly from the prefix cache. The oldest one is never preempted for
+Every step: first each decoding sequence advances by one token, then prefill chunks fill what is left of the budget,
+then waiting sequences are admitted. Out of blocks, the newest sequence is preempted: it gives back its blocks, goes to
+the head of the queue and is computed again later, mostly from the prefix cache. The oldest one is never preempted for
 another, so it always advances, and so everything ends.
 
-Two rules make it safe to schedule a step before the last one's tokens are known: a token that arrives for a sequence that
-already ended is dropped; a sequence with a token in flight is never preempted, it rests for a step and is preempted then.
+Two rules make it safe to schedule a step before the last one's tokens are known: a token that arrives for a sequence
+that already ended is dropped; a sequence with a token in flight is never preempted, it rests for a step and is
+preempted then.
 """
 
 from bisect import insort
@@ -64,12 +65,13 @@ class Scheduler:
                 f"the prompt has {seq.num_tokens} tokens, and max_model_len={config.max_model_len} must also hold at "
                 "least one new token: shorten the prompt or raise max_model_len"
             )
-        needed = self.block_manager.blocks_for(seq.max_num_tokens - 1)  # the last token's KV is never computed
+        # the last token's KV is never computed, but all of the prompt's is
+        needed = self.block_manager.blocks_for(max(seq.num_tokens, seq.max_num_tokens - 1))
         if needed > config.num_blocks:
             raise RequestError(
-                f"the prompt of {seq.num_tokens} tokens and up to {seq.max_num_tokens - seq.num_tokens} new ones need "
-                f"{needed} KV blocks of {config.block_size} tokens, and there are {config.num_blocks}: lower max_tokens "
-                "or give the KV cache more memory"
+                f"the prompt of {seq.num_tokens} tokens and up to {max(1, seq.max_num_tokens - seq.num_tokens)} new "
+                f"ones need {needed} KV blocks of {config.block_size} tokens, and there are {config.num_blocks}: "
+                "shorten the prompt, lower max_tokens or give the KV cache more memory"
             )
         insort(self.waiting, seq, key=lambda seq: seq.order)
 
@@ -207,7 +209,7 @@ class Scheduler:
         )
 
     def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk:
-        """As much of the sequence's uncomputed tokens as the budget allows; with the last of them it starts to decode."""
+        """As many of the sequence's uncomputed tokens as the budget allows; with the last one it starts to decode."""
         start = seq.num_computed_tokens
         num_new = min(seq.num_tokens - start, budget)
         seq.num_computed_tokens += num_new
@@ -227,8 +229,9 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.plan is plan, "results must come back in the order of their plans"
         ended: list[Sequence] = []
+        running = SequenceStatus.RUNNING  # looked up once: this loop runs for every sequence of every step
         for seq, tokens in zip(step.decodes, result.tokens, strict=False):
-            if seq.status is not SequenceStatus.RUNNING:
+            if seq.status is not running:
                 continue  # it ended while this token was in flight
             seq.token_ids += tokens
             if len(seq.token_ids) >= seq.check_at or tokens[-1] in seq.stop_token_ids:

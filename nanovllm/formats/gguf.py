@@ -1,68 +1,21 @@
-"""GGUF files: a header reader that trusts nothing, the HF-style config, and the weights under HF names."""
+"""GGUF files as models: the HF-style config, and the weights under HF names."""
 
 from __future__ import annotations
 
 import math
-import mmap
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
+from nanovllm.formats.gguf_header import BLOCKS, TensorInfo, read_header, short
 
 if TYPE_CHECKING:
     import torch
 
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata pairs
-_U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
-
-# Metadata value kinds; strings and arrays are read by hand.
-_NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-
-# What a real model file stays far below: the largest vocabularies have some 300,000 tokens.
-_MAX_NAME_BYTES = 65_535
-_MAX_STRING_BYTES = 1 << 24
-_MAX_ARRAY_ITEMS = 1 << 22  # of all arrays of a file together
-_MAX_ARRAY_DEPTH = 4
-_MAX_DIMS = 4
 _MAX_SIZE = 1 << 31  # of any count in the config
-_SMALLEST_PAIR = 8 + 4 + 1  # bytes: key length, kind, a one-byte value
-_SMALLEST_TENSOR_INFO = 8 + 4 + 8 + 4 + 8  # bytes: name length, number of dimensions, one of them, type, offset
-
-# ggml's number of a tensor type: (name, elements in a block, bytes in a block)
-_TENSOR_TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-}
-_BLOCKS = {name: (elements, size) for name, elements, size in _TENSOR_TYPES.values()}
 
 _FAMILIES = {  # general.architecture: (HF class, HF model_type)
     "llama": ("LlamaForCausalLM", "llama"),
@@ -96,15 +49,6 @@ _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB in float32, and tempora
 _GGUF_ROW_ELEMENTS = 8192  # the row length at which gguf.quants.dequantize is fastest
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    name: str
-    shape: tuple[int, ...]  # slowest dimension first, as in torch
-    type_name: str
-    offset: int  # from the start of the file, in bytes
-    nbytes: int
-
-
 class GGUFFile:
     """An open GGUF file whose header was read and checked in full."""
 
@@ -115,7 +59,7 @@ class GGUFFile:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
         try:
-            self.metadata, self.tensors = _read_header(self._file, self.path)
+            self.metadata, self.tensors = read_header(self._file, self.path)
         except BaseException:
             self._file.close()
             raise
@@ -192,7 +136,7 @@ class GGUFFile:
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in _FAMILIES:
             known = ", ".join(_FAMILIES)
-            raise self._refuse(f"general.architecture is {_short(name)}, which is not known here; known are: {known}")
+            raise self._refuse(f"general.architecture is {short(name)}, which is not known here; known are: {known}")
         return name
 
     def _get(self, key: str) -> Any:
@@ -201,7 +145,7 @@ class GGUFFile:
         if not isinstance(value, list):
             return value
         if not value or any(item != value[0] for item in value):
-            raise self._refuse(f"{key} differs between layers ({_short(value)}); only uniform layers are supported")
+            raise self._refuse(f"{key} differs between layers ({short(value)}); only uniform layers are supported")
         return value[0]
 
     def _count(self, key: str, default: int | None = None) -> int:
@@ -209,7 +153,7 @@ class GGUFFile:
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _MAX_SIZE:
-            raise self._refuse(f"metadata {key} is {_short(value)}; it must be an integer from 1 to {_MAX_SIZE - 1}")
+            raise self._refuse(f"metadata {key} is {short(value)}; it must be an integer from 1 to {_MAX_SIZE - 1}")
         return value
 
     def _real(self, key: str, default: float | None = None) -> float:
@@ -217,7 +161,7 @@ class GGUFFile:
         if value is None and default is not None:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise self._refuse(f"metadata {key} is {_short(value)}; it must be a finite number above 0")
+            raise self._refuse(f"metadata {key} is {short(value)}; it must be a finite number above 0")
         return float(value)
 
     def _token_id(self, key: str) -> int | None:
@@ -226,7 +170,7 @@ class GGUFFile:
             return None
         limit = self._tensor("token_embd.weight").shape[0]
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-            raise self._refuse(f"metadata tokenizer.ggml.{key} is {_short(value)}; it must be a token id below {limit}")
+            raise self._refuse(f"metadata tokenizer.ggml.{key} is {short(value)}; it must be a token id below {limit}")
         return value
 
     def _tensor(self, name: str) -> TensorInfo:
@@ -262,7 +206,7 @@ class GGUFFile:
         if kind in (None, "none"):
             return None
         if kind not in ("linear", "yarn"):
-            raise self._refuse(f"rope.scaling.type is {_short(kind)}; supported are none, linear and yarn")
+            raise self._refuse(f"rope.scaling.type is {short(kind)}; supported are none, linear and yarn")
         scaling: dict[str, Any] = {"rope_type": kind, "factor": self._real("rope.scaling.factor")}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = self._count("rope.scaling.original_context_length")
@@ -277,13 +221,13 @@ class GGUFFile:
         self._read(info.offset, memoryview(raw))
         factors = list(struct.unpack(f"<{head_dim // 2}f", raw))
         if not all(math.isfinite(factor) and factor > 0 for factor in factors):
-            raise self._refuse(f"tensor {info.name} holds {_short(factors)}; every factor must be finite and above 0")
+            raise self._refuse(f"tensor {info.name} holds {short(factors)}; every factor must be finite and above 0")
         return factors
 
     def _moe_config(self, architecture: str) -> dict[str, Any]:
         if architecture != "qwen3moe":
             if self._get("expert_count"):
-                raise self._refuse(f"expert_count is {_short(self._get('expert_count'))} in a {architecture} model")
+                raise self._refuse(f"expert_count is {short(self._get('expert_count'))} in a {architecture} model")
             return {}
         normed = self._get("expert_weights_norm")
         return {
@@ -300,7 +244,7 @@ class GGUFFile:
         layer, part, suffix = match.groups() if match else (None, "", "")
         hf_part = (_TOP_NAMES if layer is None else _LAYER_NAMES).get(part)
         if hf_part is None:
-            raise self._refuse(f"tensor {_short(name)} is not one a {self._architecture()} model has here")
+            raise self._refuse(f"tensor {short(name)} is not one a {self._architecture()} model has here")
         return f"{hf_part}.{suffix}" if layer is None else f"model.layers.{layer}.{hf_part}.{suffix}"
 
     def _permuted_heads(self) -> dict[str, int]:
@@ -315,7 +259,7 @@ class GGUFFile:
         import torch
 
         tensor = torch.empty(info.shape, dtype=dtype)
-        block, block_bytes = _BLOCKS[info.type_name]
+        block, block_bytes = BLOCKS[info.type_name]
         if permuted_heads:
             # [heads, head_dim / 2, 2, columns], in the order of the file
             units = self._split_heads(tensor, info, permuted_heads).transpose(1, 2)
@@ -391,187 +335,9 @@ def _dequantize_by_package(blocks: torch.Tensor, type_name: str) -> torch.Tensor
     from gguf.quants import dequantize
 
     num_blocks, block_bytes = blocks.shape
-    row_blocks = _GGUF_ROW_ELEMENTS // _BLOCKS[type_name][0]
+    row_blocks = _GGUF_ROW_ELEMENTS // BLOCKS[type_name][0]
     if num_blocks % row_blocks:
         row_blocks = num_blocks
     rows = blocks.numpy().reshape(-1, row_blocks * block_bytes)
     with np.errstate(all="ignore"):  # a damaged scale may be infinite: that is the file's content, not our arithmetic
         return torch.from_numpy(dequantize(rows, GGMLQuantizationType[type_name]))
-
-
-def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    size = file.seek(0, 2)
-    if size < _PREAMBLE.size:
-        raise CheckpointError(f"{path}: {size} bytes are too few for a GGUF file")
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _HeaderReader(data, path).read()
-
-
-class _HeaderReader:
-    """A cursor over the header; every length is checked against the file before it is used."""
-
-    def __init__(self, data: mmap.mmap, path: Path):
-        self._data = data
-        self._size = len(data)
-        self._path = path
-        self._position = 0
-        self._array_items_left = _MAX_ARRAY_ITEMS
-
-    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        num_tensors, num_pairs = self._preamble()
-        metadata = self._pairs(num_pairs)
-        if metadata.get("split.count", 1) not in (0, 1):
-            count = _short(metadata["split.count"])
-            raise self._refuse(f"is one of {count} parts; join them first, for example with llama-gguf-split --merge")
-        alignment = self._alignment(metadata)
-        tensors = [self._tensor_info(alignment) for _ in range(num_tensors)]
-        return metadata, self._placed(tensors, alignment)
-
-    def _refuse(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {problem}")
-
-    def _preamble(self) -> tuple[int, int]:
-        magic, version, num_tensors, num_pairs = _PREAMBLE.unpack_from(self._data)
-        self._position = _PREAMBLE.size
-        if magic != _MAGIC:
-            raise self._refuse(f"is not a GGUF file: it begins with {magic!r}, not with {_MAGIC!r}")
-        if version not in _VERSIONS:
-            raise self._refuse(f"is GGUF version {version:#x}; supported are versions 2 and 3, little-endian")
-        self._check_count(num_pairs, _SMALLEST_PAIR, "metadata pairs")
-        self._check_count(num_tensors, _SMALLEST_TENSOR_INFO, "tensors")
-        return num_tensors, num_pairs
-
-    def _check_count(self, count: int, item_bytes: int, what: str) -> None:
-        left = self._size - self._position
-        if count * item_bytes > left:
-            raise self._refuse(f"states {count} {what} of at least {item_bytes} bytes, but only {left} bytes follow")
-
-    def _take(self, count: int, what: str) -> int:
-        """Step over `count` bytes; returns where they begin."""
-        start = self._position
-        if count > self._size - start:
-            left = self._size - start
-            raise self._refuse(f"ends inside {what}: {count} bytes are needed at {start}, {left} are there")
-        self._position += count
-        return start
-
-    def _u32(self, what: str) -> int:
-        return _U32.unpack_from(self._data, self._take(4, what))[0]
-
-    def _u64(self, what: str) -> int:
-        return _U64.unpack_from(self._data, self._take(8, what))[0]
-
-    def _string(self, what: str, limit: int = _MAX_STRING_BYTES) -> str:
-        length = self._u64(what)
-        if length > limit:
-            raise self._refuse(f"{what} has a length of {length} bytes; at most {limit} are accepted")
-        start = self._take(length, what)
-        return self._text(self._data[start : start + length], what)
-
-    def _text(self, raw: bytes, what: str) -> str:
-        try:
-            return raw.decode()
-        except UnicodeDecodeError as error:
-            raise self._refuse(f"{what} is not UTF-8 text: {_short(raw)}") from error
-
-    def _pairs(self, count: int) -> dict[str, Any]:
-        pairs: dict[str, Any] = {}
-        for index in range(count):
-            key = self._string(f"the key of metadata pair {index}", _MAX_NAME_BYTES)
-            if key in pairs:
-                raise self._refuse(f"metadata key {_short(key)} occurs twice")
-            what = f"metadata {_short(key)}"
-            pairs[key] = self._value(self._u32(what), what, depth=0)
-        return pairs
-
-    def _value(self, kind: int, what: str, depth: int) -> Any:
-        if kind == _STRING:
-            return self._string(what)
-        if kind == _ARRAY:
-            return self._array(what, depth + 1)
-        return self._numbers(kind, 1, what)[0]
-
-    def _numbers(self, kind: int, count: int, what: str) -> tuple[Any, ...]:
-        if kind not in _NUMBER_FORMATS:
-            raise self._refuse(f"{what} has the unknown value kind {kind}")
-        layout = struct.Struct(f"<{count}{_NUMBER_FORMATS[kind]}")
-        return layout.unpack_from(self._data, self._take(layout.size, what))
-
-    def _array(self, what: str, depth: int) -> list[Any]:
-        if depth > _MAX_ARRAY_DEPTH:
-            raise self._refuse(f"{what} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
-        kind, count = self._u32(what), self._u64(what)
-        if count > self._array_items_left:
-            raise self._refuse(f"{what} brings {count} array items; at most {_MAX_ARRAY_ITEMS} are accepted in a file")
-        self._array_items_left -= count
-        if kind == _STRING:
-            return self._strings(count, what)
-        if kind == _ARRAY:
-            return [self._array(what, depth + 1) for _ in range(count)]
-        return list(self._numbers(kind, count, what))
-
-    def _strings(self, count: int, what: str) -> list[str]:
-        """The vocabulary: hundreds of thousands of short strings, so this loop is written flat."""
-        data, size, position, length_at = self._data, self._size, self._position, _U64.unpack_from
-        raw: list[bytes] = []
-        for index in range(count):
-            length = length_at(data, position)[0] if position + 8 <= size else 0
-            start = position + 8
-            position = start + length
-            if position > size or length > _MAX_STRING_BYTES:
-                raise self._refuse(f"{what}: item {index} of {count} runs past the end of the file, or is too long")
-            raw.append(data[start:position])
-        self._position = position
-        return [item.decode() if item.isascii() else self._text(item, what) for item in raw]
-
-    def _alignment(self, metadata: dict[str, Any]) -> int:
-        value = metadata.get("general.alignment", 32)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
-            raise self._refuse(f"general.alignment is {_short(value)}; it must be a power of two")
-        return value
-
-    def _tensor_info(self, alignment: int) -> TensorInfo:
-        name = self._string("a tensor's name", _MAX_NAME_BYTES)
-        what = f"tensor {_short(name)}"
-        num_dims = self._u32(what)
-        if not 1 <= num_dims <= _MAX_DIMS:
-            raise self._refuse(f"{what} has {num_dims} dimensions; there must be 1 to {_MAX_DIMS}")
-        shape = tuple(reversed([self._u64(what) for _ in range(num_dims)]))
-        kind, offset = self._u32(what), self._u64(what)
-        if 0 in shape:
-            raise self._refuse(f"{what} has shape {shape}; no dimension may be 0")
-        if kind not in _TENSOR_TYPES:
-            known = ", ".join(_BLOCKS)
-            raise self._refuse(f"{what} has the ggml type {kind}, which is not supported; supported are: {known}")
-        type_name, block, block_bytes = _TENSOR_TYPES[kind]
-        if shape[-1] % block:
-            raise self._refuse(f"{what} has rows of {shape[-1]} elements; {type_name} needs multiples of {block}")
-        if offset % alignment:
-            raise self._refuse(f"{what} begins at offset {offset}, which is no multiple of the alignment {alignment}")
-        return TensorInfo(name, shape, type_name, offset, math.prod(shape) // block * block_bytes)
-
-    def _placed(self, tensors: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-        """The tensors with their place in the file, once it is known that each has its own."""
-        data_start = -(-self._position // alignment) * alignment
-        placed: dict[str, TensorInfo] = {}
-        for info in tensors:
-            if info.name in placed:
-                raise self._refuse(f"tensor {_short(info.name)} occurs twice")
-            offset = data_start + info.offset
-            if offset + info.nbytes > self._size:
-                needed = f"{info.nbytes} bytes at {offset}"
-                raise self._refuse(
-                    f"tensor {_short(info.name)} needs {needed}, but the file ends at {self._size}: was it cut short?"
-                )
-            placed[info.name] = TensorInfo(info.name, info.shape, info.type_name, offset, info.nbytes)
-        in_order = sorted(placed.values(), key=lambda info: info.offset)
-        for before, after in zip(in_order, in_order[1:], strict=False):
-            if before.offset + before.nbytes > after.offset:
-                raise self._refuse(f"tensors {_short(before.name)} and {_short(after.name)} overlap at {after.offset}")
-        return placed
-
-
-def _short(value: Any) -> str:
-    """A value of the file, fit for an error message."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

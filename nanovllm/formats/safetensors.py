@@ -1,8 +1,9 @@
 """Tensors of a folder of safetensors files, one at a time."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.model_config import read_json
@@ -12,8 +13,10 @@ if TYPE_CHECKING:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint: those its index names, or all that lie there."""
+    """The files of a checkpoint: the one of the usual name, or those its index names, or all that lie there."""
     index = folder / "model.safetensors.index.json"
+    if (single := folder / "model.safetensors").exists():
+        return [single]
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -32,12 +35,22 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def iter_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
+    """Each file is opened anew for each tensor: closing unmaps its pages, which would else count as a second model."""
+    for file in weight_files(folder):
+        with _opened(file) as tensors:
+            names = list(tensors.keys())
+        for name in names:
+            with _opened(file) as tensors:
+                tensor = tensors.get_tensor(name)
+            yield name, tensor
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield name, tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{file}: damaged or incomplete: {error}") from error
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: damaged or incomplete: {error}") from error

@@ -4,12 +4,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FEW_ROWS = 32
+
 
 class RMSNorm:
     def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.ones(size, dtype=dtype, device=device)
-        self.shape = (size,)
+        self.size = size
         self.eps = eps
+        self._mirrored: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:  # [..., size]
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+    def finish_loading(self) -> None:
+        if self.weight.device.type == "cpu" and self.weight.dtype != torch.float32:
+            self._mirrored = torch.cat([self.weight, torch.zeros_like(self.weight)])
+
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, size]
+        if self._mirrored is not None and x.shape[0] <= FEW_ROWS:
+            # [x, -x] has mean 0 and variance mean(x^2), so its layer norm, one kernel on a CPU, is x's RMS norm, eight
+            twice = torch.cat((x, -x), dim=-1)
+            return F.layer_norm(twice, (2 * self.size,), self._mirrored, None, self.eps)[:, : self.size]
+        return F.rms_norm(x, (self.size,), self.weight, self.eps)

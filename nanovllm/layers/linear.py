@@ -40,7 +40,7 @@ class Linear:
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         if _WEIGHT_LEFT and 1 < x.shape[0] <= 64 and x.dtype == torch.float32 and x.device.type == "cpu":
-            y = torch.mm(self.weight, x.t()).t()
+            y = torch.mm(self.weight, x.t()).t().contiguous()
             return y if self.bias is None else y + self.bias
         return F.linear(x, self.weight, self.bias)
 

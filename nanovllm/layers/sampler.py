@@ -12,6 +12,7 @@ from torch import Tensor
 NUM_CANDIDATES = 512  # looked at first where top-k, top-p or min-p cut the vocabulary down
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads consecutive ids over the whole range
 MASK = 0xFFFFFFFF
+BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     x ^= (x >> 15) & 0x1FFFF
     x *= 0x846CA68B - 2**32
     x ^= (x >> 16) & 0xFFFF
-    uniform = ((x >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)  # in (0, 1), never 0 or 1
-    return uniform.log_().neg_().log_().neg_()
+    # -log(1 - u) for u in (0, 1): finest where it is small, which is where the noise is large and decides the race
+    exponential = (x & 0x7FFFFFFF).float().add_(0.5).mul_(-BELOW_ONE / 2**31).log1p_().neg_()
+    return exponential.log_().neg_()
 
 
 def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
@@ -106,4 +108,5 @@ def _keep(probabilities: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor)
     by_p[:, 0] = True
     by_min = probabilities >= min_p[:, None] * probabilities[:, :1]
     kept = by_k & by_p & by_min
-    return kept, ~kept[:, -1]
+    tied_with_kth = (by_k & cut_by_k)[:, -1]  # and so maybe are tokens beyond the candidates, whose mass counts above
+    return kept, ~(kept[:, -1] | tied_with_kth)

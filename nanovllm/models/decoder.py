@@ -147,8 +147,9 @@ class Decoder:
     def finish_loading(self) -> None:
         """Lay the weights out for their kernels, one at a time, so that never two copies of the model exist."""
         for layer in self.layers:
-            layer.self_attn.finish_loading()
-            layer.mlp.finish_loading()
+            for part in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp):
+                part.finish_loading()
+        self.norm.finish_loading()
         self.lm_head.finish_loading(keep_weight=self.config.tie_word_embeddings)
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,33 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         return read_model_config(raw, architecture=architecture, differences=FAMILIES[architecture](raw))
     except KeyError as error:
         raise CheckpointError(f"config: {error.args[0]!r} is missing for {architecture}") from error
+    except CheckpointError:
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config: a value of {architecture} is of the wrong kind: {error}") from error
 
 
-def load_config(path: Path) -> ModelConfig:
-    """The config of a model folder or a GGUF file, with all its end-of-sequence ids."""
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint says of itself, weights aside."""
+
+    config: ModelConfig
+    gguf_metadata: dict[str, Any] | None  # None for a folder
+
+
+def describe(path: Path) -> Description:
+    """Read the description of a model folder or a GGUF file."""
     if path.is_file():
         from nanovllm.formats.gguf import GGUFFile
 
         with GGUFFile(path) as file:
-            raw, generation = file.hf_config(), file.generation_config()
-    else:
-        raw = read_json(path / "config.json")
-        generation_file = path / "generation_config.json"
-        generation = read_json(generation_file) if generation_file.exists() else {}
+            return Description(_with_all_eos(file.hf_config(), file.generation_config()), file.metadata)
+    generation_file = path / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else {}
+    return Description(_with_all_eos(read_json(path / "config.json"), generation), None)
+
+
+def _with_all_eos(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     config = parse_config(raw)
     eos = token_id_list(generation.get("eos_token_id"))
     return config.with_eos(tuple(dict.fromkeys(eos + config.eos_token_ids)))

@@ -72,7 +72,8 @@ class BadWords:
         needed = self.offsets <= self.num_before[:, None]
         matches = ((said == self.before) & (at >= prompt)) | ~needed
         hit = matches.all(dim=1)
-        logits[self.rows, self.last] = logits[self.rows, self.last].masked_fill(hit, NEVER)
+        # added, not assigned: two words of a row may end in the same token, and one hit must be enough
+        logits.index_put_((self.rows, self.last), torch.where(hit, NEVER, 0.0), accumulate=True)
 
 
 class MinTokens:

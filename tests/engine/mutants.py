@@ -1,8 +1,8 @@
 """Small realistic bugs, put into the production classes from outside, and the random workload that must find each.
 
 A mutant is an edit of one or two lines of a method's source, compiled again and monkeypatched in: nothing in production
-knows of it, and a mutant whose lines are gone says so. The workload is fixed by its seed: a tiny random engine and a few
-dozen random operations on it, watched by the harness of `oracle.py`.
+knows of it, and a mutant whose lines are gone says so. The workload is fixed by its seed: a tiny random engine and some
+dozens of random operations on it, watched by the harness of `oracle.py`.
 """
 
 import inspect
@@ -44,17 +44,17 @@ def random_prompt(rng: random.Random, harness: Harness) -> tuple[int, ...]:
         text = [*seq.token_ids[: seq.num_prompt_tokens], *expected.token_ids]
     else:
         text = [rng.randrange(2)] * rng.choice((1, 2, 4)) + [1, 0, 1, 1, 0] * 4
-    slots = harness.config.num_blocks * harness.config.block_size
-    text = text[: rng.randint(1, max(1, min(slots, harness.config.max_model_len) * 2 // 3))]
+    room = min(harness.config.num_blocks * harness.config.block_size, harness.config.max_model_len)
+    text = text[: rng.randint(1, max(1, room * rng.choice((2, 2, 2, 2, 3)) // 3))]
     return (*text, *(rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 0, 1, 2)))))
 
 
 def random_request(rng: random.Random, harness: Harness) -> Request:
-    max_tokens = rng.choice((1, 2, 3, 5, 8, 12))
+    max_tokens = rng.choice((1, 2, 3, 5, 8, 12, None))
     return Request(
         prompt=random_prompt(rng, harness),
         max_tokens=max_tokens,
-        min_tokens=rng.choice((0, 0, 0, min(2, max_tokens))),
+        min_tokens=rng.choice((0, 0, 0, min(2, max_tokens or 2))),
         stop_token_ids=rng.choice(((), (), (rng.randrange(VOCABULARY),), (1, 3))),
         seeds=tuple(rng.randrange(3) for _ in range(rng.choice((1, 1, 1, 2, 3)))),
         priority=rng.choice((0, 0, 0, -1, 1)),
@@ -159,8 +159,11 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "a request of one block too many is accepted": (
         Edit(Scheduler, "add", "if needed > config.num_blocks:", "if needed > config.num_blocks + 1:"),
     ),
+    "a prompt of one block too many is accepted if it asks for no length": (
+        Edit(Scheduler, "add", "max(seq.num_tokens, seq.max_num_tokens - 1)", "seq.max_num_tokens - 1"),
+    ),
     "a request that just fits is refused": (
-        Edit(Scheduler, "add", "blocks_for(seq.max_num_tokens - 1)", "blocks_for(seq.max_num_tokens)"),
+        Edit(Scheduler, "add", "max(seq.num_tokens, seq.max_num_tokens - 1)", "seq.max_num_tokens"),
     ),
     # preemption
     "a preempted sequence keeps its count of computed tokens": (
@@ -185,7 +188,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     ),
     # a step late
     "the token of an ended sequence is kept": (
-        Edit(Scheduler, "update", "if seq.status is not SequenceStatus.RUNNING:", "if False:"),
+        Edit(Scheduler, "update", "if seq.status is not running:", "if False:"),
     ),
     "the token of an ended sequence goes to the next one": (
         Edit(
@@ -209,7 +212,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     ),
     "the device is not told of a new block": (Edit(Scheduler, "schedule", "new_blocks=tuple(new_blocks),", ""),),
     "the length is noticed one token late": (
-        Edit(Scheduler, "_set_check", "seq.max_num_tokens)", "seq.max_num_tokens + 1)"),
+        Edit(Scheduler, "_set_check", "= seq.max_num_tokens", "= seq.max_num_tokens + 1"),
     ),
     "a chunk ignores the budget": (
         Edit(Scheduler, "_chunk", "min(seq.num_tokens - start, budget)", "seq.num_tokens - start"),

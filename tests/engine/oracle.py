@@ -62,7 +62,7 @@ def score(read: int, chosen: int, num_alternatives: int) -> TokenLogprobs:
 @dataclass(frozen=True, kw_only=True)
 class Request:
     prompt: tuple[int, ...]
-    max_tokens: int = 4
+    max_tokens: int | None = 4  # None = as many as there is room for
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seeds: tuple[int, ...] = (0,)  # one for each completion
@@ -72,12 +72,14 @@ class Request:
     prompt_logprobs: int | None = None
 
     def max_num_tokens(self, config: SchedulerConfig) -> int:
+        if self.max_tokens is None:
+            return min(config.num_blocks * config.block_size + 1, config.max_model_len)
         return min(len(self.prompt) + self.max_tokens, config.max_model_len)
 
     def fits(self, config: SchedulerConfig) -> bool:
         """Whether it can run alone in an empty cache: every token but the last needs a slot."""
-        slots = config.num_blocks * config.block_size
-        return 0 < len(self.prompt) < config.max_model_len and self.max_num_tokens(config) - 1 <= slots
+        num_computed = max(len(self.prompt), self.max_num_tokens(config) - 1)
+        return 0 < len(self.prompt) < config.max_model_len and num_computed <= config.num_blocks * config.block_size
 
     def sequences(self, number: int, config: SchedulerConfig) -> list[Sequence]:
         """The leader with its followers hung in."""

@@ -20,7 +20,7 @@ EXAMPLES = os.environ.get("NANOVLLM_HYPOTHESIS_EXAMPLES")
 
 settings.register_profile(
     "control-plane",
-    max_examples=int(EXAMPLES or 400),
+    max_examples=int(EXAMPLES or 300),
     derandomize=EXAMPLES is None,
     stateful_step_count=40,
     deadline=None,

@@ -143,7 +143,8 @@ def test_every_whole_character_is_shown_at_once(data):
         for token in tokens_of(SMALL, [token_id], True):
             expected += reference.decode(bytes(byte_of[char] for char in token))
         assert detokenizer.text == expected
-        assert SMALL.decode(ids[: i + 1]) in (expected, expected + "\ufffd")
+        # Two bad bytes are waited for only in the half of a surrogate, which Python judges by its third byte.
+        assert SMALL.decode(ids[: i + 1]) in (expected, expected + "\ufffd", expected + "\ufffd\ufffd")
 
 
 def enumerate_byte_alphabet():

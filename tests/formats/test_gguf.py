@@ -23,6 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from nanovllm.errors import CheckpointError
 from nanovllm.formats import gguf as ours
+from nanovllm.formats import gguf_header
 from nanovllm.formats.gguf import GGUFFile
 from nanovllm.formats.gguf_tokenizer import build_tokenizer, chat_template, special_tokens
 
@@ -165,7 +166,7 @@ def test_metadata_of_every_kind_equals_the_gguf_package(tmp_path: Path) -> None:
 
 
 def test_types_and_their_sizes_equal_the_gguf_package() -> None:
-    for number, (name, block, size) in ours._TENSOR_TYPES.items():
+    for number, (name, block, size) in gguf_header._TENSOR_TYPES.items():
         assert GGMLQuantizationType(number).name == name
         assert gguf.GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (block, size)
 
@@ -187,13 +188,13 @@ def test_reading_the_config_loads_no_torch(tmp_path: Path) -> None:
 
 def random_blocks(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Any bytes are a tensor; NaN and infinite scales among them are part of the test."""
-    block, size = ours._BLOCKS[name]
+    block, size = gguf_header.BLOCKS[name]
     row = shape[-1] // block * size
     return np.random.default_rng(len(name)).integers(0, 256, (*shape[:-1], row), dtype=np.uint8)
 
 
 @pytest.mark.parametrize("chunk", [100, 3 * 256, 1 << 20], ids=lambda chunk: f"chunk{chunk}")
-@pytest.mark.parametrize("name", ours._BLOCKS)
+@pytest.mark.parametrize("name", gguf_header.BLOCKS)
 def test_every_type_equals_the_gguf_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:

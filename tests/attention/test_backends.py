@@ -1,0 +1,105 @@
+"""Every attention backend computes plain attention, whatever lies scattered over the blocks of its cache."""
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.attention.backend import AttentionBackend, BatchGeometry, CacheShape
+from nanovllm.attention.sdpa import SdpaBackend
+
+BACKENDS = [SdpaBackend]
+HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 8, 16, 64
+
+# (tokens already computed, new tokens) of each sequence; decodes first
+STEPS = {
+    "one decode": [(40, 1)],
+    "decodes": [(0, 1), (15, 1), (16, 1), (17, 1), (47, 1)],
+    "decodes of very different lengths": [(3, 1), (200, 1), (30, 1), (120, 1), (15, 1)],
+    "whole prompts": [(0, 33), (0, 2), (0, 16)],
+    "chunks": [(16, 7), (5, 20), (33, 2)],
+    "mixed": [(9, 1), (100, 1), (0, 21), (17, 30), (63, 2)],
+}
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[new, heads, dim] queries, the last of [length, kv_heads, dim] keys and values, in float64 and one by one."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for i in range(len(q)):
+        position = len(k) - len(q) + i
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(q.shape[1]):
+            keys, values = (x[first : position + 1, head // group].double() for x in (k, v))
+            weights = (keys @ q[i, head].double() / HEAD_DIM**0.5).softmax(dim=0)
+            out[i, head] = weights @ values
+    return out.reshape(len(q), -1).float()
+
+
+def geometry_of(parts: list[tuple[int, int]], block_tables: np.ndarray) -> BatchGeometry:
+    starts, num_new = np.array(parts).T
+    first_tokens = np.cumsum(num_new) - num_new
+    token_seqs = np.repeat(np.arange(len(parts)), num_new)
+    return BatchGeometry(
+        num_decodes=next((i for i, (start, new) in enumerate(parts) if new > 1), len(parts)),
+        starts=starts,
+        num_new=num_new,
+        first_tokens=first_tokens,
+        token_seqs=token_seqs,
+        positions=starts[token_seqs] + np.arange(len(token_seqs)) - first_tokens[token_seqs],
+        block_tables=block_tables,
+    )
+
+
+def block_tables_of(parts: list[tuple[int, int]]) -> np.ndarray:
+    """Blocks in no order, none in two tables; [seqs, blocks of the longest], unused ends point at block 0."""
+    order = iter(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist())
+    sizes = [-(-(start + new) // BLOCK_SIZE) for start, new in parts]
+    tables = np.zeros((len(parts), max(sizes)), dtype=np.int64)
+    for table, size in zip(tables, sizes, strict=True):
+        table[:size] = [next(order) for _ in range(size)]
+    return tables
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("window", [None, 5, 20, 1000])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (7, 1)], ids=str)
+@pytest.mark.parametrize("backend_type", BACKENDS)
+@torch.inference_mode()
+def test_equals_plain_attention(
+    backend_type: type, heads: tuple[int, int], window: int | None, name: str
+) -> None:
+    parts = STEPS[name]
+    num_heads, num_kv_heads = heads
+    backend: AttentionBackend = backend_type(
+        CacheShape(
+            num_layers=1,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=HEAD_DIM,
+            block_size=BLOCK_SIZE,
+            windows=(window,),
+            dtype=torch.float32,
+            cache_dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+    )
+    (cache,) = backend.make_cache(NUM_BLOCKS)
+    cache.fill_(1e4)  # leftovers of other requests, which no one may see
+    tables = block_tables_of(parts)
+    generator = torch.Generator().manual_seed(0)
+    news, expected = [], []
+    for (start, new), table in zip(parts, tables, strict=True):
+        q = torch.randn(new, num_heads, HEAD_DIM, generator=generator)
+        k, v = torch.randn(2, start + new, num_kv_heads, HEAD_DIM, generator=generator)
+        for position in range(start):
+            block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            cache[0, block, :, offset], cache[1, block, :, offset] = k[position], v[position]
+        news.append(torch.cat([q, k[start:], v[start:]], dim=1))
+        expected.append(plain_attention(q, k, v, window))
+    before = cache.clone()
+    geometry = geometry_of(parts, tables)
+    out = backend.forward(torch.cat(news), cache, backend.prepare(geometry), window)
+    torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+    written = (cache != before).any(dim=-1)  # [k|v, block, kv_head, position]
+    assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"

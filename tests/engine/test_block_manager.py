@@ -1,0 +1,308 @@
+"""Blocks one at a time: sharing, eviction order, exact identities, and what must be refused."""
+
+import pytest
+
+from nanovllm.engine.block_manager import BlockKey, BlockManager
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+
+def make_manager(num_blocks: int = 8, block_size: int = 4, **options: object) -> BlockManager:
+    return BlockManager(num_blocks=num_blocks, block_size=block_size, **options)
+
+
+def make_seq(*token_ids: int, salt: str | None = None, prompt_logprobs: int | None = None) -> Sequence:
+    params = SamplingParams(max_tokens=16, prompt_logprobs=prompt_logprobs)
+    return Sequence("request", list(token_ids), params, max_num_tokens=len(token_ids) + 16, cache_salt=salt)
+
+
+def compute(manager: BlockManager, seq: Sequence) -> None:
+    """As if all tokens of the sequence had been computed."""
+    seq.num_computed_tokens = seq.num_tokens
+    manager.cache_full_blocks(seq, seq.num_tokens)
+
+
+def run(manager: BlockManager, seq: Sequence) -> Sequence:
+    assert manager.allocate(seq)
+    compute(manager, seq)
+    return seq
+
+
+def run_and_free(manager: BlockManager, *token_ids: int, salt: str | None = None) -> list[int]:
+    seq = run(manager, make_seq(*token_ids, salt=salt))
+    blocks = seq.block_table
+    manager.free(seq)
+    return blocks
+
+
+def num_hits(manager: BlockManager, *token_ids: int, salt: str | None = None) -> int:
+    """Tokens that a new sequence would find; leaves no trace but the order of last use."""
+    seq = make_seq(*token_ids, salt=salt)
+    assert manager.allocate(seq)
+    hits = seq.num_computed_tokens
+    manager.free(seq)
+    return hits
+
+
+def test_blocks_for_rounds_up() -> None:
+    manager = make_manager(block_size=4)
+    assert [manager.blocks_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+
+
+def test_allocate_takes_just_enough_and_free_gives_all_back() -> None:
+    manager = make_manager(num_blocks=3)
+    seq = make_seq(*range(9))
+    assert manager.allocate(seq)
+    assert len(set(seq.block_table)) == 3 and manager.num_available == 0
+    manager.check([seq])
+    manager.free(seq)
+    assert manager.num_available == 3 and seq.block_table == [] and seq.num_computed_tokens == 0
+    manager.check([])
+
+
+def test_allocate_that_fails_changes_nothing() -> None:
+    manager = make_manager(num_blocks=3)
+    run_and_free(manager, *range(8))
+    seq = make_seq(*range(13))
+    assert not manager.allocate(seq)
+    assert seq.block_table == [] and manager.num_available == 3
+    manager.check([])
+
+
+def test_a_hit_that_nobody_uses_is_not_counted_twice() -> None:
+    """Two cached blocks and one free: four are needed, two of them are the cached ones, so one is missing."""
+    manager = make_manager(num_blocks=3)
+    run_and_free(manager, *range(8))
+    assert not manager.allocate(make_seq(*range(8), *range(5)))
+    assert manager.allocate(make_seq(*range(8), *range(4)))
+
+
+def test_append_until_none_is_left() -> None:
+    manager = make_manager(num_blocks=2)
+    seq = make_seq(1)
+    assert manager.allocate(seq) and manager.append(seq) and not manager.append(seq)
+    assert sorted(seq.block_table) == [0, 1]
+    manager.check([seq])
+
+
+# --- what is found ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens, expected", [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
+def test_a_full_prompt_hit_leaves_a_token_to_compute(num_tokens: int, expected: int) -> None:
+    manager = make_manager()
+    run_and_free(manager, *range(12))
+    assert num_hits(manager, *range(num_tokens)) == expected
+
+
+def test_a_shared_prefix_is_one_set_of_blocks() -> None:
+    manager = make_manager()
+    first = run(manager, make_seq(*range(8), 100))
+    second = make_seq(*range(8), 200)
+    assert manager.allocate(second)
+    assert second.block_table[:2] == first.block_table[:2] and second.block_table[2] != first.block_table[2]
+    assert manager.num_available == 8 - 4
+    manager.check([first, second])
+    manager.free(first)
+    assert manager.num_available == 8 - 3, "the shared blocks are still the second's"
+    manager.check([second])
+
+
+def test_only_full_computed_blocks_are_found() -> None:
+    manager = make_manager()
+    seq = make_seq(*range(12))
+    assert manager.allocate(seq)
+    assert num_hits(manager, *range(12)) == 0
+    manager.cache_full_blocks(seq, 7)
+    assert num_hits(manager, *range(12)) == 4
+    manager.cache_full_blocks(seq, 8)
+    assert num_hits(manager, *range(12)) == 8
+
+
+def test_two_sequences_that_computed_the_same_prefix_keep_their_own_blocks() -> None:
+    """Both were admitted before either was computed: the first one's blocks are found, the chain goes on for both."""
+    manager = make_manager(num_blocks=12)
+    first, second = make_seq(*range(8)), make_seq(*range(8))
+    assert manager.allocate(first) and manager.allocate(second)
+    compute(manager, first)
+    compute(manager, second)
+    assert not set(first.block_table) & set(second.block_table)
+    assert first.last_cached_block == second.last_cached_block
+    manager.check([first, second])
+    second.token_ids += [8, 9, 10, 11]
+    assert manager.append(second)
+    compute(manager, second)
+    third = make_seq(*range(13))
+    assert manager.allocate(third)
+    assert third.block_table[:3] == [*first.block_table, second.block_table[2]]
+    manager.check([first, second, third])
+
+
+def test_the_same_tokens_behind_another_prefix_are_not_found() -> None:
+    manager = make_manager()
+    run_and_free(manager, 1, 1, 1, 1, 5, 6, 7, 8)
+    run_and_free(manager, 2, 2, 2, 2)
+    assert num_hits(manager, 2, 2, 2, 2, 5, 6, 7, 8, 9) == 4
+    assert num_hits(manager, 5, 6, 7, 8, 9) == 0
+
+
+def test_an_identity_is_never_used_again() -> None:
+    """A child of an evicted block is not found behind what its parent's block holds now."""
+    manager = make_manager(num_blocks=3, block_size=1)
+    first, second = make_seq(1), make_seq(1)
+    assert manager.allocate(first) and manager.allocate(second)
+    compute(manager, first)
+    compute(manager, second)  # the parent of what follows is the first one's block
+    parent = first.block_table[0]
+    second.token_ids.append(5)
+    assert manager.append(second)
+    compute(manager, second)
+    manager.free(first)
+    other = run(manager, make_seq(2))
+    assert other.block_table == [parent], "the parent's block was evicted and holds another token now"
+    manager.free(second)
+    prompt = make_seq(2, 5, 0)
+    assert manager.allocate(prompt)
+    assert prompt.num_computed_tokens == 1
+    manager.check([other, prompt])
+
+
+@pytest.mark.parametrize("salt, expected", [("a", 8), ("b", 0), ("", 0), (None, 0)])
+def test_a_salt_keeps_tenants_apart(salt: str | None, expected: int) -> None:
+    manager = make_manager()
+    run_and_free(manager, *range(8), salt="a")
+    assert num_hits(manager, *range(9), salt=salt) == expected
+
+
+def test_prompt_logprobs_skip_the_cache_until_they_are_there() -> None:
+    manager = make_manager()
+    run_and_free(manager, *range(8))
+    seq = make_seq(*range(9), prompt_logprobs=0)
+    assert manager.allocate(seq) and seq.num_computed_tokens == 0
+    manager.free(seq)
+    seq.prompt_logprobs = [object()] * 8
+    assert manager.allocate(seq) and seq.num_computed_tokens == 8
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    manager = make_manager(enable_prefix_caching=False)
+    run_and_free(manager, *range(8))
+    assert num_hits(manager, *range(9)) == 0
+
+
+class CollidingKey(BlockKey):
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_a_hash_collision_hands_over_nothing() -> None:
+    manager = make_manager(num_blocks=12, key_type=CollidingKey)
+    run_and_free(manager, *range(8))
+    run_and_free(manager, *range(50, 58))
+    assert num_hits(manager, *range(9)) == 8
+    assert num_hits(manager, *range(50, 54), *range(4, 8), 0) == 4
+    assert num_hits(manager, *range(9), salt="a") == 0
+    manager.check([])
+
+
+def test_large_token_ids_are_told_apart() -> None:
+    """Keys hold whole integers: 1 and 1 + 2**32 differ, and so do (1, 256) and (256, 1)."""
+    manager = make_manager(block_size=2)
+    run_and_free(manager, 1, 256)
+    assert num_hits(manager, 1, 256, 0) == 2
+    assert num_hits(manager, 1 + 2**32, 256, 0) == 0
+    assert num_hits(manager, 256, 1, 0) == 0
+
+
+# --- what is evicted --------------------------------------------------------------------------------------------------
+
+
+def test_unknown_content_goes_first_then_the_least_recently_used_last_blocks_first() -> None:
+    manager = make_manager(num_blocks=5, block_size=1)
+    old = run_and_free(manager, 1, 2)
+    young = run_and_free(manager, 3, 4)
+    free = ({*range(5)} - {*old, *young}).pop()
+    seq = make_seq(9)
+    assert manager.allocate(seq)
+    for _ in range(4):
+        assert manager.append(seq)
+    assert seq.block_table == [free, old[1], old[0], young[1], young[0]]
+
+
+def test_a_hit_makes_a_block_young_again() -> None:
+    manager = make_manager(num_blocks=4, block_size=1)
+    old, young = run_and_free(manager, 1), run_and_free(manager, 2)
+    assert num_hits(manager, 1, 7) == 1
+    seq = make_seq(5, 6, 7)
+    assert manager.allocate(seq)
+    assert young[0] in seq.block_table and old[0] not in seq.block_table
+    assert num_hits(manager, 1) == 0 and manager.num_available == 1
+    manager.check([seq])
+
+
+def test_an_evicted_block_is_no_longer_found() -> None:
+    manager = make_manager(num_blocks=2)
+    run_and_free(manager, *range(8))
+    run_and_free(manager, 50)  # takes the last block
+    assert num_hits(manager, *range(8)) == 4
+    run_and_free(manager, *range(60, 68))
+    assert num_hits(manager, *range(8)) == 0
+    manager.check([])
+
+
+def test_a_block_still_shared_is_never_evicted() -> None:
+    manager = make_manager(num_blocks=4)
+    first = run(manager, make_seq(*range(8)))
+    second = make_seq(*range(9))
+    assert manager.allocate(second)
+    manager.free(first)
+    third = make_seq(1)
+    assert manager.allocate(third) and not manager.append(third)
+    assert not set(third.block_table) & set(second.block_table)
+    manager.check([second, third])
+
+
+def test_reset_forgets_everything_and_frees_nothing_in_use() -> None:
+    manager = make_manager()
+    run_and_free(manager, *range(8))
+    seq = run(manager, make_seq(*range(50, 58)))
+    manager.reset_prefix_cache()
+    manager.check([seq])
+    assert num_hits(manager, *range(9)) == 0 and num_hits(manager, *range(50, 59)) == 0
+    seq.token_ids += range(58, 62)
+    assert manager.append(seq)
+    compute(manager, seq)
+    manager.free(seq)
+    assert manager.num_available == 8
+    manager.check([])
+
+
+def test_statistics_count_what_was_asked_and_what_was_found() -> None:
+    manager = make_manager()
+    run_and_free(manager, *range(8))
+    num_hits(manager, *range(9))
+    assert (manager.num_queried_tokens, manager.num_hit_tokens) == (8 + 9, 8)
+
+
+# --- check() itself can fail ------------------------------------------------------------------------------------------
+
+
+def test_check_sees_a_leaked_block() -> None:
+    manager = make_manager()
+    assert manager.allocate(make_seq(1))
+    with pytest.raises(AssertionError, match="reference counts"):
+        manager.check([])
+
+
+def test_check_sees_a_block_given_back_twice() -> None:
+    manager = make_manager()
+    seq = make_seq(1)
+    assert manager.allocate(seq)
+    table = list(seq.block_table)
+    manager.free(seq)
+    seq.block_table = table
+    manager.free(seq)
+    with pytest.raises(AssertionError):
+        manager.check([])

@@ -1,0 +1,618 @@
+"""The scheduler's policy, one rule a test: who runs, in what order, with what part of the budget, who gives way."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from nanovllm.config import SchedulerConfig
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.errors import RequestError
+from nanovllm.plan import NewBlocks, SeqPlan, StepPlan, StepResult, TokenLogprobs
+from nanovllm.sampling_params import SamplingParams
+
+from .oracle import FakeExecutor, Harness, Request
+
+CONFIG = SchedulerConfig(
+    max_num_batched_tokens=64,
+    max_num_seqs=4,
+    max_model_len=64,
+    block_size=4,
+    num_blocks=16,
+    enable_prefix_caching=True,
+)
+TOKEN, STOP = 90, 99
+SCORE = TokenLogprobs((1,), (-1.0,), 1)
+
+
+def make_scheduler(**changes: object) -> Scheduler:
+    return Scheduler(replace(CONFIG, **changes))
+
+
+def make_seq(
+    prompt: range | list[int], *, arrival: int = 0, max_tokens: int = 8, priority: int = 0, **params: object
+) -> Sequence:
+    return Sequence(
+        f"request-{arrival}",
+        list(prompt),
+        SamplingParams(max_tokens=max_tokens or None, **params),
+        max_num_tokens=len(prompt) + max_tokens,
+        stop_token_ids=frozenset({STOP}),
+        priority=priority,
+        arrival=arrival,
+    )
+
+
+def add(scheduler: Scheduler, *seqs: Sequence) -> None:
+    for seq in seqs:
+        scheduler.add(seq)
+
+
+def schedule(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.check()
+    return plan
+
+
+def update(scheduler: Scheduler, plan: StepPlan, token: int = TOKEN) -> list[Sequence]:
+    """A result in which every sampled row gets the same token and every scored position the same score."""
+    scored = {
+        chunk.row: [SCORE] * (min(chunk.start + chunk.num_new, prompt_len(scheduler, chunk.row) - 1) - chunk.start)
+        for chunk in plan.chunks
+        if chunk.num_prompt_logprobs is not None
+    }
+    ended = scheduler.update(plan, StepResult(tokens=[[token] for _ in plan.sampled_rows()], prompt_logprobs=scored))
+    scheduler.check()
+    return ended
+
+
+def prompt_len(scheduler: Scheduler, row: int) -> int:
+    return next((seq.num_prompt_tokens for seq in scheduler.running if seq.row == row), 0)
+
+
+def step(scheduler: Scheduler, token: int = TOKEN) -> StepPlan:
+    plan = schedule(scheduler)
+    update(scheduler, plan, token)
+    return plan
+
+
+# --- who runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_do_is_no_plan() -> None:
+    assert make_scheduler().schedule() is None
+
+
+def test_the_first_step_carries_all_the_device_needs() -> None:
+    scheduler = make_scheduler()
+    seq = make_seq(range(5), temperature=0.5)
+    seq.seed, seq.bad_words = 17, ((1, 2),)
+    scheduler.add(seq)
+    plan = schedule(scheduler)
+    (new,) = plan.new_rows
+    assert (new.row, new.token_ids, new.num_prompt_tokens) == (seq.row, (0, 1, 2, 3, 4), 5)
+    assert (new.block_table, new.params, new.seed) == (tuple(seq.block_table), seq.params, 17)
+    assert (new.stop_token_ids, new.bad_words) == ((STOP,), ((1, 2),))
+    assert plan.chunks == (SeqPlan(seq.row, start=0, num_new=5, samples=True),)
+    assert plan.decode_rows == () and plan.new_blocks == () and plan.num_tokens == 5
+
+
+def test_a_long_prompt_is_cut_to_the_budget_and_samples_with_its_last_chunk() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    seq = make_seq(range(20))
+    scheduler.add(seq)
+    chunks = [step(scheduler).chunks for _ in range(3)]
+    assert chunks == [
+        (SeqPlan(seq.row, 0, 8, samples=False),),
+        (SeqPlan(seq.row, 8, 8, samples=False),),
+        (SeqPlan(seq.row, 16, 4, samples=True),),
+    ]
+    assert seq.completion_token_ids == [TOKEN]
+
+
+def test_decodes_come_first_and_chunks_fill_the_rest_of_the_budget() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    decoding, long, short = make_seq(range(4)), make_seq(range(30, 40), arrival=1), make_seq(range(50, 54), arrival=2)
+    scheduler.add(decoding)
+    step(scheduler)
+    add(scheduler, long, short)
+    plan = step(scheduler)
+    assert plan.decode_rows == (decoding.row,)
+    assert plan.chunks == (SeqPlan(long.row, 0, 7, samples=False),)
+    plan = step(scheduler)
+    assert plan.decode_rows == (decoding.row,)
+    assert plan.chunks == (SeqPlan(long.row, 7, 3, samples=True), SeqPlan(short.row, 0, 4, samples=True))
+    assert plan.num_tokens == 8
+    assert step(scheduler).decode_rows == (decoding.row, long.row, short.row)
+
+
+def test_no_more_rows_than_max_num_seqs() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    seqs = [make_seq([i] * 3, arrival=i, max_tokens=2) for i in range(3)]
+    add(scheduler, *seqs)
+    assert len(step(scheduler).new_rows) == 2
+    assert step(scheduler).new_rows == ()
+    assert seqs[0].finished and seqs[1].finished
+    plan = step(scheduler)
+    assert [new.token_ids for new in plan.new_rows] == [(2, 2, 2)] and 1 <= seqs[2].row <= 2
+
+
+def test_a_request_too_large_for_now_is_not_overtaken() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    running, large, small = make_seq(range(12)), make_seq(range(30, 46), arrival=1), make_seq([7], arrival=2)
+    scheduler.add(running)
+    step(scheduler)
+    add(scheduler, large, small)
+    step(scheduler)
+    assert scheduler.waiting == [large, small]
+
+
+def test_priority_then_arrival_decide_who_is_admitted() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    usual, second, urgent = make_seq([1]), make_seq([2], arrival=1), make_seq([3], arrival=2, priority=-1)
+    add(scheduler, second, usual, urgent)
+    assert scheduler.waiting == [urgent, usual, second]
+    assert schedule(scheduler).new_rows[0].token_ids == (3,)
+
+
+# --- the steady step --------------------------------------------------------------------------------------------------
+
+
+def test_an_unchanged_decode_step_is_the_very_same_plan() -> None:
+    scheduler = make_scheduler(block_size=16)
+    add(scheduler, make_seq([1] * 3, max_tokens=20), make_seq([2] * 3, arrival=1, max_tokens=20))
+    step(scheduler)
+    first = step(scheduler)
+    assert all(step(scheduler) is first for _ in range(5))
+    scheduler.add(make_seq([3], arrival=2))
+    assert step(scheduler).chunks
+    grown = step(scheduler)
+    assert len(grown.decode_rows) == 3 and step(scheduler) is grown
+
+
+def test_a_step_with_new_blocks_is_not_repeated_but_its_rows_are() -> None:
+    scheduler = make_scheduler()
+    seq = make_seq(range(4))
+    scheduler.add(seq)
+    step(scheduler)
+    plan = step(scheduler)
+    assert plan.new_blocks == (NewBlocks(seq.row, index=1, blocks=(seq.block_table[1],)),)
+    steady = step(scheduler)
+    assert steady.new_blocks == () and steady.decode_rows is plan.decode_rows
+    assert step(scheduler) is steady
+
+
+def test_a_queue_without_a_free_row_does_not_disturb() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, block_size=16)
+    scheduler.add(make_seq([1]))
+    step(scheduler)
+    plan = step(scheduler)
+    scheduler.add(make_seq([2], arrival=1))
+    assert step(scheduler) is plan
+
+
+@pytest.mark.parametrize("leave", [Scheduler.abort, Scheduler.preempt])
+def test_the_steady_plan_ends_with_one_of_its_sequences(leave: Callable[[Scheduler, Sequence], None]) -> None:
+    scheduler = make_scheduler(block_size=16)
+    stays, goes = make_seq([1] * 3), make_seq([2] * 3, arrival=1)
+    add(scheduler, stays, goes)
+    for _ in range(3):
+        step(scheduler)
+    leave(scheduler, goes)
+    assert step(scheduler).decode_rows == (stays.row,)
+
+
+# --- the prefix cache -------------------------------------------------------------------------------------------------
+
+
+def test_a_full_prompt_hit_computes_one_token() -> None:
+    scheduler = make_scheduler()
+    first, again = make_seq(range(9), max_tokens=1), make_seq(range(9), arrival=1)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(again)
+    assert step(scheduler).chunks == (SeqPlan(again.row, start=8, num_new=1, samples=True),)
+    assert again.num_cached_tokens == 8
+
+
+def test_a_prompt_of_whole_blocks_computes_its_last_block_again() -> None:
+    scheduler = make_scheduler()
+    first, again = make_seq(range(8), max_tokens=1), make_seq(range(8), arrival=1)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(again)
+    assert step(scheduler).chunks == (SeqPlan(again.row, start=4, num_new=4, samples=True),)
+
+
+def test_two_sequences_of_one_step_compute_the_same_prefix_each_for_itself() -> None:
+    scheduler = make_scheduler()
+    first, second, third = (make_seq(range(9), arrival=i) for i in range(3))
+    add(scheduler, first, second)
+    assert [chunk.start for chunk in step(scheduler).chunks] == [0, 0]
+    assert not set(first.block_table) & set(second.block_table)
+    scheduler.add(third)
+    assert [chunk.start for chunk in step(scheduler).chunks] == [8]
+    assert third.block_table[:2] == first.block_table[:2]
+
+
+def test_a_block_is_shared_only_after_its_result_has_come() -> None:
+    scheduler = make_scheduler()
+    first, second = make_seq(range(9)), make_seq(range(9), arrival=1)
+    scheduler.add(first)
+    in_flight = schedule(scheduler)
+    scheduler.add(second)
+    assert schedule(scheduler).chunks[0].start == 0
+    update(scheduler, in_flight)
+    assert not set(first.block_table) & set(second.block_table)
+
+
+def test_generated_blocks_are_found_by_the_next_turn() -> None:
+    scheduler = make_scheduler()
+    first = make_seq(range(4), max_tokens=6)
+    scheduler.add(first)
+    while not first.finished:
+        step(scheduler)
+    turn = make_seq([*first.token_ids, 1], arrival=1)
+    scheduler.add(turn)
+    assert step(scheduler).chunks[0].start == 8, "of 10 tokens 9 were computed, and 8 of them fill blocks"
+
+
+def test_without_prefix_caching_a_full_block_needs_no_look() -> None:
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    seq = make_seq(range(9))
+    scheduler.add(seq)
+    step(scheduler)
+    assert seq.check_at == seq.max_num_tokens
+
+
+# --- prompt logprobs --------------------------------------------------------------------------------------------------
+
+
+def test_prompt_logprobs_skip_the_cache_read() -> None:
+    scheduler = make_scheduler()
+    first, scored = make_seq(range(9), max_tokens=1), make_seq(range(9), arrival=1, prompt_logprobs=2)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(scored)
+    assert step(scheduler).chunks == (SeqPlan(scored.row, 0, 9, samples=True, num_prompt_logprobs=2),)
+    assert scored.num_cached_tokens == 0 and len(scored.prompt_logprobs) == 8
+
+
+def test_a_preempted_sequence_is_not_scored_twice() -> None:
+    scheduler = make_scheduler()
+    seq = make_seq(range(9), prompt_logprobs=0)
+    scheduler.add(seq)
+    step(scheduler)
+    scheduler.preempt(seq)
+    (chunk,) = step(scheduler).chunks
+    assert chunk == SeqPlan(seq.row, start=8, num_new=2, samples=True, num_prompt_logprobs=None)
+    assert len(seq.prompt_logprobs) == 8
+
+
+def test_a_sequence_preempted_while_being_scored_is_scored_anew() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    seq = make_seq(range(9), prompt_logprobs=0)
+    scheduler.add(seq)
+    step(scheduler)
+    assert len(seq.prompt_logprobs) == 6
+    scheduler.preempt(seq)
+    assert seq.prompt_logprobs == []
+    assert step(scheduler).chunks[0] == SeqPlan(seq.row, 0, 6, samples=False, num_prompt_logprobs=0)
+    step(scheduler)
+    assert len(seq.prompt_logprobs) == 8
+
+
+# --- preemption -------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_blocks_the_newest_gives_way_and_comes_back_from_the_cache() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    old, new = make_seq(range(7), max_tokens=6), make_seq(range(30, 37), arrival=1, max_tokens=6)
+    add(scheduler, old, new)
+    step(scheduler)
+    step(scheduler)
+    assert scheduler.block_manager.num_available == 0
+    plan = step(scheduler)
+    assert plan.decode_rows == (old.row,) and plan.new_blocks[0].row == old.row
+    assert new.status is SequenceStatus.WAITING and new.num_preemptions == 1 and scheduler.num_preemptions == 1
+    assert new.completion_token_ids == [TOKEN, TOKEN], "nothing known is lost"
+    while not old.finished:
+        step(scheduler)
+    (chunk,) = step(scheduler).chunks
+    assert chunk == SeqPlan(new.row, start=4, num_new=5, samples=True)
+    assert new.num_cached_tokens == 0, "what it found when it first ran"
+
+
+def test_priority_decides_who_gives_way() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    humble, urgent = make_seq(range(7), priority=1), make_seq(range(30, 37), arrival=1)
+    add(scheduler, humble, urgent)
+    for _ in range(3):
+        step(scheduler)
+    assert humble.num_preemptions == 1 and urgent.status is SequenceStatus.RUNNING
+
+
+def test_a_prefilling_sequence_gives_way_at_once_even_with_a_chunk_in_flight() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=5)
+    old, new = make_seq(range(4)), make_seq(range(30, 38), arrival=1, max_tokens=1)
+    scheduler.add(old)
+    for _ in range(4):
+        step(scheduler)
+    scheduler.add(new)
+    in_flight = schedule(scheduler)
+    assert in_flight.chunks == (SeqPlan(new.row, 0, 4, samples=False),)
+    assert scheduler.block_manager.num_available == 0
+    plan = schedule(scheduler)
+    assert plan.decode_rows == (old.row,) and plan.new_blocks[0].row == old.row
+    assert scheduler.waiting == [new] and new.num_computed_tokens == 0
+    update(scheduler, in_flight)
+    update(scheduler, plan)
+    assert old.num_completion_tokens == 6 and new.num_completion_tokens == 0
+
+
+def test_a_sequence_with_a_token_in_flight_rests_and_is_preempted_a_step_later() -> None:
+    scheduler = make_scheduler(num_blocks=2)
+    old, new = make_seq(range(4), max_tokens=4), make_seq(range(30, 33), arrival=1, max_tokens=4)
+    add(scheduler, old, new)
+    first = schedule(scheduler)
+    assert scheduler.schedule() is None, "the old one needs a block, the new one's token is not known yet"
+    assert new.status is SequenceStatus.RUNNING
+    update(scheduler, first)
+    plan = schedule(scheduler)
+    assert plan.decode_rows == (old.row,) and new.status is SequenceStatus.WAITING
+    assert new.completion_token_ids == [TOKEN]
+
+
+def test_preempting_with_a_token_in_flight_is_impossible() -> None:
+    scheduler = make_scheduler()
+    seq = make_seq(range(4))
+    scheduler.add(seq)
+    schedule(scheduler)
+    with pytest.raises(AssertionError):
+        scheduler.preempt(seq)
+
+
+def test_a_chunk_of_an_earlier_life_changes_nothing() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    seq = make_seq(range(20), prompt_logprobs=0)
+    scheduler.add(seq)
+    in_flight = schedule(scheduler)
+    scheduler.preempt(seq)
+    again = schedule(scheduler)
+    update(scheduler, in_flight)
+    assert seq.prompt_logprobs == [] and seq.num_cached_blocks == 0
+    update(scheduler, again)
+    assert len(seq.prompt_logprobs) == 8 and seq.num_cached_blocks == 2
+
+
+# --- a step ahead -----------------------------------------------------------------------------------------------------
+
+
+def test_a_late_token_of_an_ended_sequence_is_dropped() -> None:
+    scheduler = make_scheduler()
+    ends, goes_on = make_seq(range(5)), make_seq(range(30, 35), arrival=1)
+    add(scheduler, ends, goes_on)
+    first = schedule(scheduler)
+    second = schedule(scheduler)
+    row = ends.row
+    scheduler.update(first, StepResult(tokens=[[STOP], [TOKEN]]))
+    assert ends.finish_reason == "stop" and ends.stop_reason == STOP
+    successor = make_seq([1], arrival=2)
+    scheduler.add(successor)
+    third = schedule(scheduler)
+    assert successor.row == row
+    assert scheduler.update(second, StepResult(tokens=[[5], [6]])) == []
+    assert ends.completion_token_ids == [STOP] and goes_on.completion_token_ids == [TOKEN, 6]
+    assert successor.completion_token_ids == []
+    assert third.decode_rows == (goes_on.row,)
+
+
+def test_the_last_token_is_waited_for_not_overshot() -> None:
+    scheduler = make_scheduler()
+    seq = make_seq(range(4), max_tokens=2)
+    scheduler.add(seq)
+    first, second = schedule(scheduler), schedule(scheduler)
+    assert scheduler.schedule() is None
+    assert update(scheduler, first) == [] and update(scheduler, second) == [seq]
+    assert seq.finish_reason == "length" and seq.num_completion_tokens == 2
+
+
+def test_results_in_the_wrong_order_are_noticed() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_seq(range(3)))
+    schedule(scheduler)
+    second = schedule(scheduler)
+    with pytest.raises(AssertionError, match="order of their plans"):
+        update(scheduler, second)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_core_returns_results_as_many_steps_late_as_it_is_deep(lazy: bool) -> None:
+    scheduler = make_scheduler()
+    core = EngineCore(scheduler, FakeExecutor(CONFIG, lazy=lazy), depth=1)
+    seq = make_seq([1, 2], max_tokens=2)
+    scheduler.add(seq)
+    assert core.step() == [] and core.last_plan is None
+    assert core.step() == [] and core.last_plan is not None and core.last_plan.chunks
+    assert core.has_work
+    assert core.step() == [seq] and core.last_plan is not None and core.last_plan.decode_rows
+    assert not core.has_work and core.step() == [] and core.last_plan is None
+
+
+def test_the_core_does_not_stand_still_in_silence() -> None:
+    scheduler = make_scheduler(num_blocks=1)
+    scheduler.waiting.append(make_seq(range(5)))
+    with pytest.raises(AssertionError, match="none of them can ever run"):
+        EngineCore(scheduler, FakeExecutor(CONFIG), depth=0).step()
+
+
+def test_draining_tells_who_ended() -> None:
+    harness = Harness(CONFIG, depth=1, lazy=True)
+    harness.add(Request(prompt=(1, 2, 3), max_tokens=1))
+    harness.step()
+    harness.drain()
+    assert [seq.request_id for seq in harness.ended] == ["request-0"]
+    assert not harness.core.has_work
+
+
+# --- abort, from every state ------------------------------------------------------------------------------------------
+
+
+def reach_waiting(scheduler: Scheduler, seq: Sequence) -> None:
+    assert seq in scheduler.waiting
+
+
+def reach_prefilling(scheduler: Scheduler, seq: Sequence) -> None:
+    step(scheduler)
+    assert seq in scheduler.prefilling
+
+
+def reach_decoding(scheduler: Scheduler, seq: Sequence) -> None:
+    while seq not in scheduler.decoding:
+        step(scheduler)
+
+
+def reach_preempted(scheduler: Scheduler, seq: Sequence) -> None:
+    reach_decoding(scheduler, seq)
+    scheduler.preempt(seq)
+
+
+@pytest.mark.parametrize("reach", [reach_waiting, reach_prefilling, reach_decoding, reach_preempted])
+def test_abort(reach: Callable[[Scheduler, Sequence], None]) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    seq = make_seq(range(12))
+    scheduler.add(seq)
+    reach(scheduler, seq)
+    scheduler.abort(seq)
+    scheduler.check()
+    assert seq.finished and (seq.finish_reason, seq.stop_reason) == ("abort", None)
+    assert scheduler.num_unfinished == 0 and scheduler.schedule() is None
+    assert scheduler.block_manager.num_available == CONFIG.num_blocks
+
+
+def test_abort_with_a_token_in_flight() -> None:
+    scheduler = make_scheduler()
+    seq = make_seq(range(5), logprobs=0)
+    scheduler.add(seq)
+    plan = schedule(scheduler)
+    scheduler.abort(seq)
+    assert scheduler.update(plan, StepResult(tokens=[[TOKEN]], logprobs={0: [SCORE]})) == []
+    assert seq.completion_token_ids == [] and seq.logprobs == []
+    scheduler.check()
+
+
+def test_abort_of_an_ended_sequence_is_harmless() -> None:
+    scheduler = make_scheduler()
+    seq = make_seq(range(5), max_tokens=1)
+    scheduler.add(seq)
+    step(scheduler)
+    scheduler.abort(seq)
+    assert seq.finish_reason == "length"
+
+
+# --- siblings ---------------------------------------------------------------------------------------------------------
+
+
+def family(num_prompt_tokens: int = 9) -> tuple[Sequence, Sequence, Sequence]:
+    leader, second, third = (make_seq(range(num_prompt_tokens), max_tokens=3) for _ in range(3))
+    second.index, third.index = 1, 2
+    leader.followers = [second, third]
+    return leader, second, third
+
+
+def test_followers_wait_for_the_prompt_and_share_its_blocks() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    leader, second, third = family()
+    scheduler.add(leader)
+    step(scheduler)
+    assert scheduler.waiting == []
+    step(scheduler)
+    assert scheduler.waiting == [second, third]
+    plan = step(scheduler)
+    assert [(chunk.row, chunk.start, chunk.num_new) for chunk in plan.chunks] == [(second.row, 8, 1), (third.row, 8, 1)]
+    assert leader.block_table[:2] == second.block_table[:2] == third.block_table[:2]
+    assert second.num_cached_tokens == third.num_cached_tokens == 8
+
+
+def test_followers_outlive_an_aborted_leader() -> None:
+    scheduler = make_scheduler()
+    leader, second, third = family()
+    scheduler.add(leader)
+    scheduler.abort(leader)
+    assert scheduler.waiting == [second, third]
+
+
+def test_followers_stay_when_their_leader_is_preempted() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    leader, second, third = family()
+    scheduler.add(leader)
+    step(scheduler)
+    scheduler.preempt(leader)
+    assert scheduler.waiting == [leader] and leader.followers == [second, third]
+
+
+def test_a_follower_aborted_while_it_hangs_never_runs() -> None:
+    scheduler = make_scheduler()
+    leader, second, third = family()
+    scheduler.add(leader)
+    scheduler.abort(second)
+    step(scheduler)
+    assert second.finish_reason == "abort" and scheduler.waiting == [third]
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "num_prompt_tokens, max_tokens, parts",
+    [
+        (0, 1, ["empty", "at least one token"]),
+        (32, 1, ["32 tokens", "max_model_len=32", "shorten the prompt or raise max_model_len"]),
+        (40, 1, ["40 tokens", "max_model_len=32"]),
+        (10, 8, ["10 tokens", "up to 8 new", "need 5 KV blocks of 4 tokens", "there are 4", "lower max_tokens"]),
+        (18, 1, ["18 tokens", "up to 1 new", "need 5 KV blocks", "there are 4"]),
+        (17, 0, ["17 tokens", "up to 1 new", "need 5 KV blocks", "shorten the prompt"]),
+    ],
+)
+def test_what_can_never_run_is_refused_with_the_number_that_fails(
+    num_prompt_tokens: int, max_tokens: int, parts: list[str]
+) -> None:
+    scheduler = make_scheduler(max_model_len=32, num_blocks=4)
+    with pytest.raises(RequestError) as error:
+        scheduler.add(make_seq(range(num_prompt_tokens), max_tokens=max_tokens))
+    assert all(part in str(error.value) for part in parts), str(error.value)
+    assert isinstance(error.value, ValueError)
+    assert scheduler.num_unfinished == 0
+    scheduler.check()
+
+
+@pytest.mark.parametrize("num_prompt_tokens, max_tokens", [(1, 16), (16, 1), (10, 7), (1, None), (16, None)])
+def test_what_just_fits_runs_to_its_end(num_prompt_tokens: int, max_tokens: int | None) -> None:
+    """16 slots hold 17 tokens: the last one is never computed."""
+    harness = Harness(replace(CONFIG, num_blocks=4, max_model_len=32))
+    assert harness.add(Request(prompt=(1,) * num_prompt_tokens, max_tokens=max_tokens))
+    harness.run_to_end()
+    assert len(harness.sequences[0][0].token_ids) == 17
+
+
+# --- check() itself can fail ------------------------------------------------------------------------------------------
+
+
+def test_check_sees_a_lost_row() -> None:
+    scheduler = make_scheduler()
+    seq = make_seq(range(4))
+    scheduler.add(seq)
+    step(scheduler)
+    scheduler.decoding.remove(seq)
+    with pytest.raises(AssertionError, match="row"):
+        scheduler.check()
+
+
+def test_check_sees_a_queue_out_of_order() -> None:
+    scheduler = make_scheduler()
+    scheduler.waiting = [make_seq([1], arrival=1), make_seq([1], arrival=0)]
+    with pytest.raises(AssertionError, match="order"):
+        scheduler.check()

@@ -1,0 +1,115 @@
+"""Configs: both spellings mean the same, every number is taken, and what would be computed wrongly is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.errors import CheckpointError
+from nanovllm.models.registry import load_config, parse_config
+from tests.helpers import FAMILIES, model_dir, reference
+
+
+def raw_config(name: str, **changes: Any) -> dict[str, Any]:
+    return json.loads((model_dir(name) / "config.json").read_text()) | changes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_number_of_parameters(name: str) -> None:
+    assert load_config(model_dir(name)).num_parameters() == reference(name).num_parameters()
+
+
+def test_both_spellings_of_rope_and_dtype() -> None:
+    new = parse_config(raw_config("llama-rope3"))
+    old = parse_config(raw_config("llama-old-rope3"))
+    assert new.rope == old.rope
+    assert (new.rope.rope_type, new.rope.factor, new.rope.original_max_position) == ("llama3", 8.0, 64)
+    assert new.dtype == old.dtype == "float32"
+
+
+def test_number_of_experts_under_both_names() -> None:
+    raw = raw_config("qwen3-moe-stacked")
+    new = parse_config(raw)
+    raw["num_experts"] = raw.pop("num_local_experts")
+    assert new == parse_config(raw)
+    assert new.moe is not None and new.moe.num_experts == 6
+
+
+def test_dense_layers_of_a_mixture() -> None:
+    assert parse_config(raw_config("qwen3-moe")).moe.dense_layers == {1}  # type: ignore[union-attr]
+    assert parse_config(raw_config("qwen3-moe-stacked")).moe.dense_layers == {0, 2}  # type: ignore[union-attr]
+
+
+def test_windows() -> None:
+    windows = {name: parse_config(raw_config(name)).windows for name in FAMILIES}
+    assert windows["mistral"] == (20, 20, 20)
+    assert windows["mistral-full"] == windows["llama"] == windows["qwen2"] == (None, None, None)
+    assert windows["qwen2-sliding"] == (12, None, 12)
+    assert windows["qwen2-upper-layers-slide"] == (None, 12, 12)
+    without_types = raw_config("qwen2-upper-layers-slide")
+    del without_types["layer_types"]
+    assert parse_config(without_types).windows == (None, 12, 12)
+    without_window = raw_config("mistral")
+    del without_window["sliding_window"]
+    assert parse_config(without_window).windows == (4096, 4096, 4096)  # as transformers has it
+
+
+def test_end_of_sequence_ids_of_both_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw_config("llama", eos_token_id=5)))
+    assert load_config(tmp_path).eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 9]}))
+    assert load_config(tmp_path).eos_token_ids == (7, 5, 9)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert load_config(tmp_path).eos_token_ids == (5,)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not known"),
+        ("llama", {"architectures": ["LLamaForCausalLM"]}, r"nearest: LlamaForCausalLM"),
+        ("llama", {"architectures": None}, "'architectures' is missing"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu': only silu"),
+        ("llama", {"hidden_size": 0}, "hidden_size=0 must be an integer of at least 1"),
+        ("llama", {"num_hidden_layers": "three"}, "num_hidden_layers='three' must be an integer"),
+        ("llama", {"vocab_size": None}, "vocab_size=None must be an integer"),
+        ("llama", {"num_key_value_heads": 4}, "num_attention_heads=6 is no multiple of num_key_value_heads=4"),
+        ("llama", {"dtype": "float8"}, "dtype='float8'; known: float32, bfloat16, float16"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not implemented"),
+        ("llama", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "rope_type='dynamic' is not"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "weights quantized with 'gptq'"),
+        ("mistral", {"num_hidden_layers": "three"}, "num_hidden_layers|wrong kind"),
+        ("llama", {"rms_norm_eps": None}, "wrong kind"),
+        ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps|wrong kind"),
+        ("llama", {"rope_parameters": 7}, "wrong kind"),
+        ("qwen3-moe", {"num_experts": None}, "num_experts"),
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ],
+)
+def test_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parse_config(raw_config(name, **changes))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "vocab_size",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+    ],
+)
+def test_missing_key(key: str) -> None:
+    raw = raw_config("qwen3-moe")
+    del raw[key]
+    with pytest.raises(CheckpointError, match=key):
+        parse_config(raw)

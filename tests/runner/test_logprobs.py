@@ -1,0 +1,27 @@
+"""Scores of chosen tokens: value, rank, and the most likely tokens beside them."""
+
+import torch
+
+from nanovllm.runner.logprobs import PendingLogprobs, score
+
+LOGPROBS = torch.tensor([[0.1, 0.5, 0.2, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]]).log()
+
+
+def test_the_chosen_comes_first_then_the_best() -> None:
+    first, second = score(LOGPROBS, torch.tensor([3, 0]), 2)
+    assert first.token_ids == (3, 1, 2)
+    assert [round(value, 4) for value in torch.tensor(first.logprobs).exp().tolist()] == [0.15, 0.5, 0.2]
+    assert first.rank == 3
+    assert second.rank == 1  # nothing is more likely
+
+
+def test_no_alternatives_and_more_than_there_are() -> None:
+    alone, _ = score(LOGPROBS, torch.tensor([4, 0]), 0)
+    assert (alone.token_ids, alone.rank) == ((4,), 5)
+    everything, _ = score(LOGPROBS, torch.tensor([4, 0]), 100)
+    assert everything.token_ids == (4, 1, 2, 3, 0, 4)
+
+
+def test_rows_that_want_different_numbers() -> None:
+    found = PendingLogprobs(LOGPROBS, torch.tensor([1, 1]), [(2, 3), (5, 0)]).wait()
+    assert {index: len(entries[0].token_ids) for index, entries in found.items()} == {2: 4, 5: 1}
