@@ -1,7 +1,6 @@
 """Every option of the engine: flat and frozen as users write it, checked here, handed on in small parts."""
 
 import difflib
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -112,8 +111,7 @@ class Config:
 
     def _check_share(self, name: str) -> None:
         value = getattr(self, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or not 0 < value <= 1:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
             self._refuse(name, "must be a number in (0, 1]")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
 """What a user may ask of one request: vLLM's names, checked on construction."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -20,7 +21,7 @@ def _check_int(field: str, value: object, low: int, high: int | None = None) -> 
 
 
 def _check_float(field: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not number or not (low < value if open_low else low <= value) or value > high:  # type: ignore[operator]
         span = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
         _refuse(field, value, f"must be a finite number in {span}")
@@ -120,6 +121,7 @@ class SamplingParams:
             for token, value in bias.items():
                 _check_int("logit_bias token", token, 0)
                 _check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
+            object.__setattr__(self, "logit_bias", dict(bias))
 
     @property
     def greedy(self) -> bool:

@@ -96,6 +96,7 @@ FAMILIES = {
     ),
 }
 TEXT_MODEL = "llama-text"  # with a tokenizer, and so with its vocabulary
+TEXT_FAMILY = Family("llama", heads=(6, 2), seed=6)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ TEXT_MODEL = "llama-text"  # with a tokenizer, and so with its vocabulary
 def reference(name: str) -> transformers.PreTrainedModel:
     """The model in transformers: float32, plain attention, every parameter random."""
     text = name == TEXT_MODEL
-    family = FAMILIES["llama" if text else name]
+    family = TEXT_FAMILY if text else FAMILIES[name]
     config = transformers.AutoConfig.for_model(
         family.model_type,
         vocab_size=600 if text else VOCAB_SIZE,
@@ -146,7 +147,7 @@ def _randomize(model: transformers.PreTrainedModel, seed: int) -> None:
 def model_dir(name: str) -> Path:
     """The checkpoint of a family, as save_pretrained writes it."""
     folder = Path(_FOLDERS.name) / name
-    family = FAMILIES.get(name, FAMILIES["llama"])
+    family = TEXT_FAMILY if name == TEXT_MODEL else FAMILIES[name]
     reference(name).save_pretrained(
         folder,
         max_shard_size="100KB" if family.sharded else "1GB",

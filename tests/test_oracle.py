@@ -145,5 +145,8 @@ def test_completions_of_one_prompt_share_its_scores() -> None:
     with open_llm("llama") as llm:
         (output,) = llm.generate(SHARED, greedy_params(3, n=3, prompt_logprobs=1, logprobs=1), use_tqdm=False)
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(SHARED)
-    first = output.outputs[0].logprobs
-    assert [completion.logprobs for completion in output.outputs] == [first] * 3
+    expected = reference_logprobs("llama", SHARED + output["token_ids"])
+    for completion in output.outputs:
+        assert completion.token_ids == output["token_ids"]
+        for i, entries in enumerate(completion.logprobs or []):
+            assert_scores(entries, expected[len(SHARED) - 1 + i], completion.token_ids[i], 1)

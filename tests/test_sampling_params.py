@@ -58,7 +58,7 @@ REFUSED: list[Any] = [  # field, value, part of the rule
     ("stop_token_ids", "12", "token ids"),
     ("stop_token_ids", b"12", "token ids"),
     ("stop_token_ids", 12, "token ids"),
-    ("allowed_token_ids", [], "at least one token, or be None"),
+    ("allowed_token_ids", (), "at least one token, or be None"),
     ("allowed_token_ids", [-1], "token ids"),
     ("allowed_token_ids", ["1"], "token ids"),
     ("allowed_token_ids", "12", "token ids"),

@@ -5,6 +5,7 @@ one small matrix, so grouped-query attention copies nothing. Prefill chunks go o
 0 attends to its own fresh keys, a later one to what its blocks hold.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,7 @@ class SdpaBackend:
         self._num_pages = num_blocks * s.num_kv_heads
         size = (2, num_blocks, s.num_kv_heads, s.block_size, s.head_dim)
         # zeros, not empty: padding may read a position before anyone wrote it, and NaN * 0 is NaN
-        return [torch.zeros(size, dtype=s.cache_dtype, device=s.device) for _ in range(s.num_layers)]
+        return [zeros(size, s.cache_dtype, s.device) for _ in range(s.num_layers)]
 
     # --- once a step --------------------------------------------------------------------------------------------------
 
@@ -199,6 +200,14 @@ class SdpaBackend:
             queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None
         )  # [1, heads, num_new, head_dim]
         return out[0].transpose(0, 1).reshape(chunk.num_new, -1)
+
+
+def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, pages that take no memory until they are written: NumPy leaves the zeroing to the operating system."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(size)
 
 
 def _similar(lengths: np.ndarray, width: int) -> list[np.ndarray]:

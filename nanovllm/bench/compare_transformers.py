@@ -227,7 +227,7 @@ def _same_weights(engine: dict[str, Any], scratch: Path, *, random: bool) -> tup
     """A folder that both can read, and the type nanovllm computes in: the model's own, or one written to `scratch`."""
     import torch
 
-    from nanovllm.models.registry import load_config
+    from nanovllm.models.registry import describe
     from nanovllm.runner.device import resolve_dtype
     from nanovllm.utils.hub import resolve_model
 
@@ -235,7 +235,7 @@ def _same_weights(engine: dict[str, Any], scratch: Path, *, random: bool) -> tup
         path, checkpoint_dtype = None, SMOLLM2_135M["torch_dtype"]
     else:
         path = resolve_model(engine.get("model"))
-        checkpoint_dtype = load_config(path).dtype
+        checkpoint_dtype = describe(path).config.dtype
     dtype = resolve_dtype(engine.get("dtype", "auto"), checkpoint_dtype, torch.device(engine.get("device", "cpu")))
     if random:
         _write_random(_read_config(path), scratch, dtype, engine.get("seed", 0))

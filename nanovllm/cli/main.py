@@ -4,41 +4,37 @@
     1    the work failed          141  whoever read our output stopped reading
     2    the command was wrong
 
-Only the standard library and our torch-free modules are imported here: `--help` answers at once.
+Imports stand inside the functions: Ctrl-C is answered from the first moment, and `--help` loads nothing heavy.
 """
 
 import os
-import signal
 import sys
-from argparse import Namespace
-from collections.abc import Sequence
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-from nanovllm import __version__
-from nanovllm.cli import bench, chat, generate, plan
-from nanovllm.cli.parser import Parser
-from nanovllm.errors import ConfigError, NanoError
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Sequence
 
-COMMANDS: dict[str, ModuleType] = {"generate": generate, "chat": chat, "bench": bench, "plan": plan}
+    from nanovllm.cli.parser import Parser
+
 DESCRIPTION = "A small, fast LLM inference engine. With no model named it runs SmolLM2-135M-Instruct."
 EPILOG = """\
 examples:
   nanovllm generate "What is the capital of France?"
   nanovllm chat --model path/to/Qwen3-0.6B --temperature 0.6
   nanovllm plan model.gguf
-  nanovllm bench throughput --num-seqs 16
+  nanovllm bench throughput --num-seqs 16 --input-len 64:256 --output-len 64:128
 
 A model is a folder with safetensors, a .gguf file, or a hub id (org/name).
 'nanovllm COMMAND --help' lists a command's options.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: "Sequence[str] | None" = None) -> int:
     try:
         code = _run(argv)
         print(end="", flush=True)  # a reader that has gone shows here at the latest
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not tear the way out
         if sys.stderr.isatty():
             print(file=sys.stderr)  # behind the ^C that the terminal shows
         code = 130
@@ -48,9 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no emoji shows "?"
+def _run(argv: "Sequence[str] | None") -> int:
+    from nanovllm.errors import ConfigError, NanoError
+
+    _never_fail_on_characters()
     try:
         args, unknown = _parser().parse_known_args(argv)
         if unknown:
@@ -59,20 +56,24 @@ def _run(argv: Sequence[str] | None) -> int:
         return args.run(args)
     except SystemExit as leave:  # argparse: after --help, --version or a wrong argument
         return leave.code if isinstance(leave.code, int) else 0
+    except BrokenPipeError:
+        raise
     except ConfigError as error:
         return _fail(error, 2)
     except (NanoError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
         return _fail(error, 1)
 
 
-def _parser() -> Parser:
+def _parser() -> "Parser":
+    from nanovllm import __version__
+    from nanovllm.cli import bench, chat, generate, plan
+    from nanovllm.cli.parser import Parser
+
     parser = Parser(prog="nanovllm", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     parser.set_defaults(run=_no_command)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", prog=parser.prog)
-    for name, module in COMMANDS.items():
+    for name, module in {"generate": generate, "chat": chat, "bench": bench, "plan": plan}.items():
         command = commands.add_parser(
             name,
             usage=f"%(prog)s {module.USAGE}",
@@ -85,7 +86,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _no_command(args: Namespace) -> int:
+def _no_command(args: "Namespace") -> int:
     args.parser.print_help(sys.stderr)
     return 2
 
@@ -99,6 +100,15 @@ def _configure_logging() -> None:
 def _fail(error: Exception, code: int) -> int:
     print(f"nanovllm: error: {error}", file=sys.stderr)
     return code
+
+
+def _never_fail_on_characters() -> None:
+    """A terminal that knows no emoji shows "?"."""
+    from io import TextIOWrapper
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _drop_output() -> None:

@@ -8,8 +8,10 @@ import argparse
 import inspect
 import json
 import re
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -106,12 +108,15 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
     return {"type": kind, "metavar": METAVARS[kinds[0]]}
 
 
+@cache
 def _comments(cls: type) -> dict[str, str]:
     """The comment behind each field; none where the package came without its source."""
     try:
-        return dict(COMMENT.findall(inspect.getsource(cls)))
+        source = inspect.getsource(sys.modules[cls.__module__])  # of the class alone it would take ten times as long
     except OSError:
         return {}
+    from_here_on = source.partition(f"class {cls.__name__}:")[2]
+    return dict(reversed(COMMENT.findall(from_here_on)))  # a later class does not overrule this one
 
 
 def _help(comment: str | None, default: Any) -> str:

@@ -9,7 +9,7 @@ crafted prompt can hand over another sequence's KV.
 """
 
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import count
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._key_type = key_type
         self._ref_count = [0] * num_blocks
-        self._free: deque[int] = deque(range(num_blocks))  # content unknown
+        self._free = list(range(num_blocks - 1, -1, -1))  # content unknown; the last freed is reused first, still warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # content known, nobody uses it; oldest first
         self._identities = count(ROOT + 1)
         self._key_of: dict[int, BlockKey] = {}  # block -> key, for every findable block
@@ -143,7 +143,7 @@ class BlockManager:
     def _take(self) -> int:
         """A block nobody uses: one without known content if there is one, else the least recently used cached one."""
         if self._free:
-            block = self._free.popleft()
+            block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
             del self._found[self._key_of.pop(block)]
@@ -174,7 +174,7 @@ class BlockManager:
             for block in seq.block_table:
                 uses[block] += 1
         assert uses == self._ref_count, "reference counts differ from the block tables"
-        idle = list(self._free) + list(self._cached)
+        idle = self._free + list(self._cached)
         assert len(set(idle)) == len(idle), "a block is idle twice"
         assert sorted(idle) == [b for b in range(self.num_blocks) if not uses[b]], "free + cached + in use != all"
         assert all(block in self._key_of for block in self._cached), "a cached block cannot be found"

@@ -345,7 +345,10 @@ class Harness:
         assert moved or not had_work, "there is work, but nothing is launched and nothing comes back"
 
     def drain(self) -> None:
-        self._take_in(self.core.drain())
+        """Take in all that is under way and launch nothing, so that every running sequence may be preempted."""
+        while self.core._pending:
+            plan, handle = self.core._pending.popleft()
+            self._take_in(self.scheduler.update(plan, handle.wait()))
 
     def abort_targets(self) -> list[int]:
         """Numbers of sequences in every state: running, waiting, hanging on their leader, ended."""

@@ -449,15 +449,6 @@ def test_the_core_does_not_stand_still_in_silence() -> None:
         EngineCore(scheduler, FakeExecutor(CONFIG), depth=0).step()
 
 
-def test_draining_tells_who_ended() -> None:
-    harness = Harness(CONFIG, depth=1, lazy=True)
-    harness.add(Request(prompt=(1, 2, 3), max_tokens=1))
-    harness.step()
-    harness.drain()
-    assert [seq.request_id for seq in harness.ended] == ["request-0"]
-    assert not harness.core.has_work
-
-
 # --- abort, from every state ------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanovllm.errors import CheckpointError
-from nanovllm.models.registry import load_config, parse_config
+from nanovllm.models.registry import describe, parse_config
 from tests.helpers import FAMILIES, model_dir, reference
 
 
@@ -17,7 +17,7 @@ def raw_config(name: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_number_of_parameters(name: str) -> None:
-    assert load_config(model_dir(name)).num_parameters() == reference(name).num_parameters()
+    assert describe(model_dir(name)).config.num_parameters() == reference(name).num_parameters()
 
 
 def test_both_spellings_of_rope_and_dtype() -> None:
@@ -57,11 +57,11 @@ def test_windows() -> None:
 
 def test_end_of_sequence_ids_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw_config("llama", eos_token_id=5)))
-    assert load_config(tmp_path).eos_token_ids == (5,)
+    assert describe(tmp_path).config.eos_token_ids == (5,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 9]}))
-    assert load_config(tmp_path).eos_token_ids == (7, 5, 9)
+    assert describe(tmp_path).config.eos_token_ids == (7, 5, 9)
     (tmp_path / "generation_config.json").write_text("{}")
-    assert load_config(tmp_path).eos_token_ids == (5,)
+    assert describe(tmp_path).config.eos_token_ids == (5,)
 
 
 @pytest.mark.parametrize(
