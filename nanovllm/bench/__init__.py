@@ -1,0 +1,1 @@
+"""Benchmarks: programs that measure this engine, each teaching in its docstring what it measures and why."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.arguments import count, span
-from nanovllm.bench.report import Report, Row, environment, peak_memory
+from nanovllm.bench.report import Report, Row, environment, medians_of, peak_memory
 from nanovllm.config import DTYPES
 from nanovllm.errors import CheckpointError, NanoError
 
@@ -97,7 +97,10 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
             for case, workload in cases.items()
         ]
     settings = {"transformers_dtype": str(theirs.dtype).removeprefix("torch."), "rounds": args.rounds, **peak_memory()}
-    return Report("compare-transformers", facts, settings, rows + _medians(rows))
+    medians = [
+        {"case": case, "round": "median", **medians_of([row for row in rows if row["case"] == case])} for case in cases
+    ]
+    return Report("compare-transformers", facts, settings, rows + medians)
 
 
 def _workloads(args: argparse.Namespace, llm: "LLM") -> dict[str, "Workload"]:
@@ -128,18 +131,6 @@ def _compare(llm: "LLM", theirs: Any, workload: "Workload") -> Row:
         "ratio": their_run.seconds / ours_run.seconds,
         "agreement": _agreement(ours_run.token_ids, their_run.token_ids),
     }
-
-
-def _medians(rows: list[Row]) -> list[Row]:
-    from statistics import median
-
-    found = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        of_case = [row for row in rows if row["case"] == case]
-        numbers = [name for name, value in of_case[0].items() if isinstance(value, float)]
-        medians = {name: median(row[name] for row in of_case) for name in numbers}
-        found.append({"case": case, "round": "median", **medians})
-    return found
 
 
 @dataclass(frozen=True)
@@ -205,10 +196,8 @@ def _open_nanovllm(folder: Path, dtype: str, engine: dict[str, Any]) -> "LLM":
 
 def _open_transformers(folder: Path, dtype: str) -> Any:
     import torch
-    import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers = _quiet_transformers()
     opened: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), output_loading_info=True
     )
@@ -218,6 +207,14 @@ def _open_transformers(folder: Path, dtype: str) -> Any:
     model.generation_config.eos_token_id = None  # run to the asked-for length
     model.generation_config.pad_token_id = 0
     return model.eval()
+
+
+def _quiet_transformers() -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
 
 
 # --- the same weights for both ----------------------------------------------------------------------------------------
@@ -261,8 +258,8 @@ def _read_config(path: Path | None) -> dict[str, Any]:
 
 def _write_random(config: dict[str, Any], folder: Path, dtype: "torch.dtype", seed: int) -> None:
     import torch
-    import transformers
 
+    transformers = _quiet_transformers()
     (folder / "config.json").write_text(json.dumps(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

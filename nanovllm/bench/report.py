@@ -43,16 +43,21 @@ def environment(llm: "LLM") -> Row:
     dtype = resolve_dtype(llm.config.dtype, llm.model_config.dtype, device)
     return {
         "model": _model_name(llm.config.model),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        **versions(),
+        "nanovllm": __version__,
+        "python": platform.python_version(),
         "torch": torch.__version__,
     }
 
 
-def versions() -> Row:
-    return {"nanovllm": __version__, "python": platform.python_version()}
+def medians_of(rows: list[Row]) -> Row:
+    """The median of every measured column."""
+    from statistics import median
+
+    measured = [name for name, value in rows[0].items() if isinstance(value, float)]
+    return {name: median(row[name] for row in rows) for name in measured}
 
 
 def _model_name(model: str | None) -> str:
@@ -61,7 +66,7 @@ def _model_name(model: str | None) -> str:
     return DEFAULT_MODEL if model is None else Path(model).name
 
 
-def cpu_name() -> str:
+def _cpu_name() -> str:
     """The processor as the kernel names it; on Arm, where it does not, the architecture."""
     names = [line.split(":")[1].strip() for line in _read("/proc/cpuinfo") if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from nanovllm.bench.arguments import count
-from nanovllm.bench.report import Report, Row, environment, peak_memory
+from nanovllm.bench.report import Report, Row, environment, medians_of, peak_memory
 from nanovllm.errors import EngineError
 
 PROMPT = "What is the capital of France?"
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     runs = [_run_once(engine) for _ in range(args.runs)]
-    rows = [{"run": number, **found["result"]} for number, found in enumerate(runs, 1)]
+    results: list[Row] = [found["result"] for found in runs]
+    rows: list[Row] = [{"run": str(number), **result} for number, result in enumerate(results, 1)]
+    rows.append({"run": "median", **medians_of(results)})
     return Report("startup", runs[0]["environment"], {"prompt": PROMPT}, rows)
 
 

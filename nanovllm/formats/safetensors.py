@@ -25,13 +25,14 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: has no weight_map")
-    names = sorted(set(weight_map.values()))
-    for name in names:
+    for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index}: {name!r} is no plain file name")
-        if not (folder / name).exists():
-            raise CheckpointError(f"{folder}: {name} is named by {index.name} and missing")
-    return [folder / name for name in names]
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.exists():
+            raise CheckpointError(f"{folder}: {file.name} is named by {index.name} and missing")
+    return files
 
 
 def iter_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:

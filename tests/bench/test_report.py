@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nanovllm.bench.compare_transformers import SMOLLM2_135M, _agreement
 from nanovllm.bench.report import Report
+from nanovllm.cli.main import main
 
 ROWS = [
     {"batch_size": 1, "step_ms": 30.984, "tokens_per_second": 1234.56},
@@ -66,3 +69,11 @@ def test_shape_of_the_random_model_is_that_of_the_default_one(default_model_path
         config = file.hf_config()
     rounded = {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in config.items()}
     assert {name: rounded[name] for name in SMOLLM2_135M} == SMOLLM2_135M
+
+
+def test_comparison_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "compare-transformers"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "needs the transformers package: pip install transformers" in err

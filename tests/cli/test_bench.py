@@ -63,7 +63,8 @@ def test_latency(cli: Cli, tiny_model: Path) -> None:
 
 def test_startup(cli: Cli, tiny_model: Path) -> None:
     done = cli("bench", "startup", "--runs", "1", "--model", tiny_model, *SMALL, "--json")
-    (row,) = document(done, "startup")["results"]
+    row, median = document(done, "startup")["results"]
+    assert {**median, "run": "1"} == row
     phases = ["interpreter", "torch", "tokenizer", "weights", "first_step"]
     assert all(row[phase] > 0 for phase in phases)
     assert row["total_seconds"] == pytest.approx(sum(row[phase] for phase in [*phases, "other"]))
