@@ -31,28 +31,28 @@ class Config:
     model: str | None = None  # folder, .gguf file or hub id; None = the default model
     tokenizer: str | None = None  # another folder to take the tokenizer from
     # limits
-    max_num_batched_tokens: int = 16384
-    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 16384  # tokens computed in one step, prefill and decode together
+    max_num_seqs: int = 512  # sequences running at once
     max_model_len: int = 4096  # lowered to the model's own limit
     # memory
     gpu_memory_utilization: float = 0.9  # share of the whole GPU that this process may fill
     cpu_memory_utilization: float = 0.25  # share of the memory now free that the KV cache may take on a CPU
     kv_cache_memory_bytes: int | None = None  # exact; overrides both shares
     num_kvcache_blocks: int = -1  # exact; overrides all of the above
-    kvcache_block_size: int = 32
-    enable_prefix_caching: bool = True
+    kvcache_block_size: int = 32  # tokens; a multiple of 16
+    enable_prefix_caching: bool = True  # keep the KV of past prompts and find it again
     # device
-    device: str = "auto"
-    dtype: str = "auto"
+    device: str = "auto"  # cpu, cuda; auto = cuda where there is one
+    dtype: str = "auto"  # float32, bfloat16, float16; auto = the checkpoint's, or what the CPU can compute in
     kv_cache_dtype: str = "auto"  # auto = as computed
-    attention_backend: str = "auto"
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
+    attention_backend: str = "auto"  # sdpa
+    tensor_parallel_size: int = 1  # devices; more than one is still to come
+    enforce_eager: bool = False  # never replay recorded graphs (none are recorded yet)
     overlap: bool | None = None  # schedule one step ahead; None = on a GPU, where the step runs beside the CPU
     # loading
-    load_format: str = "auto"
-    skip_tokenizer_init: bool = False
-    seed: int = 0
+    load_format: str = "auto"  # safetensors, gguf, dummy (random weights); auto = by the file's name
+    skip_tokenizer_init: bool = False  # token ids in and out only
+    seed: int = 0  # of requests that name none, and of dummy weights
 
     @classmethod
     def from_options(cls, model: str | None, options: dict[str, Any]) -> "Config":

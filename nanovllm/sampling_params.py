@@ -111,9 +111,10 @@ class SamplingParams:
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                _refuse("allowed_token_ids", self.allowed_token_ids, "must name at least one token, or be None to allow all")
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                _refuse("allowed_token_ids", allowed, "must name at least one token, or be None to allow all")
+            object.__setattr__(self, "allowed_token_ids", allowed)
         bias = self.logit_bias
         if bias is not None:
             if not isinstance(bias, Mapping):

@@ -335,7 +335,10 @@ def test_driving_the_loop_by_hand(overlap: bool, free: RequestOutput) -> None:
 
 def test_a_request_of_higher_priority_goes_first() -> None:
     with open_llm(TEXT_MODEL, max_num_seqs=1) as llm:
-        names = [llm.add_request(text, greedy_params(3), priority=rank) for text, rank in zip(OTHERS, (5, 0, -5))]
+        names = [
+            llm.add_request(text, greedy_params(3), priority=rank)
+            for text, rank in zip(OTHERS, (5, 0, -5), strict=True)
+        ]
         ended = []
         while not llm.is_finished():
             ended += [output.request_id for output in llm.step()]
@@ -421,8 +424,9 @@ def plain_beam_search(prompt: list[int], params: BeamSearchParams, eos: set[int]
     for _ in range(params.max_tokens):
         children = []
         for tokens, total in live:
-            values, ids = reference_logprobs("llama", tokens)[-1].topk(2 * params.beam_width)
-            children += [([*tokens, token], total + value) for token, value in zip(ids.tolist(), values.tolist())]
+            best = reference_logprobs("llama", tokens)[-1].topk(2 * params.beam_width)
+            scored = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            children += [([*tokens, token], total + logprob) for token, logprob in scored]
         done += [child for child in children if child[0][-1] in eos]
         going = [child for child in children if child[0][-1] not in eos]
         live = sorted(going, key=score, reverse=True)[: params.beam_width]

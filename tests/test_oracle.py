@@ -107,9 +107,10 @@ def test_logprobs(family: str, way: str) -> None:
             assert completion.logprobs is None and completion.cumulative_logprob is None
         else:
             assert completion.logprobs is not None and len(completion.logprobs) == MAX_TOKENS
+            total = 0.0
             for i, (entries, token) in enumerate(zip(completion.logprobs, completion.token_ids, strict=True)):
                 assert_scores(entries, expected[len(prompt) - 1 + i], token, num_top)
-            total = sum(entries[token].logprob for entries, token in zip(completion.logprobs, completion.token_ids))
+                total += entries[token].logprob
             assert completion.cumulative_logprob == pytest.approx(total)
         if num_prompt_top is None:
             assert output.prompt_logprobs is None

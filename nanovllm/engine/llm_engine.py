@@ -224,7 +224,7 @@ class LLMEngine:
         self._shut(f"the engine was closed by an earlier failure: {type(error).__name__}: {error}")
 
     def _start_over(self) -> None:
-        """Drop all requests and schedule anew: a step was cut short, and host and device disagree about how far it got."""
+        """Drop all requests and schedule anew: a step was cut short, and host and device disagree about it."""
         from nanovllm.engine.core import EngineCore
 
         self._requests.clear()

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from nanovllm.attention.backend import CacheShape
 from nanovllm.attention.sdpa import SdpaBackend
@@ -101,7 +102,9 @@ class ModelRunner:
             fill_dummy(destinations, config.seed)
         else:
             tensors = checkpoint_tensors(path, config.load_format, dtype)
-            load_weights(destinations, tensors, source=str(path), tied_head=model_config.tie_word_embeddings)
+            # disable=None: a bar on a terminal, nothing in a log
+            bar = tqdm(tensors, desc="Loading weights", unit="tensor", total=len(destinations), leave=False, disable=None)
+            load_weights(destinations, bar, source=str(path), tied_head=model_config.tie_word_embeddings)
         self.model.finish_loading()
 
     @torch.inference_mode()

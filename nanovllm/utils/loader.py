@@ -65,7 +65,7 @@ def fill_dummy(destinations: dict[str, Tensor], seed: int) -> None:
 
 
 def _unstack(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Experts that a file keeps as one [experts, out, in] tensor (gate over up in it, maybe), as tensors of their own."""
+    """Experts that a file keeps as one [experts, out, in] tensor, gate and up maybe in one, as tensors of their own."""
     for name, tensor in tensors:
         stacked = STACKED_EXPERTS.match(name)
         if stacked is None or tensor.dim() != 3:

@@ -65,9 +65,7 @@ def block_tables_of(parts: list[tuple[int, int]]) -> np.ndarray:
 @pytest.mark.parametrize("heads", [(3, 3), (6, 2), (7, 1)], ids=str)
 @pytest.mark.parametrize("backend_type", BACKENDS)
 @torch.inference_mode()
-def test_equals_plain_attention(
-    backend_type: type, heads: tuple[int, int], window: int | None, name: str
-) -> None:
+def test_equals_plain_attention(backend_type: type, heads: tuple[int, int], window: int | None, name: str) -> None:
     parts = STEPS[name]
     num_heads, num_kv_heads = heads
     backend: AttentionBackend = backend_type(

@@ -205,6 +205,8 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent(step: tuple[i
 
 
 def test_a_large_vocabulary_is_decided_by_noise_and_not_by_ties() -> None:
-    noise = torch.cat([gumbel(noise_keys(torch.full((10,), i), torch.arange(10)), torch.arange(131072)) for i in range(20)])
+    noise = torch.cat(
+        [gumbel(noise_keys(torch.full((10,), i), torch.arange(10)), torch.arange(131072)) for i in range(20)]
+    )
     best = noise.max(dim=-1, keepdim=True).values
     assert (noise == best).sum() == len(noise)

@@ -82,7 +82,9 @@ def test_logit_bias() -> None:
 
 @pytest.mark.parametrize("min_tokens", range(1, 7))
 def test_min_tokens(min_tokens: int) -> None:
-    before, after = apply_stages([{"min_tokens": min_tokens}, {}, {"min_tokens": min_tokens}, {}], stop_token_ids=(2, 8))
+    before, after = apply_stages(
+        [{"min_tokens": min_tokens}, {}, {"min_tokens": min_tokens}, {}], stop_token_ids=(2, 8)
+    )
     wanted = before.clone()
     for index in (0, 2):
         if len(TEXTS[index][1]) < min_tokens:

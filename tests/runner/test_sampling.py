@@ -1,4 +1,4 @@
-"""Sampling through the whole engine: seeds, distributions, and the stages against a plain loop on transformers' logits."""
+"""Sampling through the whole engine: seeds, distributions, and stages against a plain loop on transformers' logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -100,7 +100,12 @@ def test_requests_without_a_seed_follow_the_engines() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 1.0, "top_k": 1}, {"temperature": 1e-6}, {"temperature": 1e-42}, {"temperature": 5.0, "min_p": 1.0}],
+    [
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 1e-6},
+        {"temperature": 1e-42},
+        {"temperature": 5.0, "min_p": 1.0},
+    ],
     ids=str,
 )
 def test_what_amounts_to_greedy(settings: dict[str, Any]) -> None:
