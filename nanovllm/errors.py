@@ -1,12 +1,12 @@
 """Every exception the engine raises on purpose.
 
-    NanoError
-    ├── ConfigError (ValueError)         an option, or a combination of options, cannot be honoured
-    ├── RequestError (ValueError)        one request is refused; the engine goes on
-    ├── CheckpointError (ValueError)     the model's files are damaged, incomplete or not of a known kind
-    │   └── ModelNotFoundError           nothing was found under the model's name
-    └── EngineError (RuntimeError)       the engine cannot go on
-        └── EngineClosedError            it was closed, by the user or by an earlier failure
+NanoError
+├── ConfigError (ValueError)         an option, or a combination of options, cannot be honoured
+├── RequestError (ValueError)        one request is refused; the engine goes on
+├── CheckpointError (ValueError)     the model's files are damaged, incomplete or not of a known kind
+│   └── ModelNotFoundError           nothing was found under the model's name
+└── EngineError (RuntimeError)       the engine cannot go on
+    └── EngineClosedError            it was closed, by the user or by an earlier failure
 """
 
 

@@ -18,8 +18,8 @@ Message = Mapping[str, Any]
 class LLM(LLMEngine):
     """A model, ready to generate. Use it as a context manager, or call `close()`, to give its memory back.
 
-        with LLM() as llm:
-            print(llm.generate("The capital of France is")[0]["text"])
+    with LLM() as llm:
+        print(llm.generate("The capital of France is")[0]["text"])
     """
 
     def __enter__(self) -> "LLM":
@@ -95,9 +95,7 @@ class LLM(LLMEngine):
         finally:
             self.abort(waiting)
 
-    def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
-    ) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first."""
         from nanovllm.engine.beam_search import beam_search
 

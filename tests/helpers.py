@@ -9,8 +9,10 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from scipy import stats
 
 from nanovllm import LLM, SamplingParams
 
@@ -211,6 +213,21 @@ def scheduler_of(llm: LLM) -> Any:
 def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, vocab_size, (length,), generator=generator).tolist()
+
+
+UNLIKELY = 1e-4  # p-value below which a distribution is wrong; seeds are fixed, so a test that passes always passes
+
+
+def assert_distributed(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    """Chi-square test of [draws] tokens against [vocab] probabilities; an impossible token must not occur at all."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    assert not counts[probabilities == 0].any(), "a token that was cut off was drawn"
+    wanted = probabilities * len(tokens)
+    rare = wanted < 5  # counted together: chi-square wants some of each kind
+    counts, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(wanted[~rare], wanted[rare].sum())
+    possible = wanted > 0
+    if possible.sum() > 1:
+        assert stats.chisquare(counts[possible], wanted[possible]).pvalue > UNLIKELY
 
 
 # --- the oracle -------------------------------------------------------------------------------------------------------

@@ -145,6 +145,7 @@ def test_a_prompt_of_one_token_has_no_scores() -> None:
 def test_completions_of_one_prompt_share_its_scores() -> None:
     with open_llm("llama") as llm:
         (output,) = llm.generate(SHARED, greedy_params(3, n=3, prompt_logprobs=1, logprobs=1), use_tqdm=False)
+        assert scheduler_of(llm).block_manager.num_hit_tokens == 2 * 16  # the others need not score it again
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(SHARED)
     expected = reference_logprobs("llama", SHARED + output["token_ids"])
     for completion in output.outputs:

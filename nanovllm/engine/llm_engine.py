@@ -397,7 +397,9 @@ class _Progress:
             self._tokens[phase] += plan.num_tokens
             self._seconds[phase] += now - self._last
             self._bar.set_postfix_str(
-                ", ".join(f"{p} {self._tokens[p] / self._seconds[p]:.0f} tok/s" for p in self._tokens if self._seconds[p]),
+                ", ".join(
+                    f"{p} {self._tokens[p] / self._seconds[p]:.0f} tok/s" for p in self._tokens if self._seconds[p]
+                ),
                 refresh=False,
             )
         self._last = now

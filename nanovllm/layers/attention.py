@@ -44,9 +44,7 @@ class Attention:
         q_norm, k_norm = self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)
         self._qk_norm = torch.cat([q_norm, k_norm])
 
-    def add_to(
-        self, residual: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor, step: Any
-    ) -> Tensor:
+    def add_to(self, residual: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor, step: Any) -> Tensor:
         """residual + attention(x), all [num_tokens, hidden]."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         if self.qk_norm_eps is not None:

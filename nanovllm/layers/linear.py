@@ -31,7 +31,11 @@ class Linear:
 
     def finish_loading(self, *, keep_weight: bool = False) -> None:
         """Pack a 16-bit CPU weight once for oneDNN. `keep_weight` where an embedding shares it."""
-        if self.weight.device.type == "cpu" and self.weight.dtype != torch.float32 and cpu_has_native(self.weight.dtype):
+        if (
+            self.weight.device.type == "cpu"
+            and self.weight.dtype != torch.float32
+            and cpu_has_native(self.weight.dtype)
+        ):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
             if not keep_weight:
                 self.weight = torch.empty(0, dtype=self.weight.dtype)

@@ -68,5 +68,7 @@ def _gpu_budget(config: Config, model: ModelConfig, device: torch.device, weight
     activations = 2 * 4 * config.max_num_batched_tokens * wide + 4 * 4 * config.max_num_seqs * model.vocab_size
     in_use = total - free  # by anyone
     budget = int(total * config.gpu_memory_utilization) - in_use - activations - weight_bytes
-    share = f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {in_use / GIB:.1f} in use"
+    share = (
+        f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {in_use / GIB:.1f} in use"
+    )
     return max(budget, 0), share

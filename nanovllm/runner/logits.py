@@ -97,7 +97,9 @@ class MinTokens:
 
 class LogitBias:
     def __init__(self, rows: Sequence[NewRow], vocab_size: int, device: torch.device) -> None:
-        entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in (row.params.logit_bias or {}).items()]
+        entries = [
+            (i, token, bias) for i, row in enumerate(rows) for token, bias in (row.params.logit_bias or {}).items()
+        ]
         self.rows = torch.tensor([index for index, _, _ in entries], device=device)
         self.tokens = torch.tensor([token for _, token, _ in entries], device=device)
         self.biases = torch.tensor([float(bias) for _, _, bias in entries], device=device)

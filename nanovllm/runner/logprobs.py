@@ -13,9 +13,7 @@ def score(logprobs: Tensor, chosen: Tensor, num_top: int) -> list[TokenLogprobs]
     top, ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
     all_ids = torch.cat([chosen[:, None], ids], dim=1).tolist()
     values = torch.cat([own, top], dim=1).tolist()
-    return [
-        TokenLogprobs(tuple(i), tuple(v), r) for i, v, r in zip(all_ids, values, rank.tolist(), strict=True)
-    ]
+    return [TokenLogprobs(tuple(i), tuple(v), r) for i, v, r in zip(all_ids, values, rank.tolist(), strict=True)]
 
 
 class PendingLogprobs:

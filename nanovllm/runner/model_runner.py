@@ -103,7 +103,9 @@ class ModelRunner:
         else:
             tensors = checkpoint_tensors(path, config.load_format, dtype)
             # disable=None: a bar on a terminal, nothing in a log
-            bar = tqdm(tensors, desc="Loading weights", unit="tensor", total=len(destinations), leave=False, disable=None)
+            bar = tqdm(
+                tensors, desc="Loading weights", unit="tensor", total=len(destinations), leave=False, disable=None
+            )
             load_weights(destinations, bar, source=str(path), tied_head=model_config.tie_word_embeddings)
         self.model.finish_loading()
 
@@ -183,7 +185,9 @@ class ModelRunner:
             plain=indices([not g and not c for g, c in zip(greedy, cut, strict=True)]),
             cut=indices(cut),
             temperature=column([p.temperature or 1.0 for p in params], torch.float32),
-            top_k=column([min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size for p in params], torch.int64),
+            top_k=column(
+                [min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size for p in params], torch.int64
+            ),
             top_p=column([p.top_p for p in params], torch.float32),
             min_p=column([p.min_p for p in params], torch.float32),
             seed=column([request.seed for request in requests], torch.int64),

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from nanovllm.layers.sampler import NUM_CANDIDATES, SamplingRows, gumbel, noise_keys, sample
+from tests.helpers import UNLIKELY, assert_distributed
 
-UNLIKELY = 1e-4  # p-value below which a distribution is wrong; seeds are fixed, so a test that passes always passes
 SIBLING = 0x9E3779B97F4A7C15 - 2**64  # between the seeds of a request's completions
 
 
@@ -63,19 +63,6 @@ def expected(
     if min_p > 0.0:
         warpers.append(MinPLogitsWarper(min_p))
     return warpers(torch.zeros(1, 1, dtype=torch.int64), logits[None].double())[0].softmax(dim=-1).numpy()
-
-
-def assert_distributed(tokens: np.ndarray, probabilities: np.ndarray) -> None:
-    counts = np.bincount(tokens, minlength=len(probabilities))
-    possible = probabilities > 0
-    assert not counts[~possible].any(), "a token that was cut off was drawn"
-    observed, wanted = counts[possible], probabilities[possible] * len(tokens)
-    order = np.argsort(wanted)  # the rarest are counted together: chi-square wants at least five of a kind
-    groups = np.minimum(np.cumsum(wanted[order]) // 5, 50).astype(int)
-    observed, wanted = np.bincount(groups, observed[order]), np.bincount(groups, wanted[order])
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    if len(observed) > 1:
-        assert stats.chisquare(observed, wanted).pvalue > UNLIKELY
 
 
 LOGITS = torch.tensor([2.0, 1.5, 1.4, 0.9, 0.5, 0.0, -0.3, -0.4, -1.0, -1.5, -2.0, -3.0])

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanovllm import LLM, SamplingParams
 from tests.helpers import (
     TEXT_MODEL,
+    assert_distributed,
     assert_greedy,
     greedy_params,
     open_llm,
@@ -121,7 +121,7 @@ def test_what_amounts_to_greedy(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "top_p": 0.95}], ids=str)
 def test_first_and_second_tokens_are_distributed_as_the_model_says(settings: dict[str, Any]) -> None:
     prompt = prompt_of(6)
-    params = [SamplingParams(n=128, seed=seed, max_tokens=2, ignore_eos=True, **settings) for seed in range(12)]
+    params = [SamplingParams(n=128, seed=seed, max_tokens=2, ignore_eos=True, **settings) for seed in range(10)]
     with open_llm(FAMILY, max_num_seqs=256, num_kvcache_blocks=512) as llm:
         outputs = llm.generate([prompt] * len(params), params, use_tqdm=False)
     draws = np.array([completion.token_ids for output in outputs for completion in output.outputs])
@@ -139,17 +139,6 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> np.ndarray:
     before = np.cumsum(probabilities[order]) - probabilities[order]
     probabilities[order[before >= top_p]] = 0.0
     return probabilities / probabilities.sum()
-
-
-def assert_distributed(tokens: np.ndarray, probabilities: np.ndarray) -> None:
-    counts = np.bincount(tokens, minlength=len(probabilities))
-    assert not counts[probabilities == 0].any()
-    often = probabilities * len(tokens) >= 5
-    observed = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(probabilities[often], probabilities[~often].sum()) * len(tokens)
-    possible = wanted > 0
-    assert possible.sum() > 2
-    assert stats.chisquare(observed[possible], wanted[possible]).pvalue > 1e-4
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
