@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.chat_template import Message
 from nanovllm.engine.llm_engine import LLMEngine, Prompt, as_list
 from nanovllm.errors import RequestError
 from nanovllm.outputs import BeamSearchOutput, RequestOutput
@@ -11,8 +12,6 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.memory_plan import MemoryPlan
-
-Message = Mapping[str, Any]
 
 
 class LLM(LLMEngine):

@@ -1,7 +1,7 @@
 """What travels between the control plane and the device: plain frozen data, one plan out and one result back a step.
 
-A plan says only what changed. A row whose single new token is already on the device appears in `decode_rows` and nowhere
-else, so an unchanged decode step carries the very same tuple as the step before it.
+A plan says only what changed. A row whose single new token is already on the device appears in `decode_rows` and
+nowhere else, so an unchanged decode step carries the very same tuple as the step before it.
 """
 
 from dataclasses import dataclass, field

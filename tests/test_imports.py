@@ -17,7 +17,7 @@ llm, async_llm -> engine -> executor -> runner -> models
 models -> layers -> attention, quantization -> kernels
 runner -> utils.loader -> formats
 executor, layers -> distributed
-server, bench, llm, engine -> tokenizer -> formats
+server, bench, llm, engine -> tokenizer -> formats, chat_template
 models -> formats
 """
 # Imported by all; they import nothing of ours but each other.

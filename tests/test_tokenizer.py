@@ -14,8 +14,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from nanovllm.chat_template import _END_MARK, MAX_RENDERED_CHARS
 from nanovllm.errors import CheckpointError, RequestError
-from nanovllm.tokenizer import _END_MARK, MAX_RENDERED_CHARS, Tokenizer
+from nanovllm.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parent.parent
 SMALL = Path(__file__).parent / "data" / "tokenizer"

@@ -33,8 +33,10 @@ class AttentionBackend(Protocol):
         ...
 
     def forward(self, qkv: Tensor, cache: Tensor, step: Any, window: int | None) -> Tensor:
-        """Store the new keys and values of qkv, [num_tokens, heads + 2 * kv_heads, head_dim], in `cache` and attend with
-        its queries; returns [num_tokens, heads * head_dim]."""
+        """Store keys and values of qkv, [num_tokens, heads + 2 * kv_heads, head_dim], and attend with its queries.
+
+        Returns [num_tokens, heads * head_dim].
+        """
         ...
 
 

@@ -1,8 +1,8 @@
 """Paged attention on torch alone: gather a sequence's blocks, then `scaled_dot_product_attention`.
 
 Decodes are gathered together, padded to the longest of their group; the query heads that share a KV head become rows of
-one small matrix, so grouped-query attention copies nothing. Prefill chunks go one by one: a chunk that starts at position
-0 attends to its own fresh keys, a later one to what its blocks hold.
+one small matrix, so grouped-query attention copies nothing. Prefill chunks go one by one: a chunk that starts at
+position 0 attends to its own fresh keys, a later one to what its blocks hold.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Beam search, in vLLM's meaning: beams are scored by cumulative logprob / length ** length_penalty.
 
-Every step asks the engine for one token of every live beam, with the logprobs of its best continuations. The beams' common
-past is shared through the prefix cache: full blocks are found again, only a beam's last, unfilled block is computed anew.
+Every step asks the engine for one token of every live beam, with the logprobs of its best continuations. The beams'
+common past is shared through the prefix cache: full blocks are found again, only a beam's last, unfilled block is
+computed anew.
 """
 
 from dataclasses import dataclass

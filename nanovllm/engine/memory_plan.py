@@ -37,7 +37,8 @@ class MemoryPlan:
                 f"device      {self.device}, {self.dtype}",
                 f"weights     {self.weight_bytes / GIB:.2f} GiB",
                 f"KV cache    {self.kv_cache_bytes / GIB:.2f} GiB ({self.reason})",
-                f"            {self.num_blocks:,} blocks of {self.block_size} tokens, {self.kv_bytes_per_token:,} bytes a token",
+                f"            {self.num_blocks:,} blocks of {self.block_size} tokens, "
+                f"{self.kv_bytes_per_token:,} bytes a token",
                 f"fits        {self.num_tokens:,} tokens: {full:,.1f} sequences of max_model_len={self.max_model_len}",
             ]
         )

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from nanovllm.model_config import ModelConfig, read_json, read_model_config, token_id_list
+from nanovllm.models import llama, mistral, qwen2, qwen3, qwen3_moe
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "LlamaForCausalLM": llama.differences,

@@ -1,0 +1,159 @@
+"""Conversations to text: the model's chat template, run in a sandbox with bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import RequestError
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]
+
+MAX_RENDERED_CHARS = 16 * 2**20
+
+
+class ChatTemplates:
+    """The model's templates by name, each compiled in a sandbox when first used."""
+
+    def __init__(self, sources: Mapping[str, str] | None) -> None:
+        self._sources = dict(sources or {})
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def render(self, **variables: Any) -> str:
+        template = self._compile(self._choose(with_tools=variables["tools"] is not None))
+        try:
+            return _join_bounded(template.generate(**variables))
+        except RequestError:
+            raise
+        except Exception as error:  # a template is the model's own program and may fail in any way
+            raise RequestError(
+                f"the model's chat template refused these messages: {_describe(error)}; "
+                "check their roles, their order and the kind of their content"
+            ) from error
+
+    def _choose(self, *, with_tools: bool) -> str:
+        for name in ("tool_use", "default") if with_tools else ("default",):
+            if name in self._sources:
+                return name
+        found = f"only templates named {sorted(self._sources)}" if self._sources else "no chat template"
+        raise RequestError(
+            f"the model has {found}; put one into chat_template.jinja beside tokenizer.json, "
+            "or write the prompt as plain text"
+        )
+
+    def _compile(self, name: str) -> jinja2.Template:
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _sandbox().from_string(self._sources[name])
+            except Exception as error:  # the compiler's own, or Python's on what it makes of the template
+                raise RequestError(
+                    f"the model's chat template cannot be compiled: {_describe(error)}; "
+                    "repair it, or write the prompt as plain text"
+                ) from error
+        return self._compiled[name]
+
+
+def _join_bounded(parts: Iterable[str]) -> str:
+    kept: list[str] = []
+    size = 0
+    for part in parts:
+        size += len(part)
+        if size > MAX_RENDERED_CHARS:
+            raise RequestError(
+                f"the chat template wrote more than {MAX_RENDERED_CHARS} characters; shorten the messages"
+            )
+        kept.append(part)
+    return "".join(kept)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _sandbox() -> jinja2.Environment:
+    """The environment templates are written for: no access to Python's internals, no change of their arguments."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}: marks what the assistant wrote, for training; here its body is written as it is."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:
+    from datetime import datetime
+
+    return datetime.now().strftime(format)
+
+
+# The trailing space tells whether the template trims what it is given.
+_END_MARK = "[[end-of-final-message]] "
+
+
+def mark_end_of_final_message(messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """A copy of the messages with a mark behind the last one's text, and that text."""
+    *before, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + _END_MARK}], content
+    blocks = list(content) if isinstance(content, Sequence) else []
+    for i in reversed(range(len(blocks))):
+        if isinstance(blocks[i], Mapping) and isinstance(text := blocks[i].get("text"), str):
+            blocks[i] = {**blocks[i], "text": text + _END_MARK}
+            return [*before, {**last, "content": blocks}], text
+    raise RequestError(
+        "continue_final_message=True needs a last message with text in its content; give it some, or unset it"
+    )
+
+
+def cut_after_final_message(rendered: str, final_text: str) -> str:
+    end = rendered.rfind(_END_MARK.rstrip())
+    if end < 0 or final_text.strip() not in rendered:
+        raise RequestError(
+            "continue_final_message=True: the model's chat template does not write the last message as given, "
+            "so it cannot be continued; unset it"
+        )
+    return rendered[:end] if rendered.startswith(_END_MARK, end) else rendered[:end].rstrip()
+
+
+def check_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> None:
+    if not _is_list_of_mappings(messages) or not messages:
+        raise RequestError('messages must be a non-empty list of mappings such as {"role": "user", "content": "Hello"}')
+    if tools is not None and not _is_list_of_mappings(tools):
+        raise RequestError("tools must be a list of mappings, each the JSON schema of one function")
+
+
+def _is_list_of_mappings(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
