@@ -60,6 +60,8 @@ class SdpaBackend:
         self.block_size = shape.block_size
         self._windows = set(shape.windows)
         self._heads = np.arange(shape.num_kv_heads)
+        # torch's CPU kernel reads a shared KV head where it lies; on CUDA some types would fall back to the slow path
+        self._shares_heads = shape.device.type == "cpu" and shape.num_heads > shape.num_kv_heads
         self._num_pages = 0  # blocks * kv_heads: where values begin, counted in pages
         self._buffer = torch.empty(0, dtype=shape.cache_dtype, device=shape.device)
 
@@ -194,10 +196,15 @@ class SdpaBackend:
         if chunk.pages is not None:
             keys, values = self._gather(cache, chunk.pages)
         group = s.num_heads // s.num_kv_heads
-        if group > 1:
+        if group > 1 and not self._shares_heads:
             keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None
+            queries,
+            keys,
+            values,
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+            enable_gqa=self._shares_heads,
         )  # [1, heads, num_new, head_dim]
         return out[0].transpose(0, 1).reshape(chunk.num_new, -1)
 
