@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.attention.backend import BatchGeometry, CacheShape
 
 NEVER = float("-inf")
-MAX_PADDING = 80_000  # elements of keys and values; reading so many takes about as long as one more call of the kernel
+MAX_PADDING = 1_000_000  # elements of keys and values; reading so many takes about as long as one more call of the kernel
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class SdpaBackend:
         s = self.shape
         keys, values = self._gather(cache, group.pages)
         queries = qkv[:, : s.num_heads].view(-1, s.num_kv_heads, s.num_heads // s.num_kv_heads, s.head_dim)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+        out = attend(queries, keys, values, group.mask)
         return out.reshape(out.shape[0], -1)  # from [seqs, kv_heads, heads of a kv_head, head_dim]
 
     def _prefill(self, qkv: Tensor, cache: Tensor, chunk: PrefillChunk) -> Tensor:
@@ -207,6 +207,13 @@ class SdpaBackend:
             enable_gqa=self._shares_heads,
         )  # [1, heads, num_new, head_dim]
         return out[0].transpose(0, 1).reshape(chunk.num_new, -1)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention without the choice of a kernel, which for a few rows on a CPU takes a good part of the time."""
+    if queries.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, attn_mask=mask)[0]
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
 
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

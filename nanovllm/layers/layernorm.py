@@ -12,10 +12,12 @@ class RMSNorm:
         self.weight = torch.ones(size, dtype=dtype, device=device)
         self.size = size
         self.eps = eps
+        self._eps = torch.tensor(eps)
         self._mirrored: Tensor | None = None
+        self._in_float32 = dtype == torch.float32 and device.type == "cpu"
 
     def finish_loading(self) -> None:
-        if self.weight.device.type == "cpu" and self.weight.dtype != torch.float32:
+        if self.weight.device.type == "cpu" and not self._in_float32:
             self._mirrored = torch.cat([self.weight, torch.zeros_like(self.weight)])
 
     def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, size]
@@ -23,4 +25,8 @@ class RMSNorm:
             # [x, -x] has mean 0 and variance mean(x^2), so its layer norm, one kernel on a CPU, is x's RMS norm, eight
             twice = torch.cat((x, -x), dim=-1)
             return F.layer_norm(twice, (2 * self.size,), self._mirrored, None, self.eps)[:, : self.size]
+        if self._in_float32 and x.shape[0] <= FEW_ROWS:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            scale = torch.addcmul(self._eps, length, length, value=1 / self.size).rsqrt_()
+            return (x * scale).mul_(self.weight)
         return F.rms_norm(x, (self.size,), self.weight, self.eps)

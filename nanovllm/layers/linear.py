@@ -52,4 +52,6 @@ class Linear:
         """residual + self(x), in one pass where the kernel can."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
+        if self.bias is None and x.shape[0] == 1:
+            return torch.addmm(residual, x, self.weight.t())
         return residual + self(x)
