@@ -65,6 +65,9 @@ class Config:
         return cls(model=model, **options)
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer"):
+            if getattr(self, name) is not None:
+                self._check_type(name, str)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size"):
             self._check_int(name, 1)
         for name in ("gpu_memory_utilization", "cpu_memory_utilization"):

@@ -248,9 +248,11 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_type_this_cpu_cannot_compute_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.runner.device.cpu_has_native", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr("nanovllm.runner.device.cpu_has_bfloat16", lambda: False)
     with pytest.raises(ConfigError, match="dtype='bfloat16': this CPU has no bfloat16 arithmetic.*use dtype='auto'"):
         open_llm("llama", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="dtype='float16': CPU kernels add up in float16.*use dtype='auto'"):
+        open_llm("llama", dtype="float16")
     with open_llm("llama", dtype="auto") as llm:
         assert len(llm.generate([5], greedy_params(2), use_tqdm=False)[0]["token_ids"]) == 2
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.attention.backend import BatchGeometry, CacheShape
 
 NEVER = float("-inf")
-MAX_PADDING = 1_000_000  # elements of keys and values; reading so many takes about as long as one more call of the kernel
+MAX_PADDING = 1_000_000  # elements of keys and values; reading so many takes longer than one more round of calls
 
 
 @dataclass(frozen=True)

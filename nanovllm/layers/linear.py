@@ -7,12 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def cpu_has_native(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of this type here without falling back to a loop."""
-    if dtype == torch.float32:
-        return True
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
-    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, name)()
+def cpu_has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 matrices here without falling back to a loop."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 # OpenBLAS, behind torch on Arm, is up to a third faster at a few rows when the weight is the left factor
@@ -30,12 +27,8 @@ class Linear:
         self._packed: Tensor | None = None  # the weight in oneDNN's blocked layout, in place of `weight`
 
     def finish_loading(self, *, keep_weight: bool = False) -> None:
-        """Pack a 16-bit CPU weight once for oneDNN. `keep_weight` where an embedding shares it."""
-        if (
-            self.weight.device.type == "cpu"
-            and self.weight.dtype != torch.float32
-            and cpu_has_native(self.weight.dtype)
-        ):
+        """Pack a bfloat16 weight once for oneDNN on a CPU. `keep_weight` where an embedding shares it."""
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and cpu_has_bfloat16():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
             if not keep_weight:
                 self.weight = torch.empty(0, dtype=self.weight.dtype)

@@ -5,7 +5,7 @@ import os
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.layers.linear import cpu_has_native
+from nanovllm.layers.linear import cpu_has_bfloat16
 
 
 def resolve_device(name: str) -> torch.device:
@@ -21,14 +21,18 @@ def resolve_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.d
     if wanted == "auto":
         if device.type == "cuda" or checkpoint == "float32":
             return getattr(torch, checkpoint)
-        return torch.bfloat16 if cpu_has_native(torch.bfloat16) else torch.float32
-    dtype = getattr(torch, wanted)
-    if device.type == "cpu" and not cpu_has_native(dtype):
+        return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    if device.type == "cpu" and wanted == "float16":
         raise ConfigError(
-            f"dtype={wanted!r}: this CPU has no {wanted} arithmetic and would run some hundred times slower; "
+            "dtype='float16': CPU kernels add up in float16, which is too coarse for real models (SmolLM2 answers "
+            "nonsense); use dtype='auto' or 'float32'"
+        )
+    if device.type == "cpu" and wanted == "bfloat16" and not cpu_has_bfloat16():
+        raise ConfigError(
+            "dtype='bfloat16': this CPU has no bfloat16 arithmetic and would run some hundred times slower; "
             "use dtype='auto' or 'float32'"
         )
-    return dtype
+    return getattr(torch, wanted)
 
 
 def available_memory() -> int:
