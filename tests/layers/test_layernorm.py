@@ -14,7 +14,7 @@ def test_equals_the_definition(dtype: torch.dtype, num_rows: int, scale: float) 
     norm = RMSNorm(48, eps=1e-6, dtype=dtype, device=torch.device("cpu"))
     norm.weight.uniform_(0.5, 1.5, generator=generator)
     norm.finish_loading()
-    x = (torch.randn(num_rows, 48, generator=generator) * scale + scale / 2).to(dtype)  # a mean that must not be removed
+    x = (torch.randn(num_rows, 48, generator=generator) * scale + scale / 2).to(dtype)  # its mean must stay
     exact = x.double()
     expected = exact / (exact.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 2e-2}
