@@ -103,7 +103,9 @@ class LLM(LLMEngine):
 
     @classmethod
     def plan(cls, model: str | Path | None = None, **options: Any) -> "MemoryPlan":
-        """What loading this model would take, without loading it. Print it."""
+        """Print, and return, what loading this model would take, without loading it."""
         from nanovllm.engine.memory_plan import make_plan
 
-        return make_plan(None if model is None else str(model), options)
+        plan = make_plan(None if model is None else str(model), options)
+        print(plan)
+        return plan

@@ -478,9 +478,10 @@ def test_a_beam_of_one_is_greedy(llm: LLM, free: RequestOutput) -> None:
 # --- before and around ------------------------------------------------------------------------------------------------
 
 
-def test_plan_tells_what_opening_takes() -> None:
+def test_plan_tells_what_opening_takes(capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 10**6}
     plan = LLM.plan(model_dir("llama"), kvcache_block_size=16, max_model_len=128, **options)
+    assert capsys.readouterr().out == f"{plan}\n"
     files = model_dir("llama").glob("*.safetensors")
     assert plan.weight_bytes <= sum(file.stat().st_size for file in files) < plan.weight_bytes + 20_000
     assert plan.kv_cache_bytes <= 10**6 < plan.kv_cache_bytes + plan.kv_bytes_per_token * 16

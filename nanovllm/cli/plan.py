@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_options(args)
     if args.planned is not None and engine.setdefault("model", args.planned) != args.planned:
         args.parser.error(f"two models: {args.planned} and --model {engine['model']}; name one")
-    from nanovllm import LLM
+    from nanovllm.engine.memory_plan import make_plan
 
-    plan = LLM.plan(**engine)
+    plan = make_plan(engine.pop("model", None), engine)
     print(json.dumps({**dataclasses.asdict(plan), "num_tokens": plan.num_tokens}, indent=2) if args.json else plan)
     return 0
