@@ -69,7 +69,7 @@ def pair(request):
     """Our tokenizer and transformers', of the same folder."""
     folder = SMALL if request.param == "small" else QWEN3
     if not folder.is_dir():
-        pytest.skip("Qwen3's tokenizer is not here: set NANOVLLM_QWEN3_TOKENIZER to its folder")
+        pytest.skip("needs the Qwen3 tokenizer: set NANOVLLM_QWEN3_TOKENIZER to its folder")
     return Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(str(folder))
 
 

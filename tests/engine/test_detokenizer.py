@@ -159,7 +159,7 @@ def enumerate_byte_alphabet():
 @pytest.mark.parametrize("name", ["small", "qwen3"])
 def test_stream_equals_decode_stream(name, text):
     if name == "qwen3" and not QWEN3.is_dir():
-        pytest.skip("Qwen3's tokenizer is not here: set NANOVLLM_QWEN3_TOKENIZER to its folder")
+        pytest.skip("needs the Qwen3 tokenizer: set NANOVLLM_QWEN3_TOKENIZER to its folder")
     tokenizer = SMALL if name == "small" else Tokenizer.from_dir(QWEN3)
     detokenizer = Detokenizer(tokenizer)
     stream = DecodeStream(skip_special_tokens=True)
