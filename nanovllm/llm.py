@@ -86,11 +86,10 @@ class LLM(LLMEngine):
         waiting = set(names)
         try:
             while waiting:
-                for output in self.step():
-                    if output.request_id in waiting:
-                        if output.finished:
-                            waiting.remove(output.request_id)
-                        yield output
+                for output in self._step_for(waiting):
+                    if output.finished:
+                        waiting.remove(output.request_id)
+                    yield output
         finally:
             self.abort(waiting)
 

@@ -1,6 +1,7 @@
 """The front door: what goes in, what comes out, and what happens on the way."""
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -507,3 +508,25 @@ def test_cache_in_16_bits() -> None:
         if entries is not None
     ]
     assert 1e-5 < sum(errors) / len(errors) < 0.05
+
+
+# --- several callers of one engine ------------------------------------------------------------------------------------
+
+
+def test_generate_keeps_the_outputs_of_others(llm: LLM, free: RequestOutput) -> None:
+    name = llm.add_request(TEXT, greedy_params(3))
+    outputs = llm.generate(OTHERS, greedy_params(20), use_tqdm=False)
+    assert [len(output["token_ids"]) for output in outputs] == [20] * len(OTHERS)
+    assert not llm.is_finished()
+    (kept,) = llm.step()
+    assert (kept.request_id, kept["token_ids"]) == (name, free["token_ids"][:3])
+    assert llm.is_finished()
+
+
+def test_two_streams_take_turns(llm: LLM, free: RequestOutput) -> None:
+    turns = list(zip_longest(llm.stream(TEXT, greedy_params(6)), llm.stream(TEXT, greedy_params(9))))
+    for number, outputs in zip((6, 9), zip(*turns, strict=True), strict=True):
+        grown = [output["token_ids"] for output in outputs if output is not None]
+        assert grown == [free["token_ids"][: len(ids)] for ids in grown]
+        assert len(grown[-1]) == number
+    assert llm.is_finished()

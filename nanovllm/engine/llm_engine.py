@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._of_seq: dict[Sequence, Request] = {}
         self._watched: dict[Sequence, Completion] = {}  # those whose text must be looked at every step
+        self._undelivered: dict[str, RequestOutput] = {}  # what a step brought for others than who asked for it
         self._eos = frozenset(self.model_config.eos_token_ids)
         self._num_added = 0
         self._random = random.Random(self.config.seed)
@@ -96,9 +97,10 @@ class LLMEngine:
                 for seq in request.seqs:
                     self._core.scheduler.abort(seq)
                 self._forget(request)
+            self._undelivered.pop(name, None)
 
     def is_finished(self) -> bool:
-        return not self._requests
+        return not self._requests and not self._undelivered
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -108,6 +110,24 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of requests that ended, and of streamed ones that grew."""
+        undelivered, self._undelivered = self._undelivered, {}
+        return list((undelivered | {output.request_id: output for output in self._step()}).values())
+
+    def _step_for(self, names: Collection[str]) -> list[RequestOutput]:
+        """Run one step for these requests; what it brings for others waits until they ask."""
+        if self._undelivered:
+            kept = [self._undelivered.pop(name) for name in names if name in self._undelivered]
+            if kept:
+                return kept
+        own = []
+        for output in self._step():
+            if output.request_id in names:
+                own.append(output)
+            else:
+                self._undelivered[output.request_id] = output
+        return own
+
+    def _step(self) -> list[RequestOutput]:
         self._check_open()
         began = time.monotonic()
         try:
@@ -173,11 +193,12 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the order of the prompts. A bar shows prefill and decode tokens/s."""
         names = self._add_all(prompts, sampling_params, priority=priority, stream=False)
+        own = set(names)
         done: dict[str, RequestOutput] = {}
         try:
             with _Progress(len(names), disable=not use_tqdm) as progress:
                 while len(done) < len(names):
-                    outputs = self.step()
+                    outputs = self._step_for(own)
                     progress.saw(self._core.last_plan, outputs)
                     done |= {output.request_id: output for output in outputs}
         finally:
@@ -218,6 +239,7 @@ class LLMEngine:
         self._requests.clear()
         self._of_seq.clear()
         self._watched.clear()
+        self._undelivered.clear()
         self._core.executor.close()
         del self._core
 
@@ -231,6 +253,7 @@ class LLMEngine:
         self._requests.clear()
         self._of_seq.clear()
         self._watched.clear()
+        self._undelivered.clear()
         old = self._core
         self._core = EngineCore(Scheduler(old.scheduler.config), old.executor, depth=old.depth)
 
