@@ -7,9 +7,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from nanovllm.config import Config
+from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -196,7 +195,7 @@ class LLMEngine:
         own = set(names)
         done: dict[str, RequestOutput] = {}
         try:
-            with _Progress(len(names), disable=not use_tqdm) as progress:
+            with Progress(len(names), disable=not use_tqdm) as progress:
                 while len(done) < len(names):
                     outputs = self._step_for(own)
                     progress.saw(self._core.last_plan, outputs)
@@ -397,34 +396,3 @@ def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
 def _signed64(value: int) -> int:
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
-
-
-class _Progress:
-    """A bar of finished requests with the tokens/s of both phases."""
-
-    def __init__(self, total: int, *, disable: bool) -> None:
-        self._bar = tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True, disable=disable)
-        self._tokens = {"prefill": 0, "decode": 0}
-        self._seconds = {"prefill": 0.0, "decode": 0.0}
-        self._last = time.perf_counter()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-
-    def saw(self, plan: Any, outputs: list[RequestOutput]) -> None:
-        now = time.perf_counter()
-        if plan is not None and not self._bar.disable:
-            phase = "prefill" if plan.chunks else "decode"
-            self._tokens[phase] += plan.num_tokens
-            self._seconds[phase] += now - self._last
-            self._bar.set_postfix_str(
-                ", ".join(
-                    f"{p} {self._tokens[p] / self._seconds[p]:.0f} tok/s" for p in self._tokens if self._seconds[p]
-                ),
-                refresh=False,
-            )
-        self._last = now
-        self._bar.update(sum(output.finished for output in outputs))
