@@ -167,9 +167,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}; fetch the file again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, not a {type(content).__name__}")
+        raise CheckpointError(f"{path}: must hold a JSON object, not a {type(content).__name__}; fetch the file again")
     return content
 
 

@@ -18,6 +18,7 @@ from nanovllm.chat_template import (
     mark_end_of_final_message,
 )
 from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.model_config import read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -292,17 +293,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """A JSON object; empty when there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{str(file)!r} is not valid JSON: {error}; fetch the file again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{str(file)!r} must hold a JSON object, not {type(content).__name__}; fetch the file again"
-        )
-    return content
+    return read_json(file) if file.is_file() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:

@@ -45,9 +45,7 @@ class MemoryPlan:
 
 
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
-    import torch
-
-    from nanovllm.runner.device import resolve_device, resolve_dtype
+    from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
     from nanovllm.runner.kv_cache import size_kv_cache
 
     config = Config.from_options(model, options)
@@ -56,7 +54,7 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     max_model_len = min(config.max_model_len, model_config.max_position)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
-    cache_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
     weight_bytes = model_config.num_parameters() * dtype.itemsize
     size = size_kv_cache(
         config,

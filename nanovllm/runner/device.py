@@ -35,6 +35,11 @@ def resolve_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.d
     return getattr(torch, wanted)
 
 
+def resolve_cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in; `auto` = as the model computes."""
+    return dtype if wanted == "auto" else getattr(torch, wanted)
+
+
 def available_memory() -> int:
     """Bytes a process could still take on this host, within its control group."""
     with open("/proc/meminfo") as file:

@@ -15,7 +15,7 @@ from nanovllm.layers.sampler import SamplingRows, sample
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import NewRow, StepPlan, StepResult, TokenLogprobs
-from nanovllm.runner.device import resolve_device, resolve_dtype
+from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
 from nanovllm.runner.forward_batch import ForwardBatch, build_batch
 from nanovllm.runner.kv_cache import size_kv_cache
 from nanovllm.runner.logits import Stage, StageInput, build_stages
@@ -65,7 +65,7 @@ class ModelRunner:
     def __init__(self, config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int) -> None:
         self.device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        cache_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+        cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
         self.vocab_size = model_config.vocab_size
         self.backend = SdpaBackend(
             CacheShape(
