@@ -97,18 +97,18 @@ def read_model_config(raw: dict[str, Any], *, architecture: str, differences: di
     act = raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise CheckpointError(f"hidden_act={act!r}: only silu is implemented for {architecture}")
-    num_heads = _count(raw, "num_attention_heads")
+    num_heads = count(raw, "num_attention_heads")
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
-    hidden_size = _count(raw, "hidden_size")
+    hidden_size = count(raw, "hidden_size")
     if num_heads % num_kv_heads:
         raise CheckpointError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
-    num_layers = _count(raw, "num_hidden_layers")
-    max_position = _count(raw, "max_position_embeddings")
+    num_layers = count(raw, "num_hidden_layers")
+    max_position = count(raw, "max_position_embeddings")
     settings: dict[str, Any] = {
         "architecture": architecture,
-        "vocab_size": _count(raw, "vocab_size"),
+        "vocab_size": count(raw, "vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": _count(raw, "intermediate_size"),
+        "intermediate_size": count(raw, "intermediate_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -173,10 +173,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _count(raw: dict[str, Any], name: str) -> int:
+def count(raw: dict[str, Any], name: str, *, most: int | None = None) -> int:
     value = raw.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config: {name}={value!r} must be an integer of at least 1")
+    if not isinstance(value, int) or value < 1 or (most is not None and value > most):
+        limit = "" if most is None else f" and at most {most}"
+        raise CheckpointError(f"config: {name}={value!r} must be an integer of at least 1{limit}")
     return value
 
 

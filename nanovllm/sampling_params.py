@@ -8,6 +8,7 @@ from typing import Any
 
 MAX_N = 128
 MAX_LOGPROBS = 100
+GREEDY_BELOW = 1e-5  # a temperature so low that logits / temperature might overflow
 
 
 def _refuse(field: str, value: object, rule: str) -> None:
@@ -126,7 +127,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
     def clone(self, **changes: Any) -> "SamplingParams":
         """A copy with some fields changed, checked anew."""

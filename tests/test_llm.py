@@ -530,3 +530,14 @@ def test_two_streams_take_turns(llm: LLM, free: RequestOutput) -> None:
         assert grown == [free["token_ids"][: len(ids)] for ids in grown]
         assert len(grown[-1]) == number
     assert llm.is_finished()
+
+
+def test_streamed_logprobs_grow_to_those_of_generate(llm: LLM, free: RequestOutput) -> None:
+    params = greedy_params(20, logprobs=2, prompt_logprobs=1, stop=free["text"][9:12])
+    whole = one(llm, TEXT, params)
+    outputs = list(llm.stream(TEXT, params))
+    for output in outputs:
+        completion = output.outputs[0]
+        assert completion.logprobs == whole.outputs[0].logprobs[: len(completion.token_ids)]  # type: ignore[index]
+    assert outputs[-1].outputs == whole.outputs
+    assert outputs[-1].prompt_logprobs == whole.prompt_logprobs

@@ -229,9 +229,9 @@ def _similar(lengths: np.ndarray, width: int) -> list[np.ndarray]:
 
     `width` is the number of elements a position takes.
     """
-    order = np.argsort(-lengths, kind="stable")
     if (lengths.max() * len(lengths) - lengths.sum()) * width <= MAX_PADDING:
         return [np.arange(len(lengths))]
+    order = np.argsort(-lengths, kind="stable")
     groups, begin, padding = [], 0, 0
     for i, row in enumerate(order):
         padding += int(lengths[order[begin]] - lengths[row]) * width

@@ -131,8 +131,6 @@ class LLMEngine:
         began = time.monotonic()
         try:
             ended = self._core.step()
-        except NanoError:
-            raise
         except KeyboardInterrupt:
             self._start_over()
             raise
@@ -156,7 +154,7 @@ class LLMEngine:
                 metrics.first_token_time = now
 
     def _report(self, ended: list[Sequence]) -> list[RequestOutput]:
-        grown = self._read_watched(ended) if self._watched else []
+        grown = self._read_watched()
         changed = dict.fromkeys([self._of_seq[seq] for seq in grown + ended])
         now = time.monotonic()
         outputs = []
@@ -168,7 +166,7 @@ class LLMEngine:
                 outputs.append(request.output(self._eos))
         return outputs
 
-    def _read_watched(self, ended: list[Sequence]) -> list[Sequence]:
+    def _read_watched(self) -> list[Sequence]:
         """Bring the texts up to date and end what met a stop string; the sequences that have new tokens."""
         grown = []
         for seq, completion in self._watched.items():
@@ -235,10 +233,7 @@ class LLMEngine:
 
     def _shut(self, reason: str) -> None:
         self._closed = reason
-        self._requests.clear()
-        self._of_seq.clear()
-        self._watched.clear()
-        self._undelivered.clear()
+        self._drop_requests()
         self._core.executor.close()
         del self._core
 
@@ -249,12 +244,15 @@ class LLMEngine:
         """Drop all requests and schedule anew: a step was cut short, and host and device disagree about it."""
         from nanovllm.engine.core import EngineCore
 
+        self._drop_requests()
+        old = self._core
+        self._core = EngineCore(Scheduler(old.scheduler.config), old.executor, depth=old.depth)
+
+    def _drop_requests(self) -> None:
         self._requests.clear()
         self._of_seq.clear()
         self._watched.clear()
         self._undelivered.clear()
-        old = self._core
-        self._core = EngineCore(Scheduler(old.scheduler.config), old.executor, depth=old.depth)
 
     def _check_open(self) -> None:
         if self._closed is not None:

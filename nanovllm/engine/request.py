@@ -18,6 +18,7 @@ class Completion:
         params = seq.params
         self._tokenizer = tokenizer if params.detokenize else None
         self.num_read = 0  # tokens already reported or turned into text
+        self._logprobs: list[dict[int, Logprob]] = []  # the sequence's, as the user sees them, as far as reported
         self.detokenizer: Detokenizer | None = None
         if incremental and self._tokenizer is not None:
             self.detokenizer = Detokenizer(
@@ -34,29 +35,31 @@ class Completion:
         self.num_read = self.seq.num_completion_tokens
         if self.detokenizer is None:
             return None
-        return self.detokenizer.append(self._shown_ids()[self.detokenizer.num_tokens :])
+        begin = self.seq.num_prompt_tokens + self.detokenizer.num_tokens
+        return self.detokenizer.append(self.seq.token_ids[begin : self._shown_end()])
 
     def stop_at(self, stop: str) -> None:
         """Cut the sequence off behind the token that completed a stop string."""
         assert self.detokenizer is not None
         seq = self.seq
         del seq.token_ids[seq.num_prompt_tokens + self.detokenizer.num_tokens :]
-        del seq.logprobs[seq.num_completion_tokens :]
+        del seq.logprobs[seq.num_completion_tokens :], self._logprobs[seq.num_completion_tokens :]
         seq.finish_reason, seq.stop_reason = "stop", stop
 
-    def _shown_ids(self) -> list[int]:
-        """The tokens that become text: a stop token is not shown unless asked for."""
-        ids = self.seq.completion_token_ids
-        ended_by_token = self.seq.finish_reason == "stop" and not isinstance(self.seq.stop_reason, str)
-        return ids[:-1] if ended_by_token and not self.seq.params.include_stop_str_in_output else ids
+    def _shown_end(self) -> int:
+        """Up to where tokens become text: a stop token is not shown unless asked for."""
+        seq = self.seq
+        ended_by_token = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+        return seq.num_tokens - (ended_by_token and not seq.params.include_stop_str_in_output)
 
     def text(self) -> str:
         if self._tokenizer is None:
             return ""
         if self.detokenizer is not None:
             return self.detokenizer.text
-        prompt = self.seq.token_ids[: self.seq.num_prompt_tokens]
-        return detokenize_all(self._tokenizer, prompt, self._shown_ids(), self.seq.params.skip_special_tokens)
+        token_ids, num_prompt = self.seq.token_ids, self.seq.num_prompt_tokens
+        shown = token_ids[num_prompt : self._shown_end()]
+        return detokenize_all(self._tokenizer, token_ids[:num_prompt], shown, self.seq.params.skip_special_tokens)
 
     def output(self, eos_token_ids: frozenset[int]) -> CompletionOutput:
         seq = self.seq
@@ -64,12 +67,13 @@ class Completion:
             self.detokenizer.finish()
         by_eos = seq.stop_reason in eos_token_ids and seq.stop_reason not in (seq.params.stop_token_ids or ())
         wants_logprobs = seq.params.logprobs is not None
+        self._logprobs += [to_logprobs(entry, self._tokenizer) for entry in seq.logprobs[len(self._logprobs) :]]
         return CompletionOutput(
             index=seq.index,
             text=self.text(),
             token_ids=seq.completion_token_ids,
             cumulative_logprob=sum(entry.logprobs[0] for entry in seq.logprobs) if wants_logprobs else None,
-            logprobs=[to_logprobs(entry, self._tokenizer) for entry in seq.logprobs] if wants_logprobs else None,
+            logprobs=list(self._logprobs) if wants_logprobs else None,
             finish_reason=seq.finish_reason,  # type: ignore[arg-type]
             stop_reason=None if by_eos else seq.stop_reason,
         )

@@ -23,7 +23,6 @@ from nanovllm.runner.logprobs import PendingLogprobs, score
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.utils.loader import checkpoint_tensors, fill_dummy, load_weights
 
-GREEDY_BELOW = 1e-5  # a temperature so low that logits / temperature might overflow
 PROMPT_ROWS = 128  # prompt tokens scored at once: [rows, vocab] in float32 is large
 
 
@@ -170,8 +169,7 @@ class ModelRunner:
 
     def _sampling_rows(self, requests: list[NewRow]) -> SamplingRows:
         params = [request.params for request in requests]
-        greedy = [p.temperature < GREEDY_BELOW for p in params]
-        cut = [(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) and not g for p, g in zip(params, greedy, strict=True)]
+        cut = [(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) and not p.greedy for p in params]
 
         def indices(chosen: list[bool]) -> Tensor | None:
             found = [index for index, yes in enumerate(chosen) if yes]
@@ -181,8 +179,8 @@ class ModelRunner:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
         return SamplingRows(
-            greedy=indices(greedy),
-            plain=indices([not g and not c for g, c in zip(greedy, cut, strict=True)]),
+            greedy=indices([p.greedy for p in params]),
+            plain=indices([not p.greedy and not c for p, c in zip(params, cut, strict=True)]),
             cut=indices(cut),
             temperature=column([p.temperature or 1.0 for p in params], torch.float32),
             top_k=column(
