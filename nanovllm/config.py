@@ -8,7 +8,8 @@ from nanovllm.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "sdpa")
+KV_CACHE_DTYPES = (*DTYPES, "fp8")
+ATTENTION_BACKENDS = ("auto", "sdpa", "triton")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -44,10 +45,11 @@ class Config:
     # device
     device: str = "auto"  # cpu, cuda; auto = cuda where there is one
     dtype: str = "auto"  # float32, bfloat16, float16; auto = the checkpoint's, or what the CPU can compute in
-    kv_cache_dtype: str = "auto"  # auto = as computed
-    attention_backend: str = "auto"  # sdpa
+    kv_cache_dtype: str = "auto"  # float32, bfloat16, float16, fp8 (half the memory, on a GPU); auto = as computed
+    attention_backend: str = "auto"  # sdpa (torch alone), triton (our kernels, on a GPU); auto = triton where it runs
     tensor_parallel_size: int = 1  # devices; more than one is still to come
-    enforce_eager: bool = False  # never replay recorded graphs (none are recorded yet)
+    enforce_eager: bool = False  # on a GPU: launch every kernel of a decode step instead of a recorded graph
+    deterministic: bool = False  # on a GPU: the same request gives the same bits in any batch; slower
     overlap: bool | None = None  # schedule one step ahead; None = on a GPU, where the step runs beside the CPU
     # loading
     load_format: str = "auto"  # safetensors, gguf, dummy (random weights); auto = by the file's name
@@ -72,13 +74,13 @@ class Config:
             self._check_int(name, 1)
         for name in ("gpu_memory_utilization", "cpu_memory_utilization"):
             self._check_share(name)
-        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
+        for name in ("enable_prefix_caching", "enforce_eager", "deterministic", "skip_tokenizer_init"):
             self._check_type(name, bool)
         if self.overlap is not None:
             self._check_type("overlap", bool)
         self._check_choice("device", DEVICES)
         self._check_choice("dtype", DTYPES)
-        self._check_choice("kv_cache_dtype", DTYPES)
+        self._check_choice("kv_cache_dtype", KV_CACHE_DTYPES)
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_int("seed", 0)

@@ -86,6 +86,8 @@ class ModelConfig:
         return total
 
     def kv_bytes_per_token(self, dtype: str) -> int:
+        if dtype == "float8_e4m3fn":  # a byte a number, and a 16-bit scale a head
+            return 2 * self.num_layers * (self.kv_size + 2 * self.num_kv_heads)
         return 2 * self.num_layers * self.kv_size * DTYPE_BYTES[dtype]
 
     def with_eos(self, eos_token_ids: tuple[int, ...]) -> "ModelConfig":

@@ -10,6 +10,11 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: without a GPU they run in NumPy
+
 EXPECTED_SKIPS = ("needs a GPU", "needs the Qwen3 tokenizer")
 
 

@@ -1,19 +1,41 @@
-"""The same plain torch code on a CUDA device: greedy tokens equal transformers', and closing gives the memory back."""
+"""The engine on a CUDA device: greedy tokens equal transformers', however a step is run, and closing gives all back."""
+
+import random
 
 import pytest
+import torch
 
-from tests.helpers import FAMILIES, assert_greedy, greedy_params, open_llm, scheduler_of
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError
+from tests.helpers import FAMILIES, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
 from tests.test_oracle import MAX_TOKENS, PAIRS, PROMPTS
 
 pytestmark = pytest.mark.gpu
 
+MIXED_PARAMS = [
+    SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.9, seed=2, max_tokens=28, ignore_eos=True),
+    SamplingParams(temperature=0.7, min_p=0.05, seed=3, max_tokens=9, ignore_eos=True),
+]
 
+
+def open_on_gpu(family: str, **options: object) -> LLM:
+    return open_llm(family, **({"device": "cuda"} | options))
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("how", ["graph", "eager", "sdpa"])
 @pytest.mark.parametrize(("overlap", "prefix_cache", "chunked", "tight"), PAIRS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: int, tight: int) -> None:
-    llm = open_llm(
+def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: int, tight: int, how: str) -> None:
+    llm = open_on_gpu(
         family,
-        device="cuda",
+        attention_backend="sdpa" if how == "sdpa" else "triton",
+        enforce_eager=how == "eager",
         overlap=bool(overlap),
         enable_prefix_caching=bool(prefix_cache),
         max_num_batched_tokens=8 if chunked else 512,
@@ -28,17 +50,142 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
         scheduler_of(llm).check()
 
 
-def test_the_cache_is_sized_from_free_memory_and_given_back() -> None:
-    import torch
+@pytest.mark.parametrize("block_size", [16, 32, 48])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_graph_a_launched_step_and_a_step_ahead_draw_the_same_tokens(dtype: str, block_size: int) -> None:
+    prompts = [prompt_of(length, seed=5) for length in (3, 40, 17, 90)]
+    seen = []
+    for eager, overlap in [(False, True), (True, True), (False, False), (True, False)]:
+        options = {"dtype": dtype, "kvcache_block_size": block_size, "enforce_eager": eager, "overlap": overlap}
+        with open_on_gpu("qwen3", **options) as llm:
+            seen.append(tokens_of(llm, prompts, MIXED_PARAMS))
+    assert all(tokens == seen[0] for tokens in seen)
 
+
+def test_sampling_features_equal_those_of_the_cpu() -> None:
+    """Stages, logprobs and cuts: another path on a GPU, the same numbers."""
+    params = [
+        SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True, logprobs=3, repetition_penalty=1.3),
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={7: 2.0}, prompt_logprobs=2),
+        SamplingParams(temperature=1.1, seed=6, max_tokens=12, ignore_eos=True, top_k=5, presence_penalty=0.5),
+        SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True, allowed_token_ids=[5, 6, 7, 8]),
+    ]
+    prompts = [prompt_of(length, seed=6) for length in (5, 33, 16, 20)]
+    found = []
+    for device in ("cpu", "cuda"):
+        with open_llm("llama", device=device) as llm:
+            found.append(llm.generate(prompts, params, use_tqdm=False))
+    for cpu, gpu in zip(*found, strict=True):
+        assert gpu["token_ids"] == cpu["token_ids"]
+    ours, theirs = (outputs[0].outputs[0].logprobs for outputs in found)
+    for a, b in zip(ours, theirs, strict=True):
+        assert list(a) == list(b)
+        assert all(abs(a[token].logprob - b[token].logprob) < 1e-3 for token in a)
+    a, b = (outputs[1].prompt_logprobs for outputs in found)
+    assert [None if x is None else list(x) for x in a] == [None if x is None else list(x) for x in b]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3-moe"])
+def test_deterministic_means_the_same_bits_in_any_company(family: str) -> None:
+    """Alone, in a crowd, chunked, from the prefix cache, preempted: one request, one answer, in bfloat16."""
+    prompt, params = prompt_of(60, seed=9), SamplingParams(temperature=1.0, seed=8, max_tokens=40, logprobs=2)
+    others = [prompt_of(length, seed=10) for length in (5, 100, 31, 64, 17, 80)]
+    busy = [prompt, *others]
+    ways = {
+        "alone": ({}, [prompt]),
+        "crowd": ({}, busy),
+        "reversed": ({}, busy[::-1]),
+        "chunked": ({"max_num_batched_tokens": 16}, busy),
+        "tight": ({"num_kvcache_blocks": 14}, busy),
+        "eager": ({"enforce_eager": True, "overlap": False}, busy),
+    }
+    answers = {}
+    for name, (options, prompts) in ways.items():
+        with open_on_gpu(family, dtype="bfloat16", deterministic=True, **options) as llm:
+            for repetition in range(2):  # the second time from the prefix cache
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                answer = outputs[prompts.index(prompt)].outputs[0]
+                answers[name, repetition] = (answer.token_ids, [list(x.values()) for x in answer.logprobs])
+            assert name != "tight" or scheduler_of(llm).num_preemptions
+    first = answers["alone", 0]
+    assert [name for name, answer in answers.items() if answer != first] == []
+
+
+def test_fp8_keeps_to_the_point() -> None:
+    """A cache of half the size; what is said of the most likely tokens moves little."""
+    prompts = [prompt_of(length, seed=12) for length in (20, 90, 150)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    found = []
+    for cache_dtype in ("auto", "fp8"):
+        with open_on_gpu("qwen3", dtype="bfloat16", kv_cache_dtype=cache_dtype, max_num_batched_tokens=64) as llm:
+            found.append([o.outputs[0].logprobs[0] for o in llm.generate(prompts, params, use_tqdm=False)])
+    for exact, rounded in zip(*found, strict=True):
+        for token in exact.keys() & rounded.keys():
+            assert abs(exact[token].logprob - rounded[token].logprob) < 0.5
+        assert len(exact.keys() & rounded.keys()) >= 3
+
+
+def test_ten_thousand_requests_leave_nothing_behind() -> None:
+    """Random lengths, aborts and a cache that is always too small: blocks and memory end where they began."""
+    choose = random.Random(0)
+    with open_on_gpu("qwen3", num_kvcache_blocks=40, max_num_seqs=32, max_num_batched_tokens=128) as llm:
+        warm = greedy_params(4)
+        tokens_of(llm, PROMPTS, [warm] * len(PROMPTS))
+        torch.cuda.synchronize()
+        memory, free = torch.cuda.memory_allocated(), scheduler_of(llm).block_manager.num_available
+        waiting: list[str] = []
+        num_added = num_ended = 0
+        while num_added < 10_000 or not llm.is_finished():
+            while num_added < 10_000 and llm.num_unfinished_requests < 64:
+                params = SamplingParams(
+                    temperature=choose.choice([0.0, 0.8]),
+                    top_k=choose.choice([0, 0, 0, 10]),
+                    max_tokens=choose.randint(1, 8),
+                    ignore_eos=True,
+                )
+                waiting.append(llm.add_request(prompt_of(choose.randint(1, 40), seed=num_added % 50), params))
+                num_added += 1
+            if choose.random() < 0.2:
+                llm.abort(choose.choice(waiting[-40:]))
+            num_ended += len(llm.step())
+        while llm._core.has_work:
+            llm.step()
+        assert 5_000 < num_ended < 10_000
+        scheduler_of(llm).check()
+        torch.cuda.synchronize()
+        assert scheduler_of(llm).block_manager.num_available == free
+        assert torch.cuda.memory_allocated() == memory
+
+
+def test_the_cache_is_sized_from_free_memory_and_given_back() -> None:
     torch.cuda.init()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     free, total = torch.cuda.mem_get_info()
     share = 0.2 + 1 - free / total
-    with open_llm("llama", device="cuda", num_kvcache_blocks=-1, gpu_memory_utilization=share, max_num_seqs=2) as llm:
+    with open_on_gpu("llama", num_kvcache_blocks=-1, gpu_memory_utilization=share, max_num_seqs=2) as llm:
         # two sequences of 256 tokens are all that can run, so no more blocks are taken than they need
         assert scheduler_of(llm).config.num_blocks == 2 * 256 // 16
         llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
         assert torch.cuda.memory_allocated() > before
     assert torch.cuda.memory_allocated() == before
+
+
+def test_other_tenants_are_respected() -> None:
+    """With half of the GPU taken by somebody else, the cache stays within what is left of the share."""
+    free, total = torch.cuda.mem_get_info()
+    tenant = torch.empty(int(0.5 * total), dtype=torch.uint8, device="cuda")
+    try:
+        with open_on_gpu("llama", num_kvcache_blocks=-1, gpu_memory_utilization=0.7, max_num_seqs=512) as llm:
+            assert llm._core.executor._runner.cache_size.num_bytes <= 0.2 * total
+        with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+            open_on_gpu("llama", num_kvcache_blocks=-1, gpu_memory_utilization=0.3)
+    finally:
+        del tenant
+        torch.cuda.empty_cache()
+
+
+def test_out_of_memory_names_what_to_lower() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        open_on_gpu("llama", num_kvcache_blocks=10**9)
+    assert torch.cuda.memory_allocated() < 2**30

@@ -6,6 +6,7 @@ position 0 attends to its own fresh keys, a later one to what its blocks hold.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.backend import BatchGeometry, CacheShape
+from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm
+from nanovllm.attention.rotation import Rotation, norm_heads, rotate
 
 NEVER = float("-inf")
 MAX_PADDING = 1_000_000  # elements of keys and values; reading so many takes longer than one more round of calls
@@ -48,6 +50,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class SdpaStep:
+    cos_sin: tuple[Tensor, Tensor]  # of each token's position
     slots: Tensor  # [num_tokens * 2 * kv_heads] rows of the cache as [k|v * block * kv_head * position, head_dim]
     num_decodes: int
     decodes: dict[int | None, list[DecodeGroup]]  # by window
@@ -55,8 +58,11 @@ class SdpaStep:
 
 
 class SdpaBackend:
-    def __init__(self, shape: CacheShape) -> None:
+    plans_on_device = False
+
+    def __init__(self, shape: CacheShape, rotary_table: Tensor) -> None:
         self.shape = shape
+        self._rotation = Rotation(shape, rotary_table)
         self.block_size = shape.block_size
         self._windows = set(shape.windows)
         self._heads = np.arange(shape.num_kv_heads)
@@ -65,23 +71,27 @@ class SdpaBackend:
         self._num_pages = 0  # blocks * kv_heads: where values begin, counted in pages
         self._buffer = torch.empty(0, dtype=shape.cache_dtype, device=shape.device)
 
-    def make_cache(self, num_blocks: int) -> list[Tensor]:
+    def make_cache(self, num_blocks: int) -> list[LayerCache]:
         s = self.shape
         self._num_pages = num_blocks * s.num_kv_heads
         size = (2, num_blocks, s.num_kv_heads, s.block_size, s.head_dim)
         # zeros, not empty: padding may read a position before anyone wrote it, and NaN * 0 is NaN
-        return [zeros(size, s.cache_dtype, s.device) for _ in range(s.num_layers)]
+        return [LayerCache(zeros(size, s.cache_dtype, s.device)) for _ in range(s.num_layers)]
 
     # --- once a step --------------------------------------------------------------------------------------------------
 
-    def prepare(self, geometry: BatchGeometry) -> SdpaStep:
+    def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> SdpaStep:
         num_decodes = geometry.num_decodes
         return SdpaStep(
+            cos_sin=self._rotation.gather(self._tensor(geometry.positions)),
             slots=self._slots(geometry),
             num_decodes=num_decodes,
             decodes={w: self._decode_groups(geometry, w) if num_decodes else [] for w in self._windows},
             chunks={w: self._chunks(geometry, w) for w in self._windows},
         )
+
+    def decode_step(self, rows: Tensor, positions: Tensor, blocks: Tensor) -> SdpaStep:
+        raise NotImplementedError("what to gather is decided on the host")
 
     def _slots(self, geometry: BatchGeometry) -> Tensor:
         size = self.shape.block_size
@@ -159,42 +169,45 @@ class SdpaBackend:
 
     # --- once a layer -------------------------------------------------------------------------------------------------
 
-    def forward(self, qkv: Tensor, cache: Tensor, step: SdpaStep, window: int | None) -> Tensor:
-        s = self.shape
+    def forward(
+        self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, step: SdpaStep, window: int | None
+    ) -> Tensor:
+        s, kv = self.shape, cache.kv
+        qkv = rotate(qkv if norm is None else norm_heads(qkv, norm), step.cos_sin)
         new = qkv[:, s.num_heads :].reshape(-1, s.head_dim)  # each token's keys, then its values
-        cache.view(-1, s.head_dim).index_copy_(0, step.slots, new.to(s.cache_dtype))
+        kv.view(-1, s.head_dim).index_copy_(0, step.slots, new.to(s.cache_dtype))
         groups, chunks = step.decodes[window], step.chunks[window]
         if len(groups) == 1 and not chunks:
-            return self._decode(qkv, cache, groups[0])
+            return self._decode(qkv, kv, groups[0])
         out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
         for group in groups:
             rows = slice(0, step.num_decodes) if group.rows is None else group.rows
-            out[rows] = self._decode(qkv[rows], cache, group)
+            out[rows] = self._decode(qkv[rows], kv, group)
         for chunk in chunks:
             rows = slice(chunk.first, chunk.first + chunk.num_new)
-            out[rows] = self._prefill(qkv[rows], cache, chunk)
+            out[rows] = self._prefill(qkv[rows], kv, chunk)
         return out
 
-    def _gather(self, cache: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
+    def _gather(self, kv: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
         """Keys and values as [seqs, kv_heads, length, head_dim]; the memory is used again by the next gather."""
-        torch.index_select(cache.view(-1, pages.buffer.shape[1]), 0, pages.index, out=pages.buffer)
+        torch.index_select(kv.view(-1, pages.buffer.shape[1]), 0, pages.index, out=pages.buffer)
         if self.shape.cache_dtype == self.shape.dtype:
             return pages.keys, pages.values
         return pages.keys.to(self.shape.dtype), pages.values.to(self.shape.dtype)
 
-    def _decode(self, qkv: Tensor, cache: Tensor, group: DecodeGroup) -> Tensor:
+    def _decode(self, qkv: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
         s = self.shape
-        keys, values = self._gather(cache, group.pages)
+        keys, values = self._gather(kv, group.pages)
         queries = qkv[:, : s.num_heads].view(-1, s.num_kv_heads, s.num_heads // s.num_kv_heads, s.head_dim)
         out = attend(queries, keys, values, group.mask)
         return out.reshape(out.shape[0], -1)  # from [seqs, kv_heads, heads of a kv_head, head_dim]
 
-    def _prefill(self, qkv: Tensor, cache: Tensor, chunk: PrefillChunk) -> Tensor:
+    def _prefill(self, qkv: Tensor, kv: Tensor, chunk: PrefillChunk) -> Tensor:
         s = self.shape
         heads = qkv.transpose(0, 1).unsqueeze(0)  # [1, heads of q, k, v, num_new, head_dim]
         queries, keys, values = heads.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
         if chunk.pages is not None:
-            keys, values = self._gather(cache, chunk.pages)
+            keys, values = self._gather(kv, chunk.pages)
         group = s.num_heads // s.num_kv_heads
         if group > 1 and not self._shares_heads:
             keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)

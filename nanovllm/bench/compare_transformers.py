@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.arguments import count, span
 from nanovllm.bench.report import Report, Row, environment, medians_of, peak_memory
+from nanovllm.bench.shapes import shape_folder
 from nanovllm.config import DTYPES
 from nanovllm.errors import CheckpointError, NanoError
 
@@ -39,22 +40,7 @@ if TYPE_CHECKING:
     from nanovllm.bench.workload import Workload
     from nanovllm.llm import LLM
 
-SMOLLM2_135M: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "rope_theta": 100_000.0,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+DEFAULT_SHAPE = "smollm2-135m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -228,28 +214,22 @@ def _same_weights(engine: dict[str, Any], scratch: Path, *, random: bool) -> tup
     from nanovllm.runner.device import resolve_dtype
     from nanovllm.utils.hub import resolve_model
 
-    if random and "model" not in engine:
-        path, checkpoint_dtype = None, SMOLLM2_135M["torch_dtype"]
-    else:
-        path = resolve_model(engine.get("model"))
-        checkpoint_dtype = describe(path).config.dtype
-    dtype = resolve_dtype(engine.get("dtype", "auto"), checkpoint_dtype, torch.device(engine.get("device", "cpu")))
+    path = shape_folder(DEFAULT_SHAPE) if random and "model" not in engine else resolve_model(engine.get("model"))
+    own_dtype = describe(path).config.dtype
+    dtype = resolve_dtype(engine.get("dtype", "auto"), own_dtype, torch.device(engine.get("device", "cpu")))
     if random:
         _write_random(_read_config(path), scratch, dtype, engine.get("seed", 0))
-    elif path is not None and path.is_file():
+    elif path.is_file():
         _write_dequantized(path, scratch, dtype)
     else:
-        assert path is not None
         scratch = path
     return scratch, str(dtype).removeprefix("torch.")
 
 
-def _read_config(path: Path | None) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     from nanovllm.formats.gguf import GGUFFile
     from nanovllm.model_config import read_json
 
-    if path is None:
-        return SMOLLM2_135M
     if path.is_dir():
         return read_json(path / "config.json")
     with GGUFFile(path) as file:

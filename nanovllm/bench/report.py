@@ -29,8 +29,8 @@ class Report:
     def __str__(self) -> str:
         """The settings, then a table; a single result stands on its side."""
         head = _upright({**self.environment, **self.settings})
-        table = _upright(self.results[0]) if len(self.results) == 1 else _table(self.results)
-        return f"{self.benchmark}\n\n{head}\n\n{table}"
+        body = _upright(self.results[0]) if len(self.results) == 1 else table(self.results)
+        return f"{self.benchmark}\n\n{head}\n\n{body}"
 
 
 def environment(llm: "LLM") -> Row:
@@ -45,6 +45,7 @@ def environment(llm: "LLM") -> Row:
         "model": _model_name(llm.config.model),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "dtype": str(dtype).removeprefix("torch."),
+        **({} if llm.config.kv_cache_dtype == "auto" else {"kv_cache_dtype": llm.config.kv_cache_dtype}),
         "threads": torch.get_num_threads(),
         "nanovllm": __version__,
         "python": platform.python_version(),
@@ -106,13 +107,16 @@ def _upright(row: Row) -> str:
     return "\n".join(f"{_title(name):<{width}}  {_show(value)}" for name, value in row.items())
 
 
-def _table(rows: list[Row]) -> str:
-    columns = list(rows[0])
-    cells = [[_title(name) for name in columns], *([_show(row[name]) for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
+def table(rows: list[Row]) -> str:
+    """Numbers to the right, texts to the left."""
+    columns = [_column(name, [row[name] for row in rows]) for name in rows[0]]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _column(name: str, values: list[Any]) -> list[str]:
+    cells = [_title(name), *map(_show, values)]
+    width = max(map(len, cells))
+    return [cell.ljust(width) if isinstance(values[0], str) else cell.rjust(width) for cell in cells]
 
 
 def _title(name: str) -> str:
@@ -120,6 +124,8 @@ def _title(name: str) -> str:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{_title(name)} {_show(part)}" for name, part in value.items())
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.2f}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

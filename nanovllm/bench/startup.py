@@ -13,6 +13,9 @@ show what a cold disk adds.
   weights        the model and its KV cache, without the import of torch
   first step     from the open engine to the first token
   other          what is left: our own imports, the config
+
+"weights" is all that the engine builds: on a GPU the warm-up and the recorded graphs too. Where the engine notes its
+own phases, "engine phases" has their medians. With --model-shape there is no tokenizer, and the prompt is a few ids.
 """
 
 import argparse
@@ -31,6 +34,7 @@ from nanovllm.bench.report import Report, Row, environment, medians_of, peak_mem
 from nanovllm.errors import EngineError
 
 PROMPT = "What is the capital of France?"
+TOKEN_IDS = [1, 2, 3]  # where there is no tokenizer
 CHILD = "from nanovllm.bench.startup import child; child()"
 
 
@@ -43,7 +47,10 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     results: list[Row] = [found["result"] for found in runs]
     rows: list[Row] = [{"run": str(number), **result} for number, result in enumerate(results, 1)]
     rows.append({"run": "median", **medians_of(results)})
-    return Report("startup", runs[0]["environment"], {"prompt": PROMPT}, rows)
+    settings = {"prompt": runs[0]["prompt"]}
+    if runs[0]["phases"]:
+        settings["engine_phases"] = medians_of([found["phases"] for found in runs])
+    return Report("startup", runs[0]["environment"], settings, rows)
 
 
 def _run_once(engine: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +84,8 @@ def child() -> None:
         opened = time.monotonic()
         next(llm.stream(_prompt(llm), SamplingParams(temperature=0.0)))
         first_token = time.monotonic()
-        facts = environment(llm)
+        found = {"environment": environment(llm), "phases": getattr(llm, "startup_seconds", {})}
+        found["prompt"] = PROMPT if llm.tokenizer is not None else f"{len(TOKEN_IDS)} token ids"
     seconds = {
         "interpreter": entered - begin,
         "torch": phases["torch"],
@@ -87,7 +95,7 @@ def child() -> None:
     }
     total = first_token - begin
     result: Row = {**seconds, "other": total - sum(seconds.values()), "total_seconds": total, **peak_memory()}
-    print(json.dumps({"environment": facts, "result": result}))
+    print(json.dumps({**found, "result": result}))
 
 
 def _prompt(llm: Any) -> Any:
@@ -95,7 +103,7 @@ def _prompt(llm: Any) -> Any:
     from nanovllm.errors import RequestError
 
     if llm.tokenizer is None:
-        return [1, 2, 3]
+        return TOKEN_IDS
     try:
         return llm.render_chat([{"role": "user", "content": PROMPT}])
     except RequestError:

@@ -6,20 +6,28 @@ end, long prompts must not stall the rest, and the KV cache must hold them all. 
 cache itself, which no batch shares.
 
 By default this is the published workload (256 requests, 142,827 tokens in and 133,966 out). It takes seconds on a GPU
-and long on a CPU; --num-seqs, --input-len, --output-len and --max-tokens shrink it.
+and long on a CPU; --num-seqs, --input-len, --output-len and --max-tokens shrink it. --model-shape measures a model
+whose weights are not at hand. Before the clock starts a short request has run, and on a GPU also the same prompts with
+short answers, so that every batch size has been seen. --repeat runs the workload again in the same engine, with an
+emptied prefix cache: best and median follow (of an even number, the slower of the two in the middle).
 
   output tokens/second   what the published numbers state: generated tokens over the whole time, prompts included
+  fraction of roofline   the least time for this work over the time it took. The least time follows from how fast this
+                         device copies memory and multiplies matrices, both measured here after the run, and from what
+                         must be read: the weights once a step, each sequence's keys and values up to its position
+  steps, decode steps    all steps, and those without a prompt in them
   mean batch             generated tokens over steps: how full the batch was
-  startup seconds        from opening the model to the first step; not part of the throughput
+  startup                seconds from opening the model to the first answer, and of its phases; not part of the rest
 """
 
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.arguments import count, span
-from nanovllm.bench.report import Report, environment, peak_memory
+from nanovllm.bench.report import Report, Row, environment, peak_memory
 
 if TYPE_CHECKING:
     from nanovllm.bench.workload import Workload
@@ -35,16 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", help="tokens of a prompt, drawn from A to B; default: 100:1024", **lengths)
     parser.add_argument("--output-len", help="tokens of an answer, drawn from A to B; default: 100:1024", **lengths)
     parser.add_argument("--max-tokens", type=count, metavar="N", help="cut every answer after N tokens")
+    parser.add_argument("--repeat", type=count, default=1, metavar="N", help="runs in the same engine; default: 1")
 
 
 def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     from nanovllm import LLM
+    from nanovllm.bench.roofline import roofline_of
     from nanovllm.bench.workload import make_workload
 
     begin = time.perf_counter()
     with LLM(**engine) as llm:
+        opened = time.perf_counter()
         warm_up(llm)
-        startup_seconds = time.perf_counter() - begin
+        started = time.perf_counter()
         workload = make_workload(
             num_seqs=args.num_seqs,
             input_len=args.input_len,
@@ -56,19 +67,60 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
         workload.check_fits(llm.max_model_len)
         facts = environment(llm)
         _warn_if_long(workload)
-        seconds, num_steps = serve(llm, workload)
-    result = {
+        if runs_on_gpu(engine):
+            serve(llm, workload.staggered())
+        runs = []
+        for _ in range(args.repeat):
+            llm.reset_prefix_cache()
+            runs.append(serve(llm, workload))
+        memory = peak_memory()
+    roofline = roofline_of(llm)
+    least_seconds = roofline.workload_seconds(workload.input_lens, workload.output_lens)
+    settings = {
+        "requests": args.num_seqs,
+        "seed": llm.config.seed,
         "input_tokens": workload.num_input_tokens,
         "output_tokens": workload.num_output_tokens,
-        "seconds": seconds,
-        "output_tokens_per_second": workload.num_output_tokens / seconds,
-        "total_tokens_per_second": (workload.num_input_tokens + workload.num_output_tokens) / seconds,
-        "steps": num_steps,
-        "mean_batch": workload.num_output_tokens / num_steps,
-        "startup_seconds": startup_seconds,
-        **peak_memory(),
+        "startup_seconds": started - begin,
+        "startup_phases": {**getattr(llm, "startup_seconds", {}), "first_request": started - opened},
+        **memory,
+        **roofline.machine.row(),
+        "least_seconds": least_seconds,
     }
-    return Report("throughput", facts, {"requests": args.num_seqs, "seed": llm.config.seed}, [result])
+    return Report("throughput", facts, settings, _rows(runs, workload, least_seconds))
+
+
+@dataclass(frozen=True)
+class Run:
+    seconds: float
+    num_steps: int
+    num_decode_steps: int  # without a prompt in them
+
+
+def _rows(runs: list[Run], workload: "Workload", least_seconds: float) -> list[Row]:
+    rows: list[Row] = [
+        {
+            "run": str(number),
+            "seconds": run.seconds,
+            "output_tokens_per_second": workload.num_output_tokens / run.seconds,
+            "total_tokens_per_second": (workload.num_input_tokens + workload.num_output_tokens) / run.seconds,
+            "fraction_of_roofline": least_seconds / run.seconds,
+            "steps": run.num_steps,
+            "decode_steps": run.num_decode_steps,
+            "mean_batch": workload.num_output_tokens / run.num_steps,
+        }
+        for number, run in enumerate(runs, 1)
+    ]
+    if len(rows) == 1:
+        return rows
+    ranked = sorted(rows, key=lambda row: row["seconds"])
+    return [*rows, {**ranked[0], "run": "best"}, {**ranked[len(ranked) // 2], "run": "median"}]
+
+
+def runs_on_gpu(engine: dict[str, Any]) -> bool:
+    from nanovllm.runner.device import resolve_device
+
+    return resolve_device(engine.get("device", "auto")).type == "cuda"
 
 
 def warm_up(llm: "LLM") -> None:
@@ -79,11 +131,11 @@ def warm_up(llm: "LLM") -> None:
     llm.reset_prefix_cache()
 
 
-def serve(llm: "LLM", workload: "Workload") -> tuple[float, int]:
-    """Hand over all requests, step until all are done; seconds and number of steps."""
+def serve(llm: "LLM", workload: "Workload") -> Run:
+    """Hand over all requests, step until all are done."""
     from tqdm import tqdm
 
-    num_steps = 0
+    num_steps = num_decode_steps = 0
     # tqdm reads disable=None as "only on a terminal".
     with tqdm(total=workload.num_output_tokens, unit="tok", desc="Generating", disable=None) as bar:
         begin = shown = time.perf_counter()
@@ -91,12 +143,16 @@ def serve(llm: "LLM", workload: "Workload") -> tuple[float, int]:
             llm.add_request(prompt, params)
         while not llm.is_finished():
             done = llm.step()
-            num_steps += 1
-            bar.update(sum(len(output["token_ids"]) for output in done))
+            plan = llm._core.last_plan
+            if plan is not None:  # else the first step is still under way
+                num_steps += 1
+                num_decode_steps += not plan.chunks
+            if done:
+                bar.update(sum(len(output["token_ids"]) for output in done))
             if time.perf_counter() - shown > REFRESH_SECONDS:
                 shown = time.perf_counter()
                 bar.set_postfix_str(f"step {num_steps}, {llm.num_unfinished_requests} requests left")
-        return time.perf_counter() - begin, num_steps
+        return Run(time.perf_counter() - begin, num_steps, num_decode_steps)
 
 
 def _warn_if_long(workload: "Workload") -> None:

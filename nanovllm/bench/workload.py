@@ -21,8 +21,12 @@ class Workload:
     temperature: float = 0.6
 
     @property
+    def input_lens(self) -> list[int]:
+        return list(map(len, self.prompts))
+
+    @property
     def num_input_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+        return sum(self.input_lens)
 
     @property
     def params(self) -> list[SamplingParams]:
@@ -38,6 +42,12 @@ class Workload:
     def first_tokens(self, count: int) -> "Workload":
         """The same prompts with answers of at most `count` tokens."""
         return Workload(self.prompts, [min(count, wanted) for wanted in self.output_lens], self.temperature)
+
+    def staggered(self) -> "Workload":
+        """The same prompts, the answers cut so that one request ends a step: the batch takes every size on its way."""
+        by_length = sorted(range(len(self.output_lens)), key=self.output_lens.__getitem__)
+        cut = {index: min(self.output_lens[index], rank + 2) for rank, index in enumerate(by_length)}
+        return Workload(self.prompts, [cut[index] for index in range(len(cut))], self.temperature)
 
     def check_fits(self, max_model_len: int) -> None:
         """Raise if a request is longer than the model's limit: its answer would silently be cut short."""

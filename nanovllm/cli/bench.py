@@ -6,7 +6,8 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from nanovllm.bench import compare_transformers, latency, startup, throughput
+from nanovllm.bench import compare_transformers, latency, profile, startup, throughput
+from nanovllm.bench.shapes import shape_names, with_shape
 from nanovllm.cli.options import add_engine_options, engine_options
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ DESCRIPTION = (
 EPILOG = """\
 examples:
   nanovllm bench throughput --num-seqs 16 --input-len 64:256 --output-len 64:128
+  nanovllm bench throughput --model-shape qwen3-0.6b
   nanovllm bench latency --model path/to/Qwen3-0.6B --batch-sizes 1,8 --json
 """
 BENCHMARKS: dict[str, ModuleType] = {
     "throughput": throughput,
     "latency": latency,
     "startup": startup,
+    "profile": profile,
     "compare-transformers": compare_transformers,
 }
 
@@ -38,8 +41,19 @@ def add_arguments(parser: "Parser") -> None:
         command = commands.add_parser(name, usage="%(prog)s [options]", help=summary, description=lesson)
         command.add_argument("--json", action="store_true", help="print one JSON document")
         module.add_arguments(command)
+        if module is not compare_transformers:  # which writes its random weights down, for both sides to read
+            _add_model_shape(command)
         add_engine_options(command)
         command.set_defaults(run=partial(_run_benchmark, module))
+
+
+def _add_model_shape(command: "Parser") -> None:
+    known = ", ".join(shape_names())
+    command.add_argument(
+        "--model-shape",
+        metavar="NAME",
+        help=f"instead of --model: random weights of this shape (load format dummy): {known}",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_benchmark(module: ModuleType, args: argparse.Namespace) -> int:
-    report = module.run(args, engine_options(args))
+    engine = with_shape(engine_options(args), getattr(args, "model_shape", None))
+    report = module.run(args, engine)
     print(report.to_json() if args.json else report)
     return 0

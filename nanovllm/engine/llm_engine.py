@@ -1,5 +1,6 @@
 """Requests in, outputs out: tokenizes, admits, runs the loop, makes text."""
 
+import gc
 import random
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -52,6 +53,9 @@ class LLMEngine:
         from nanovllm.executor.uniproc import UniprocExecutor
 
         executor = UniprocExecutor(self.config, self.model_config, path, max_model_len=self.max_model_len)
+        self.startup_seconds = executor.startup_seconds
+        if executor.runs_beside_host:
+            gc.freeze()  # what is here now stays: the collector need not look at it while steps of a millisecond run
         overlap = executor.runs_beside_host if self.config.overlap is None else self.config.overlap
         sizes = self.config.scheduler_config(max_model_len=self.max_model_len, num_blocks=executor.num_blocks)
         return EngineCore(Scheduler(sizes), executor, depth=int(overlap))

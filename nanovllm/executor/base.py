@@ -16,6 +16,7 @@ class StepHandle(Protocol):
 class Executor(Protocol):
     num_blocks: int  # of the KV cache
     runs_beside_host: bool  # a launched step leaves the host free, so scheduling ahead pays
+    startup_seconds: dict[str, float]  # how long the parts of its start took
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue a step behind those launched before it."""

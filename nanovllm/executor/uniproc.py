@@ -14,6 +14,7 @@ class UniprocExecutor:
         self._runner = ModelRunner(config, model_config, path, max_model_len=max_model_len)
         self.num_blocks = self._runner.cache_size.num_blocks
         self.runs_beside_host = self._runner.device.type != "cpu"
+        self.startup_seconds = self._runner.phases.seconds
 
     def launch(self, plan: StepPlan) -> StepHandle:
         return self._runner.launch(plan)

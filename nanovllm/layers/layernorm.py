@@ -1,8 +1,12 @@
 """Root-mean-square norm."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nanovllm.kernels import dependent_launch, usable
 
 FEW_ROWS = 32
 
@@ -15,12 +19,19 @@ class RMSNorm:
         self._eps = torch.tensor(eps)
         self._mirrored: Tensor | None = None
         self._in_float32 = dtype == torch.float32 and device.type == "cpu"
+        self._kernel: Callable[..., Tensor] | None = None
+        if usable(device.type):
+            from nanovllm.kernels.rms_norm import rms_norm
+
+            self._kernel = rms_norm
 
     def finish_loading(self) -> None:
         if self.weight.device.type == "cpu" and not self._in_float32:
             self._mirrored = torch.cat([self.weight, torch.zeros_like(self.weight)])
 
     def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, size]
+        if self._kernel is not None:
+            return self._kernel(x, self.weight, self.eps, pdl=dependent_launch())
         if self._mirrored is not None and x.shape[0] <= FEW_ROWS:
             # [x, -x] has mean 0 and variance mean(x^2), so its layer norm, one kernel on a CPU, is x's RMS norm, eight
             twice = torch.cat((x, -x), dim=-1)

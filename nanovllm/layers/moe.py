@@ -1,15 +1,23 @@
 """A mixture of experts: each token passes the few experts its router picks."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels import dependent_launch, usable
 from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import make_linear
 
 
 class MoE:
-    """Tokens are sorted by expert, so that each expert used runs once over all its tokens."""
+    """Tokens are sorted by expert, so that each expert used runs once over all its tokens.
+
+    On a GPU kernels do the same without asking the host how many tokens an expert has.
+    """
 
     def __init__(
         self,
@@ -21,15 +29,23 @@ class MoE:
         norm_topk_prob: bool,
         dtype: torch.dtype,
         device: torch.device,
+        invariant: bool,
     ) -> None:
         self.num_experts_per_token = num_experts_per_token
         self.norm_topk_prob = norm_topk_prob
-        self.gate = Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
+        self.gate = make_linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device, invariant=invariant)
         self.gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
+        self._kernels: Callable[..., Tensor] | None = None
+        if usable(device.type):
+            from nanovllm.kernels.moe import experts_forward
+
+            self._kernels = partial(experts_forward, invariant=invariant, pdl=dependent_launch())
 
     def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden]
         weights, experts = self._route(x)
+        if self._kernels is not None:
+            return self._kernels(x, self.gate_up, self.down, weights, experts)
         order = experts.reshape(-1).argsort(stable=True)
         tokens = order // self.num_experts_per_token  # which token each sorted entry belongs to
         counts = torch.bincount(experts.reshape(-1), minlength=self.gate_up.shape[0]).tolist()
@@ -49,7 +65,12 @@ class MoE:
         unsorted[order] = sorted_y
         return unsorted.view(x.shape[0], self.num_experts_per_token, -1).sum(dim=1)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """residual + moe(norm(residual)), all [num_tokens, hidden]; `residual` may be written over."""
+        x = norm(residual)
+        if self._kernels is not None:
+            weights, experts = self._route(x)
+            return self._kernels(x, self.gate_up, self.down, weights, experts, residual=residual)
         return residual + self(x)
 
     def finish_loading(self) -> None:

@@ -5,27 +5,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backend import AttentionBackend
-from nanovllm.layers.activation import silu_and_mul
+from nanovllm.attention.backend import AttentionBackend, LayerCache
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.embed_head import Embedding, LMHead
+from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import Linear, make_linear
 from nanovllm.layers.moe import MoE
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 
 
 class MLP:
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        invariant: bool,
     ) -> None:
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        self.gate_up_proj = make_linear(
+            hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device, invariant=invariant
+        )
+        self.down_proj = make_linear(
+            intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device, invariant=invariant
+        )
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + mlp(x), all [num_tokens, hidden]."""
-        return self.down_proj.add_to(residual, silu_and_mul(self.gate_up_proj(x)))
+    def add_to(self, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """residual + mlp(norm(residual)), all [num_tokens, hidden]; `residual` may be written over."""
+        return self.down_proj.add_to(residual, self.gate_up_proj.gated_after_norm(norm, residual))
 
     def finish_loading(self) -> None:
         self.gate_up_proj.finish_loading()
@@ -34,7 +43,14 @@ class MLP:
 
 class DecoderLayer:
     def __init__(
-        self, config: ModelConfig, layer: int, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        invariant: bool,
     ) -> None:
         hidden = config.hidden_size
         self.input_layernorm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
@@ -50,6 +66,7 @@ class DecoderLayer:
             backend=backend,
             dtype=dtype,
             device=device,
+            invariant=invariant,
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
         self.mlp: MLP | MoE
@@ -62,13 +79,21 @@ class DecoderLayer:
                 norm_topk_prob=config.moe.norm_topk_prob,
                 dtype=dtype,
                 device=device,
+                invariant=invariant,
             )
         else:
-            self.mlp = MLP(hidden, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device)
+            self.mlp = MLP(
+                hidden,
+                config.intermediate_size,
+                bias=config.mlp_bias,
+                dtype=dtype,
+                device=device,
+                invariant=invariant,
+            )
 
-    def __call__(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor, step: Any) -> Tensor:
-        x = self.self_attn.add_to(x, self.input_layernorm(x), cos_sin, cache, step)
-        return self.mlp.add_to(x, self.post_attention_layernorm(x))
+    def __call__(self, x: Tensor, cache: LayerCache, step: Any) -> Tensor:
+        x = self.self_attn.add_to(x, self.input_layernorm, cache, step)
+        return self.mlp.add_to(x, self.post_attention_layernorm)
 
 
 class Decoder:
@@ -77,38 +102,30 @@ class Decoder:
         config: ModelConfig,
         *,
         backend: AttentionBackend,
-        max_position: int,
         dtype: torch.dtype,
         device: torch.device,
+        invariant: bool = False,
     ) -> None:
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.rotary = RotaryEmbedding(
-            config.rope,
-            num_rotated=config.num_heads + config.num_kv_heads,
-            num_kept=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position=max_position,
-            dtype=dtype,
-            device=device,
-        )
-        self.layers = [DecoderLayer(config, layer, backend, dtype, device) for layer in range(config.num_layers)]
+        self.layers = [
+            DecoderLayer(config, layer, backend=backend, dtype=dtype, device=device, invariant=invariant)
+            for layer in range(config.num_layers)
+        ]
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
         size = (0, 0) if config.tie_word_embeddings else (config.hidden_size, config.vocab_size)
-        self.lm_head = LMHead(*size, bias=False, dtype=dtype, device=device)
+        self.lm_head = make_linear(*size, bias=False, dtype=dtype, device=device, invariant=invariant)
         if config.tie_word_embeddings:
-            self.lm_head.tie(self.embed_tokens)
+            self.lm_head.weight = self.embed_tokens.weight
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, caches: list[Tensor], step: Any) -> Tensor:
-        """[num_tokens] ids and positions -> [num_tokens, hidden]; `step` is the attention backend's own."""
-        x = self.embed_tokens(input_ids)
-        cos_sin = self.rotary.gather(positions)
+    def __call__(self, x: Tensor, caches: list[LayerCache], step: Any) -> Tensor:
+        """Embedded tokens through all layers, [num_tokens, hidden]; `step` is the attention backend's own."""
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, cos_sin, cache, step)
+            x = layer(x, cache, step)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [num_rows, hidden] -> [num_rows, vocab] float32
-        return self.lm_head(self.norm(hidden))
+    def logits(self, hidden: Tensor) -> Tensor:  # [num_rows, hidden] -> [num_rows, vocab]
+        return self.lm_head.after_norm(self.norm, hidden)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """Which device, which number format, how much memory: answers that depend on the machine."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -37,7 +39,24 @@ def resolve_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.d
 
 def resolve_cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
     """What keys and values are kept in; `auto` = as the model computes."""
+    if wanted == "fp8":
+        return torch.float8_e4m3fn
     return dtype if wanted == "auto" else getattr(torch, wanted)
+
+
+@contextmanager
+def out_of_memory_named(device: torch.device) -> Iterator[None]:
+    """Turns a GPU's out-of-memory at the start into an error that says what to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        gib = 2**30
+        raise ConfigError(
+            f"the GPU ran out of memory at the start ({free / gib:.1f} of {total / gib:.1f} GiB are free now): lower "
+            "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, take a smaller model, or end other "
+            f"programs on this GPU. torch said: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def available_memory() -> int:

@@ -4,27 +4,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, BatchGeometry
 from nanovllm.plan import StepPlan
 from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.upload import Upload
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    input_ids: Tensor  # [num_tokens]
-    positions: Tensor  # [num_tokens]
+    rows: Tensor  # [num_tokens] int32 row of the request table that each token belongs to
+    positions: Tensor  # [num_tokens] int32
     attn: Any  # what the attention backend prepared for this step
-    logits_rows: Tensor | None  # [num_sampled] token index of each sampling row; None = every token samples
+    sampled_rows: Tensor | None  # [num_sampled] int32 rows of the request table; None = nobody samples
+    logits_rows: Tensor | None  # [num_sampled] int32 token index of each sampling row; None = every token samples
     first_tokens: np.ndarray  # [num_decodes + num_chunks] token index of each sequence's first token, on the host
 
 
-def build_batch(plan: StepPlan, table: RequestTable, backend: AttentionBackend, device: torch.device) -> ForwardBatch:
+def step_capacity(*, max_num_tokens: int, max_num_seqs: int) -> int:
+    """Integers that a step may upload: a row and a position a token, and what describes sequences and their tiles."""
+    return 4 * max_num_tokens + 16 * max_num_seqs
+
+
+def build_batch(plan: StepPlan, table: RequestTable, backend: AttentionBackend, upload: Upload) -> ForwardBatch:
+    """Tensors are valid once `upload` is sent."""
     num_decodes = len(plan.decode_rows)
     rows = np.array(plan.decode_rows + tuple(chunk.row for chunk in plan.chunks), dtype=np.int64)
-    starts = table.length[rows] - 1
+    starts = table.host_length[rows] - 1
     num_new = np.ones(len(rows), dtype=np.int64)
     for index, chunk in enumerate(plan.chunks, num_decodes):
         starts[index], num_new[index] = chunk.start, chunk.num_new
@@ -36,20 +43,25 @@ def build_batch(plan: StepPlan, table: RequestTable, backend: AttentionBackend, 
     last_tokens = (first_tokens + num_new - 1)[samples]
 
     num_blocks = int((starts + num_new - 1).max()) // backend.block_size + 1
+    device_rows, device_positions = upload.add(rows[seqs]), upload.add(positions)
     geometry = BatchGeometry(
         num_decodes=num_decodes,
+        rows=rows,
         starts=starts,
         num_new=num_new,
         first_tokens=first_tokens,
         token_seqs=seqs,
         positions=positions,
-        block_tables=table.blocks[rows, :num_blocks],
+        block_tables=table.host_blocks[rows, :num_blocks],
+        device_rows=device_rows,
+        device_positions=device_positions,
+        device_blocks=table.blocks,
     )
-    device_positions = torch.from_numpy(positions).to(device)
     return ForwardBatch(
-        input_ids=table.tokens[torch.from_numpy(rows[seqs]).to(device), device_positions],
+        rows=device_rows,
         positions=device_positions,
-        attn=backend.prepare(geometry),
-        logits_rows=None if len(last_tokens) == len(positions) else torch.from_numpy(last_tokens).to(device),
+        attn=backend.prepare(geometry, upload.add),
+        sampled_rows=upload.add(rows[samples]) if samples.any() else None,
+        logits_rows=None if len(last_tokens) == len(positions) else upload.add(last_tokens),
         first_tokens=first_tokens,
     )

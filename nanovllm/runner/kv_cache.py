@@ -36,8 +36,12 @@ def size_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
     weight_bytes: int = 0,
+    activation_bytes: int | None = None,
 ) -> CacheSize:
-    """`weight_bytes`: what is still to be loaded; 0 once the weights are in memory."""
+    """`weight_bytes`: what is still to be loaded; 0 once the weights are in memory.
+
+    `activation_bytes`: what the largest step was seen to take; None = estimate it.
+    """
     block_size = config.kvcache_block_size
     block_bytes = model.kv_bytes_per_token(str(dtype).removeprefix("torch.")) * block_size
     if config.num_kvcache_blocks != -1:
@@ -47,7 +51,7 @@ def size_kv_cache(
         reason = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     else:
         if device.type == "cuda":
-            budget, reason = _gpu_budget(config, model, device, weight_bytes)
+            budget, reason = _gpu_budget(config, model, device, weight_bytes, activation_bytes)
         else:
             share = config.cpu_memory_utilization
             budget = int(max(available_memory() - weight_bytes, 0) * share)
@@ -62,13 +66,20 @@ def size_kv_cache(
     return CacheSize(num_blocks=num_blocks, block_size=block_size, block_bytes=block_bytes, reason=reason)
 
 
-def _gpu_budget(config: Config, model: ModelConfig, device: torch.device, weight_bytes: int) -> tuple[int, str]:
+def _gpu_budget(
+    config: Config, model: ModelConfig, device: torch.device, weight_bytes: int, activation_bytes: int | None
+) -> tuple[int, str]:
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    wide = max(2 * model.intermediate_size, model.q_size + 2 * model.kv_size) + 4 * model.hidden_size
-    activations = 2 * 4 * config.max_num_batched_tokens * wide + 4 * 4 * config.max_num_seqs * model.vocab_size
+    if activation_bytes is None:
+        wide = max(2 * model.intermediate_size, model.q_size + 2 * model.kv_size) + 4 * model.hidden_size
+        activation_bytes = 2 * config.max_num_batched_tokens * wide + 3 * 4 * config.max_num_seqs * model.vocab_size
+    # recorded graphs keep a decode step's logits and activations in a pool of their own
+    graph_bytes = 4 * config.max_num_seqs * (model.vocab_size + 16 * model.hidden_size + 4 * model.intermediate_size)
     in_use = total - free  # by anyone
-    budget = int(total * config.gpu_memory_utilization) - in_use - activations - weight_bytes
+    budget = int(total * config.gpu_memory_utilization) - in_use - activation_bytes - graph_bytes - weight_bytes
     share = (
-        f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {in_use / GIB:.1f} in use"
+        f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {in_use / GIB:.1f} in use, "
+        f"{(activation_bytes + graph_bytes) / GIB:.1f} kept for a step"
     )
     return max(budget, 0), share

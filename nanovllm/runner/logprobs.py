@@ -1,32 +1,58 @@
 """Log-probabilities of chosen tokens and of the most likely ones beside them."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from nanovllm.plan import TokenLogprobs
 
 
-def score(logprobs: Tensor, chosen: Tensor, num_top: int) -> list[TokenLogprobs]:
-    """[rows, vocab] log-probabilities and [rows] chosen tokens -> one entry a row."""
-    own = logprobs.gather(1, chosen[:, None])
-    rank = (logprobs > own).sum(dim=-1) + 1
-    top, ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
-    all_ids = torch.cat([chosen[:, None], ids], dim=1).tolist()
-    values = torch.cat([own, top], dim=1).tolist()
-    return [TokenLogprobs(tuple(i), tuple(v), r) for i, v, r in zip(all_ids, values, rank.tolist(), strict=True)]
+@dataclass(frozen=True)
+class PendingScores:
+    """Scores on their way to the host."""
+
+    token_ids: Tensor  # [rows, 1 + num_top] the chosen token, then the most likely ones
+    logprobs: Tensor  # [rows, 1 + num_top]
+    ranks: Tensor  # [rows]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "PendingScores":
+        return PendingScores(function(self.token_ids), function(self.logprobs), function(self.ranks))
+
+    def read(self) -> list[TokenLogprobs]:
+        entries = zip(self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), strict=True)
+        return [TokenLogprobs(tuple(ids), tuple(values), rank) for ids, values, rank in entries]
 
 
-class PendingLogprobs:
-    """Scores of one step's sampled tokens; read only when the step's result is."""
+@dataclass(frozen=True)
+class RowScores:
+    """Scores of a step's sampled tokens, of which each row wants its own number."""
 
-    def __init__(self, logprobs: Tensor, chosen: Tensor, wanted: list[tuple[int, int]]) -> None:
-        self._logprobs, self._chosen = logprobs, chosen
-        self._wanted = wanted  # (index among the sampled rows, number of alternatives)
+    scores: PendingScores  # [len(wanted)]
+    wanted: list[tuple[int, int]]  # (index among the sampled rows, number of alternatives)
 
-    def wait(self) -> dict[int, list[TokenLogprobs]]:
-        most = max(num_top for _, num_top in self._wanted)
-        rows = score(self._logprobs, self._chosen, most)
+    def map(self, function: Callable[[Tensor], Tensor]) -> "RowScores":
+        return RowScores(self.scores.map(function), self.wanted)
+
+    def read(self) -> dict[int, list[TokenLogprobs]]:
         return {
             index: [TokenLogprobs(row.token_ids[: num_top + 1], row.logprobs[: num_top + 1], row.rank)]
-            for (index, num_top), row in zip(self._wanted, rows, strict=True)
+            for (index, num_top), row in zip(self.wanted, self.scores.read(), strict=True)
         }
+
+
+def score_rows(logprobs: Tensor, chosen: Tensor, wanted: list[tuple[int, int]]) -> RowScores:
+    return RowScores(score(logprobs, chosen, max(num_top for _, num_top in wanted)), wanted)
+
+
+def score(logprobs: Tensor, chosen: Tensor, num_top: int) -> PendingScores:
+    """[rows, vocab] log-probabilities and [rows] chosen tokens."""
+    chosen = chosen.long()[:, None]
+    own = logprobs.gather(1, chosen)
+    top, ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
+    return PendingScores(
+        token_ids=torch.cat([chosen, ids], dim=1),
+        logprobs=torch.cat([own, top], dim=1),
+        ranks=(logprobs > own).sum(dim=-1) + 1,
+    )

@@ -1,41 +1,122 @@
 """The running requests as the device side sees them: a fixed row each, row 0 for padding."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.kernels import usable
 from nanovllm.plan import NewRow, StepPlan
+from nanovllm.runner.upload import Upload
 
 
 class RequestTable:
-    """Token values live on the device; lengths and block tables, which never depend on a token's value, on the host."""
+    """Token values live on the device alone; lengths and block tables, which depend on none, on both sides.
+
+    All of the device's columns are views of one int32 tensor, so what changes in a step is a list of (index, value).
+    """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
-        num_rows = max_num_seqs + 1
-        self.tokens = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
-        self.length = np.zeros(num_rows, dtype=np.int64)
-        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
-        self.blocks = np.zeros((num_rows, -(-max_model_len // block_size)), dtype=np.int64)
-        self.requests: list[NewRow | None] = [None] * num_rows
+        rows, max_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
+        columns = ("length", "temperature", "top_k", "top_p", "min_p", "seed_low", "seed_high")
+        shapes = {"tokens": (rows, max_model_len), "blocks": (rows, max_blocks), "decode_rows": (max_num_seqs,)}
+        shapes |= {name: (rows,) for name in columns}
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        self._starts = dict(zip(shapes, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
+        self._widths = {name: shape[-1] if len(shape) == 2 else 1 for name, shape in shapes.items()}
+        self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        views = {
+            name: part.view(shape) for (name, shape), part in zip(shapes.items(), self._all.split(sizes), strict=True)
+        }
+        self.tokens = views["tokens"]  # [rows, max_model_len]
+        self.blocks = views["blocks"]  # [rows, max_blocks]
+        self.decode_rows = views["decode_rows"]  # [max_num_seqs] who decodes, padded with row 0
+        self.length = views["length"]  # [rows] known tokens, as all columns from here on
+        self.temperature = views["temperature"].view(torch.float32)  # 0 = greedy
+        self.top_k = views["top_k"]  # 0 = off
+        self.top_p = views["top_p"].view(torch.float32)
+        self.min_p = views["min_p"].view(torch.float32)
+        self.seed_low, self.seed_high = views["seed_low"], views["seed_high"]
+
+        self.host_length = np.zeros(rows, dtype=np.int64)
+        self.host_blocks = np.zeros((rows, max_blocks), dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
+        self._requests: list[NewRow | None] = [None] * rows
+        self._writes: list[tuple[int, np.ndarray]] = []  # (first index, values) not yet on the device
+        self._scatter = None
+        if usable(device.type):
+            from nanovllm.kernels.scatter import scatter
+
+            self._scatter = scatter
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in what a plan says has changed."""
+        """Take in what a plan says has changed; the device learns of it with `pack` and `flush`."""
         for new in plan.new_rows:
-            self.requests[new.row] = new
-            self.length[new.row] = len(new.token_ids)
-            self.num_prompt_tokens[new.row] = new.num_prompt_tokens
-            self.blocks[new.row, : len(new.block_table)] = new.block_table
-            values = torch.tensor(new.token_ids, dtype=torch.int32)
-            self.tokens[new.row, : len(new.token_ids)] = values.to(self.tokens.device)
+            self._fill(new)
         for grown in plan.new_blocks:
-            self.blocks[grown.row, grown.index : grown.index + len(grown.blocks)] = grown.blocks
+            self.host_blocks[grown.row, grown.index : grown.index + len(grown.blocks)] = grown.blocks
+            self._write("blocks", grown.row, grown.blocks, at=grown.index)
 
-    def advance(self, rows: np.ndarray, device_rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Append the sampled `tokens`, [n], to their rows, at `positions`."""
-        self.tokens[device_rows, positions] = tokens.to(torch.int32)
-        self.length[rows] += 1
+    def _fill(self, new: NewRow) -> None:
+        row, params = new.row, new.params
+        self._requests[row] = new
+        self.host_length[row] = len(new.token_ids)
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.host_blocks[row, : len(new.block_table)] = new.block_table
+        self._write("tokens", row, new.token_ids)
+        self._write("blocks", row, new.block_table)
+        self._write("length", row, (len(new.token_ids),))
+        self._write("top_k", row, (max(params.top_k, 0),))
+        seed = np.array([new.seed], dtype=np.int64).view(np.int32)  # low half first
+        self._write("seed_low", row, seed[:1])
+        self._write("seed_high", row, seed[1:])
+        temperature = 0.0 if params.greedy else params.temperature
+        for name, value in (("temperature", temperature), ("top_p", params.top_p), ("min_p", params.min_p)):
+            self._write(name, row, np.array([value], dtype=np.float32).view(np.int32))
+
+    def set_decode_rows(self, rows: tuple[int, ...], *, size: int) -> None:
+        """Who decodes from now on, padded to `size`."""
+        padded = np.zeros(size, dtype=np.int32)
+        padded[: len(rows)] = rows
+        self._write("decode_rows", 0, padded)
+
+    def _write(self, name: str, row: int, values: np.ndarray | tuple[int, ...], *, at: int = 0) -> None:
+        first = self._starts[name] + row * self._widths[name] + at
+        self._writes.append((first, np.asarray(values, dtype=np.int32)))
+
+    @property
+    def num_changes(self) -> int:
+        return sum(len(values) for _, values in self._writes)
+
+    def pack(self, upload: Upload) -> tuple[Tensor, Tensor]:
+        """Add all changes to a step's upload: indices and values, for `flush` once they are there."""
+        indices = [np.arange(first, first + len(values)) for first, values in self._writes]
+        changes = upload.add(np.concatenate(indices)), upload.add(np.concatenate([v for _, v in self._writes]))
+        self._writes.clear()
+        return changes
+
+    def flush(self, changes: tuple[Tensor, Tensor]) -> None:
+        if self._scatter is not None:
+            self._scatter(self._all, *changes)
+        else:
+            self._all[changes[0].long()] = changes[1]
+
+    def append(self, rows: Tensor, tokens: Tensor) -> None:
+        """Append sampled `tokens`, [n], to their `rows`, on the device."""
+        length = self.length[rows]
+        self.tokens[rows, length.long()] = tokens.to(torch.int32)
+        self.length[rows] = length + 1
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._all.zero_()
+        self.host_length[:] = 0
+        self.host_blocks[:] = 0
+        self._requests = [None] * len(self._requests)
+        self._writes.clear()
 
     def request(self, row: int) -> NewRow:
-        request = self.requests[row]
+        request = self._requests[row]
         assert request is not None, f"row {row} was planned before it was filled"
         return request

@@ -6,9 +6,11 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend, BatchGeometry, CacheShape
 from nanovllm.attention.sdpa import SdpaBackend
+from tests.kernels.support import DEVICE
 
 BACKENDS = [SdpaBackend]
-HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 8, 16, 64
+HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 16, 16, 64
+UNROTATED = torch.cat([torch.ones(512, HEAD_DIM // 2), torch.zeros(512, HEAD_DIM // 2)], dim=1)
 
 # (tokens already computed, new tokens) of each sequence; decodes first
 STEPS = {
@@ -39,15 +41,24 @@ def geometry_of(parts: list[tuple[int, int]], block_tables: np.ndarray) -> Batch
     starts, num_new = np.array(parts).T
     first_tokens = np.cumsum(num_new) - num_new
     token_seqs = np.repeat(np.arange(len(parts)), num_new)
+    positions = starts[token_seqs] + np.arange(len(token_seqs)) - first_tokens[token_seqs]
     return BatchGeometry(
         num_decodes=next((i for i, (start, new) in enumerate(parts) if new > 1), len(parts)),
+        rows=np.arange(len(parts)),
         starts=starts,
         num_new=num_new,
         first_tokens=first_tokens,
         token_seqs=token_seqs,
-        positions=starts[token_seqs] + np.arange(len(token_seqs)) - first_tokens[token_seqs],
+        positions=positions,
         block_tables=block_tables,
+        device_rows=as_int32(token_seqs),
+        device_positions=as_int32(positions),
+        device_blocks=as_int32(block_tables),
     )
+
+
+def as_int32(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int32)).to(DEVICE)
 
 
 def block_tables_of(parts: list[tuple[int, int]]) -> np.ndarray:
@@ -78,10 +89,12 @@ def test_equals_plain_attention(backend_type: type, heads: tuple[int, int], wind
             windows=(window,),
             dtype=torch.float32,
             cache_dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+            device=torch.device(DEVICE),
+        ),
+        UNROTATED.to(DEVICE),
     )
-    (cache,) = backend.make_cache(NUM_BLOCKS)
+    (layer,) = backend.make_cache(NUM_BLOCKS)
+    cache = layer.kv
     cache.fill_(1e4)  # leftovers of other requests, which no one may see
     tables = block_tables_of(parts)
     generator = torch.Generator().manual_seed(0)
@@ -96,8 +109,8 @@ def test_equals_plain_attention(backend_type: type, heads: tuple[int, int], wind
         expected.append(plain_attention(q, k, v, window))
     before = cache.clone()
     geometry = geometry_of(parts, tables)
-    out = backend.forward(torch.cat(news), cache, backend.prepare(geometry), window)
-    torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    out = backend.forward(torch.cat(news).to(DEVICE), None, layer, backend.prepare(geometry, as_int32), window)
+    torch.testing.assert_close(out.cpu(), torch.cat(expected), atol=1e-5, rtol=1e-5)
 
     written = (cache != before).any(dim=-1)  # [k|v, block, kv_head, position]
     assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"

@@ -39,6 +39,16 @@ def test_small_vocabulary_and_lengths_are_kept_to() -> None:
     assert make_workload(num_seqs=50, input_len=(3, 5), seed=2).prompts != workload.prompts
 
 
+def test_staggered_batch_takes_every_size() -> None:
+    workload = make_workload()
+    staggered = workload.staggered()
+    assert staggered.prompts == workload.prompts
+    assert sorted(staggered.output_lens) == list(range(2, 258))
+    assert all(cut <= full for cut, full in zip(staggered.output_lens, workload.output_lens, strict=True))
+    short = make_workload(num_seqs=4, output_len=(3, 3)).staggered()
+    assert sorted(short.output_lens) == [2, 3, 3, 3]
+
+
 def test_request_that_would_be_cut_short_is_refused() -> None:
     workload = make_workload(num_seqs=1, input_len=(30, 30), output_len=(10, 10))
     workload.check_fits(40)

@@ -24,14 +24,18 @@ def document(done: subprocess.CompletedProcess[str], benchmark: str) -> dict[str
 def test_throughput(cli: Cli, tiny_model: Path) -> None:
     options = ["--num-seqs", "5", "--input-len", "4:9", "--output-len", "6:12", "--max-tokens", "8", *SMALL]
     done = cli("bench", "throughput", "--model", tiny_model, *options, "--json")
-    (result,) = document(done, "throughput")["results"]
-    assert 20 <= result["input_tokens"] <= 45
-    assert 30 <= result["output_tokens"] <= 40
-    assert result["steps"] >= 8
-    assert result["mean_batch"] == result["output_tokens"] / result["steps"]
-    assert result["output_tokens_per_second"] == result["output_tokens"] / result["seconds"]
-    assert result["startup_seconds"] > 0
-    assert 100 < result["peak_rss_mib"] < 20_000
+    found = document(done, "throughput")
+    settings, (result,) = found["settings"], found["results"]
+    assert 20 <= settings["input_tokens"] <= 45
+    assert 30 <= settings["output_tokens"] <= 40
+    assert 8 <= result["steps"] <= 9
+    assert result["decode_steps"] == result["steps"] - 1  # all prompts fit into the first step
+    assert result["mean_batch"] == settings["output_tokens"] / result["steps"]
+    assert result["output_tokens_per_second"] == settings["output_tokens"] / result["seconds"]
+    assert result["fraction_of_roofline"] == settings["least_seconds"] / result["seconds"]
+    assert settings["least_seconds"] > 0
+    assert 0 < settings["startup_phases"]["first_request"] < settings["startup_seconds"]
+    assert 100 < settings["peak_rss_mib"] < 20_000
 
 
 def test_throughput_as_a_table(cli: Cli, tiny_model: Path) -> None:
@@ -41,7 +45,22 @@ def test_throughput_as_a_table(cli: Cli, tiny_model: Path) -> None:
     lines = [line.split("  ") for line in done.stdout.splitlines()]
     table = {line[0]: line[-1].strip() for line in lines if len(line) > 1}
     assert (table["input tokens"], table["output tokens"], table["requests"]) == ("8", "12", "2")
-    assert float(table["output tokens/second"].replace(",", "")) > 0
+    assert (table["steps"], table["decode steps"], table["mean batch"]) == ("6", "5", "2.00")
+    for name in ("output tokens/second", "fraction of roofline", "copy gigabytes/second", "matmul teraflops"):
+        assert float(table[name].replace(",", "")) >= 0
+    assert "first request" in table["startup phases"]
+
+
+def test_throughput_repeated(cli: Cli, tiny_model: Path) -> None:
+    options = ["--num-seqs", "2", "--input-len", "4", "--output-len", "3", "--repeat", "3", *SMALL]
+    done = cli("bench", "throughput", "--model", tiny_model, *options, "--json")
+    found = document(done, "throughput")
+    *runs, best, median = found["results"]
+    assert [row["run"] for row in found["results"]] == ["1", "2", "3", "best", "median"]
+    ranked = sorted(runs, key=lambda row: row["seconds"])
+    assert ({**best, "run": ranked[0]["run"]}, {**median, "run": ranked[1]["run"]}) == (ranked[0], ranked[1])
+    assert [row["steps"] for row in runs] == [3, 3, 3]
+    assert all(row["decode_steps"] == 2 for row in runs)
 
 
 def test_throughput_refuses_a_workload_that_would_be_cut(cli: Cli, tiny_model: Path) -> None:
@@ -56,9 +75,17 @@ def test_latency(cli: Cli, tiny_model: Path) -> None:
     assert [row["batch_size"] for row in results] == [1, 3]
     for row in results:
         assert row["steps"] == 4  # six tokens: one of the prefill, and the last step ends the requests
-        assert 0 < row["step_median_ms"] <= row["step_p99_ms"]
-        assert 0 < row["ttft_first_ms"] <= row["ttft_last_ms"]
-        assert row["tokens_per_second"] == pytest.approx(row["batch_size"] / row["step_median_ms"] * 1e3)
+        assert 0 < row["ms_per_token"] <= row["step_p99_ms"]
+        assert 0 < row["ttft_first_ms"] <= row["prefill_seconds"] * 1e3
+        assert row["tokens_per_second"] == pytest.approx(row["batch_size"] / row["ms_per_token"] * 1e3)
+        assert row["fraction_of_roofline"] > 0 and row["prefill_fraction"] > 0
+
+
+def test_latency_leaves_the_first_steps_out(cli: Cli, tiny_model: Path) -> None:
+    options = ["--batch-sizes", "2", "--output-len", "34", *SMALL]
+    found = document(cli("bench", "latency", "--model", tiny_model, *options, "--json"), "latency")
+    assert [row["steps"] for row in found["results"]] == [28]  # 32 steps decode, an eighth is left out
+    assert found["settings"]["input_len"] == 128  # the default without a GPU
 
 
 def test_startup(cli: Cli, tiny_model: Path) -> None:
@@ -69,6 +96,16 @@ def test_startup(cli: Cli, tiny_model: Path) -> None:
     assert all(row[phase] > 0 for phase in phases)
     assert row["total_seconds"] == pytest.approx(sum(row[phase] for phase in [*phases, "other"]))
     assert row["other"] < row["total_seconds"] / 2
+
+
+def test_startup_of_a_shape(cli: Cli) -> None:
+    options = ["--runs", "1", "--model-shape", "smollm2-135m", "--dtype", "float32", *SMALL, "--json"]
+    found = document(cli("bench", "startup", *options), "startup")
+    assert found["environment"]["model"] == "smollm2-135m"
+    assert found["settings"]["prompt"] == "3 token ids"
+    row = found["results"][0]
+    assert row["tokenizer"] == 0
+    assert row["weights"] > 0 and row["first_step"] > 0
 
 
 @pytest.mark.parametrize("weights", ["own", "random"])

@@ -7,7 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies, rotate
+from nanovllm.attention.backend import CacheShape
+from nanovllm.attention.rotation import Rotation, rotate
+from nanovllm.layers.rotary_embedding import inverse_frequencies, rotary_table
 from nanovllm.model_config import read_rope
 
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
@@ -34,15 +36,18 @@ def test_equals_transformers(name: str, head_dim: int) -> None:
     torch.testing.assert_close(inverse_frequencies(rope, head_dim), theirs.inv_freq, rtol=1e-6, atol=0)
 
     positions = torch.tensor([0, 1, 17, 1000, 4095])
-    ours = RotaryEmbedding(
-        rope,
-        num_rotated=6,
-        num_kept=2,
+    shape = CacheShape(
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
         head_dim=head_dim,
-        max_position=4096,
+        block_size=16,
+        windows=(None,),
         dtype=torch.float32,
+        cache_dtype=torch.float32,
         device=torch.device("cpu"),
     )
+    ours = Rotation(shape, rotary_table(rope, head_dim=head_dim, max_position=4096, device=shape.device))
     qkv = torch.randn(5, 8, head_dim, generator=torch.Generator().manual_seed(0))
     q, k, v = qkv.split([4, 2, 2], dim=1)
     cos, sin = theirs(qkv, positions[None])

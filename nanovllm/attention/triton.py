@@ -1,0 +1,217 @@
+"""Paged attention with our own kernels.
+
+A decode is one kernel: it norms, rotates and stores the new key and value and attends, the work of all sequences cut
+into equal parts. Prefill chunks take two: one that prepares and stores, one that attends through the block tables.
+
+With `invariant`, decodes go the way of prefill chunks, in tiles of one fixed shape: then a token's result depends
+neither on what else is in the step nor on how its sequence was cut into chunks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm
+from nanovllm.kernels import dependent_launch
+from nanovllm.kernels.decode_attention import DecodeConfig, DecodeWorkspace, decode_config, paged_decode, plan_decode
+from nanovllm.kernels.prefill_attention import paged_prefill, prefill_config, query_tiles
+from nanovllm.kernels.rope_store import rope_store
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Sequences with new tokens of their own side by side; each tensor [num_chunks] int32."""
+
+    rows: Tensor
+    starts: Tensor
+    first_tokens: Tensor
+    num_new: Tensor
+    tiles: Tensor  # [num_tiles, 2] (chunk, tile of its queries)
+
+
+@dataclass(frozen=True)
+class TritonStep:
+    rows: Tensor  # [num_tokens] of the request table
+    positions: Tensor  # [num_tokens] -1 = padding
+    blocks: Tensor  # [rows of the request table, max_blocks]
+    num_decodes: int
+    chunks: Chunks | None
+    planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: how the decodes' work is cut
+
+
+class TritonBackend:
+    plans_on_device = True
+
+    def __init__(self, shape: CacheShape, rotary_table: Tensor, *, max_num_seqs: int, invariant: bool = False) -> None:
+        self.shape = shape
+        self.block_size = shape.block_size
+        self._rotary_table = rotary_table
+        self._invariant = invariant
+        group = shape.num_heads // shape.num_kv_heads
+        self._prefill_config = prefill_config(
+            head_dim=shape.head_dim, group=group, dtype=shape.dtype, cache_dtype=shape.cache_dtype
+        )
+        self._tokens_per_tile = self._prefill_config.block_m // group
+        self._num_sms = 1
+        if shape.device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(shape.device).multi_processor_count
+        self._workspace = DecodeWorkspace(
+            max_batch=max_num_seqs,
+            max_programs=max(self._decode_config(batch).num_programs for batch in range(1, max_num_seqs + 1)),
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            device=shape.device,
+        )
+        # one a window, each used by all layers of a step
+        self._prefixes = {
+            window: torch.empty(max_num_seqs + 1, dtype=torch.int32, device=shape.device)
+            for window in set(shape.windows)
+        }
+        self._one_each = torch.ones(max_num_seqs, dtype=torch.int32, device=shape.device)
+        self._numbers = torch.arange(max_num_seqs, dtype=torch.int32, device=shape.device)
+        self._first_tiles = torch.stack([self._numbers, torch.zeros_like(self._numbers)], dim=1)
+
+    def _decode_config(self, batch: int) -> DecodeConfig:
+        s = self.shape
+        return decode_config(
+            batch,
+            heads=s.num_heads,
+            kv_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            cache_dtype=s.cache_dtype,
+            num_sms=self._num_sms,
+        )
+
+    def make_cache(self, num_blocks: int) -> list[LayerCache]:
+        s = self.shape
+        slots = (s.num_layers, 2, num_blocks, s.num_kv_heads, s.block_size)
+        # zeros, not empty: a tile may read a position before anyone wrote it, and NaN * 0 is NaN
+        kv = torch.zeros((*slots, s.head_dim), dtype=s.cache_dtype, device=s.device)
+        if s.cache_dtype.itemsize > 1:
+            return [LayerCache(layer) for layer in kv]
+        scales = torch.zeros(slots, dtype=torch.bfloat16, device=s.device)
+        return [LayerCache(layer, of_layer) for layer, of_layer in zip(kv, scales, strict=True)]
+
+    # --- once a step --------------------------------------------------------------------------------------------------
+
+    def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> TritonStep:
+        num_decodes = 0 if self._invariant else geometry.num_decodes
+        chunks = None
+        if len(geometry.rows) > num_decodes:
+            rest = slice(num_decodes, None)
+            chunks = Chunks(
+                rows=upload(geometry.rows[rest]),
+                starts=upload(geometry.starts[rest]),
+                first_tokens=upload(geometry.first_tokens[rest]),
+                num_new=upload(geometry.num_new[rest]),
+                tiles=upload(query_tiles(geometry.num_new[rest], self._tokens_per_tile)),
+            )
+        return TritonStep(
+            rows=geometry.device_rows,
+            positions=geometry.device_positions,
+            blocks=geometry.device_blocks,
+            num_decodes=num_decodes,
+            chunks=chunks,
+        )
+
+    def decode_step(self, rows: Tensor, positions: Tensor, blocks: Tensor) -> TritonStep:
+        n = len(rows)
+        if not self._invariant:
+            return TritonStep(rows=rows, positions=positions, blocks=blocks, num_decodes=n, chunks=None)
+        chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
+        return TritonStep(rows=rows, positions=positions, blocks=blocks, num_decodes=0, chunks=chunks)
+
+    # --- once a layer -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, step: TritonStep, window: int | None
+    ) -> Tensor:
+        s = self.shape
+        out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
+        if step.num_decodes:
+            self._decode(qkv[: step.num_decodes], norm, cache, step, window, out[: step.num_decodes])
+        if step.chunks is not None:
+            self._prefill(qkv, norm, cache, step, step.chunks, window, out)
+        return out
+
+    def _decode(
+        self,
+        qkv: Tensor,
+        norm: QKNorm | None,
+        cache: LayerCache,
+        step: TritonStep,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        n = step.num_decodes
+        config = self._decode_config(n)
+        prefix = step.planned.get(window)
+        if prefix is None:
+            prefix = step.planned[window] = self._prefixes[window][: n + 1]
+            plan_decode(step.positions[:n], prefix, tile=config.tile, window=window, pdl=dependent_launch())
+        paged_decode(
+            qkv,
+            cache.kv,
+            cache.scales,
+            rows=step.rows[:n],
+            positions=step.positions[:n],
+            blocks=step.blocks,
+            prefix=prefix,
+            workspace=self._workspace,
+            q_norm=None if norm is None else norm.q,
+            k_norm=None if norm is None else norm.k,
+            eps=0.0 if norm is None else norm.eps,
+            cos_sin=self._rotary_table,
+            window=window,
+            out=out,
+            config=config,
+            pdl=dependent_launch(),
+        )
+
+    def _prefill(
+        self,
+        qkv: Tensor,
+        norm: QKNorm | None,
+        cache: LayerCache,
+        step: TritonStep,
+        chunks: Chunks,
+        window: int | None,
+        out: Tensor,
+    ) -> None:
+        s, first = self.shape, step.num_decodes
+        rope_store(
+            qkv[first:],
+            cache.kv,
+            cache.scales,
+            rows=step.rows[first:],
+            positions=step.positions[first:],
+            blocks=step.blocks,
+            q_norm=None if norm is None else norm.q,
+            k_norm=None if norm is None else norm.k,
+            eps=0.0 if norm is None else norm.eps,
+            cos_sin=self._rotary_table,
+            num_heads=s.num_heads,
+            num_kv_heads=s.num_kv_heads,
+            pdl=dependent_launch(),
+        )
+        paged_prefill(
+            qkv,
+            cache.kv,
+            cache.scales,
+            chunk_rows=chunks.rows,
+            chunk_starts=chunks.starts,
+            chunk_first_tokens=chunks.first_tokens,
+            chunk_num_new=chunks.num_new,
+            tiles=chunks.tiles,
+            blocks=step.blocks,
+            num_heads=s.num_heads,
+            num_kv_heads=s.num_kv_heads,
+            window=window,
+            out=out,
+            config=self._prefill_config,
+            pdl=dependent_launch(),
+        )

@@ -1,0 +1,288 @@
+"""What a GPU does in a decode step: which kernels run, for how long, and how long it runs none.
+
+While a GPU waits it earns nothing. It waits between two kernels of a step (a launch, the tail of one and the ramp of
+the next) and between two steps (for Python, for a copy). In a recorded graph the former is a microsecond or less, and
+with one step scheduled ahead the latter should be nothing at all. The picture shows both: bars are kernels, white is
+waiting.
+
+All sequences of a batch decode; some steps pass first, then `torch.profiler` notes the start and the end of every
+kernel, in graphs as well, and the first and the last steps of what it saw are cut off. Noting costs a little time, so
+read shares here and milliseconds in `nanovllm bench latency`. Needs a GPU.
+
+  idle percent       time in which no kernel ran, copies not counted as kernels
+  long gaps percent  the part of it in gaps of more than 5 µs: the GPU waited for the host
+  kernels/step       how many were launched
+
+Below that, for each batch size, the kernels that took the most time. --svg FILE draws two steps of every batch size.
+"""
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.bench.arguments import count, counts
+from nanovllm.bench.report import Report, Row, environment, table
+from nanovllm.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+SETTLING_STEPS = 8
+EDGE_STEPS = 2  # cut off at either end of what was recorded
+LONG_GAP_US = 5.0
+NUM_KERNELS_SHOWN = 12
+NAME_WIDTH = 60
+# The first kind whose pattern is found in a kernel's name.
+KINDS = {
+    "copy": r"memcpy|memset",
+    "attention": r"attention|attn|flash|fmha|decode|prefill|_plan_kernel",
+    "linear": r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitk|_rows?_kernel|gate_up|_down_kernel",
+    "sampling": r"sample|_cut_kernel|argmax|logit",
+    "norm, rotation, activation": r"",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch-sizes", type=counts, default=[16, 64, 256], metavar="N,N", help="default: 16,64,256")
+    parser.add_argument("--input-len", type=count, default=960, metavar="N", help="prompt tokens; default: %(default)s")
+    parser.add_argument("--steps", type=count, default=20, metavar="N", help="steps to look at; default: %(default)s")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of two steps of each batch size")
+
+
+def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
+    from nanovllm.bench.throughput import runs_on_gpu
+
+    if not runs_on_gpu(engine):
+        raise ConfigError(
+            "bench profile looks at a GPU's kernels, and this is a CPU; 'nanovllm bench latency' runs here"
+        )
+    from nanovllm import LLM
+    from nanovllm.bench.throughput import warm_up
+
+    if args.svg is not None:
+        args.svg.write_text("")  # a path that cannot be written is known before the work, not after it
+    with LLM(**{"skip_tokenizer_init": True, **engine}) as llm:
+        facts = environment(llm)
+        warm_up(llm)
+        found = {size: record_decode(llm, size, args.input_len, args.steps) for size in args.batch_sizes}
+    if args.svg is not None:
+        args.svg.write_text(draw(found))
+    rows = [{"batch_size": size, **steps.row()} for size, steps in found.items()]
+    kernels = {f"batch {size}": steps.kernel_rows() for size, steps in found.items()}
+    return ProfileReport("profile", facts, {"input_len": args.input_len, "steps": args.steps}, rows, kernels)
+
+
+@dataclass(frozen=True)
+class ProfileReport(Report):
+    kernels: dict[str, list[Row]]
+
+    def __str__(self) -> str:
+        parts = [f"{title}\n{table(rows)}" for title, rows in self.kernels.items()]
+        return "\n\n".join([super().__str__(), *parts])
+
+
+# --- what was recorded ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    start: float  # µs
+    end: float
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind, pattern in KINDS.items() if re.search(pattern, self.name, re.IGNORECASE))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The kernels of `num_steps` consecutive decode steps, in the order of their start."""
+
+    kernels: list[Kernel]  # copies among them
+    num_steps: int
+
+    @property
+    def microseconds(self) -> float:
+        return max(kernel.end for kernel in self.kernels) - self.kernels[0].start
+
+    def gaps(self) -> list[float]:
+        """Times in which no kernel ran; kernels may overlap."""
+        running = [kernel for kernel in self.kernels if kernel.kind != "copy"]
+        gaps, busy_until = [], running[0].end
+        for kernel in running[1:]:
+            if kernel.start > busy_until:
+                gaps.append(kernel.start - busy_until)
+            busy_until = max(busy_until, kernel.end)
+        return gaps
+
+    def idle_percent(self) -> float:
+        return 100 * sum(self.gaps()) / self.microseconds
+
+    def row(self) -> Row:
+        long_gaps = [gap for gap in self.gaps() if gap > LONG_GAP_US]
+        return {
+            "step_ms": self.microseconds / self.num_steps / 1e3,
+            "idle_percent": self.idle_percent(),
+            "long_gaps_percent": 100 * sum(long_gaps) / self.microseconds,
+            "kernels_per_step": sum(kernel.kind != "copy" for kernel in self.kernels) / self.num_steps,
+            "copies_per_step": sum(kernel.kind == "copy" for kernel in self.kernels) / self.num_steps,
+        }
+
+    def kernel_rows(self) -> list[Row]:
+        """The kernels that took the most time, by name; times are those of one step."""
+        by_name: dict[str, list[Kernel]] = {}
+        for kernel in self.kernels:
+            by_name.setdefault(kernel.name, []).append(kernel)
+        rows = [self._kernel_row(kernels) for kernels in by_name.values()]
+        return sorted(rows, key=lambda row: -row["microseconds"])[:NUM_KERNELS_SHOWN]
+
+    def _kernel_row(self, kernels: list[Kernel]) -> Row:
+        microseconds = sum(kernel.end - kernel.start for kernel in kernels)
+        return {
+            "kind": kernels[0].kind,
+            "microseconds": microseconds / self.num_steps,
+            "percent": 100 * microseconds / self.microseconds,
+            "launches": len(kernels) / self.num_steps,
+            "each": microseconds / len(kernels),
+            "kernel": _short(kernels[0].name),
+        }
+
+    def first(self, num_steps: int) -> "Steps":
+        """Steps are told apart by their number of kernels: they are all alike."""
+        count = round(len(self.kernels) * num_steps / self.num_steps)
+        return Steps(self.kernels[:count], num_steps)
+
+
+def middle_steps(kernels: Iterable[Kernel], num_steps: int) -> Steps:
+    """The recorded steps without the first and the last ones, in which starting and stopping to record shows."""
+    in_order = sorted(kernels, key=lambda kernel: kernel.start)
+    edge = round(len(in_order) * EDGE_STEPS / num_steps)
+    return Steps(in_order[edge : len(in_order) - edge], num_steps - 2 * EDGE_STEPS)
+
+
+def _short(name: str) -> str:
+    name = name.removeprefix("void ")
+    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 1] + "…"
+
+
+def record_decode(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -> Steps:
+    """Let a batch decode, and record `num_steps` of its steps when it has settled."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from nanovllm.bench.workload import make_workload
+
+    num_recorded = num_steps + 2 * EDGE_STEPS
+    num_prefill_steps = -(-batch_size * input_len // max(1, llm.config.max_num_batched_tokens - batch_size)) + 1
+    output_len = num_prefill_steps + SETTLING_STEPS + num_recorded + 4
+    workload = make_workload(
+        num_seqs=batch_size,
+        input_len=(input_len, input_len),
+        output_len=(output_len, output_len),
+        seed=llm.config.seed,
+        vocab_size=llm.model_config.vocab_size,
+    )
+    workload.check_fits(llm.max_model_len)
+    llm.reset_prefix_cache()
+    names = [llm.add_request(prompt, params) for prompt, params in zip(workload.prompts, workload.params, strict=True)]
+    try:
+        _until_all_decode(llm, batch_size)
+        for _ in range(SETTLING_STEPS):
+            llm.step()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(num_recorded):
+                llm.step()
+        still_running = llm.num_unfinished_requests
+    finally:
+        llm.abort(names)
+        llm.step()  # takes in what was still under way
+    if still_running < batch_size:
+        raise EngineError(
+            f"only {still_running} of {batch_size} sequences were still decoding at the end of the record"
+        )
+    return middle_steps(_kernels(profiler.events()), num_recorded)
+
+
+def _until_all_decode(llm: "LLM", batch_size: int) -> None:
+    while not llm.is_finished():
+        llm.step()
+        plan = llm._core.last_plan
+        if plan is not None and not plan.chunks and len(plan.decode_rows) == batch_size:
+            return
+    raise ConfigError(
+        f"max_num_seqs={llm.config.max_num_seqs}: {batch_size} sequences never decode together; raise it, give the KV "
+        "cache more memory, or look at smaller batches"
+    )
+
+
+def _kernels(events: Iterable[Any]) -> list[Kernel]:
+    """Of the profiler's events those of the device; marks that a program sets there are none of them."""
+    from torch.autograd import DeviceType
+
+    kernels = [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and "Sync" not in event.name
+    ]
+    if not kernels:
+        raise EngineError("torch.profiler saw no kernel: it needs CUPTI, and the right to read the GPU's counters")
+    return kernels
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+WIDTH, MARGIN, LANE, PANEL = 960, 16, 44, 104  # pixels; a panel is a caption, a lane of bars and an axis
+COLOURS = dict(zip(KINDS, ("#8c8c8c", "#3b6fb6", "#d98a29", "#a24c9a", "#4f9e5b"), strict=True))
+TEXT = 'font-family="sans-serif" font-size="13" fill="#222"'
+
+
+def draw(found: dict[int, Steps], num_steps: int = 2) -> str:
+    """An SVG: a lane for each batch size, a bar for each kernel, as wide as it ran."""
+    height = 2 * MARGIN + PANEL * len(found) + 20
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
+    ]
+    for index, (batch_size, steps) in enumerate(found.items()):
+        caption = f"batch {batch_size}: {steps.idle_percent():.1f} % idle over {steps.num_steps} steps"
+        lines += _panel(steps.first(min(num_steps, steps.num_steps)), caption, top=MARGIN + PANEL * index)
+    lines += _legend(top=height - MARGIN)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _panel(steps: Steps, caption: str, *, top: int) -> list[str]:
+    scale = (WIDTH - 2 * MARGIN) / steps.microseconds
+    lane = top + 22
+    lines = [
+        f'<text x="{MARGIN}" y="{top + 12}" {TEXT}>{caption}</text>',
+        f'<rect x="{MARGIN}" y="{lane}" width="{WIDTH - 2 * MARGIN}" height="{LANE}" fill="none" stroke="#ccc"/>',
+    ]
+    for kind, colour in COLOURS.items():
+        bars = [kernel for kernel in steps.kernels if kernel.kind == kind]
+        if bars:
+            lines.append(f'<path fill="{colour}" d="{_bars(bars, steps.kernels[0].start, scale, lane)}"/>')
+    length = f"{steps.microseconds:,.0f} µs, {steps.num_steps} steps"
+    axis = lane + LANE + 16
+    lines.append(f'<text x="{MARGIN}" y="{axis}" {TEXT}>0</text>')
+    lines.append(f'<text x="{WIDTH - MARGIN}" y="{axis}" text-anchor="end" {TEXT}>{length}</text>')
+    return lines
+
+
+def _bars(kernels: Sequence[Kernel], origin: float, scale: float, top: int) -> str:
+    parts = []
+    for kernel in kernels:
+        left, width = MARGIN + (kernel.start - origin) * scale, (kernel.end - kernel.start) * scale
+        parts.append(f"M{left:.2f} {top}h{width:.2f}v{LANE}h-{width:.2f}z")
+    return "".join(parts)
+
+
+def _legend(*, top: int) -> list[str]:
+    lines, left = [], MARGIN
+    for kind, colour in COLOURS.items():
+        lines.append(f'<rect x="{left}" y="{top - 10}" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{left + 18}" y="{top}" {TEXT}>{kind}</text>')
+        left += 44 + 8 * len(kind)
+    return lines

@@ -1,0 +1,618 @@
+"""Paged decode attention: one launch that norms, rotates, stores the new key and value, attends and merges.
+
+The work of a batch is cut into equal tiles of one (sequence, kv head) each; a fixed number of programs takes equal
+shares of all tiles, whatever the lengths. A program walks its share as segments: runs of tiles of one (sequence,
+kv head). Where a segment is only a part, it leaves its softmax state in the workspace and the last program to arrive
+merges the parts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+FP8_MAX = tl.constexpr(448.0)
+MIN_SCALE = tl.constexpr(1e-10)
+# fp8 values enter the dot products as float16; probabilities times a value's scale are lifted by this much, so that
+# scales of small values do not fall below what float16 resolves, and the result is lowered again at the end.
+LIFT = tl.constexpr(256.0)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How a batch is cut: tokens a tile, programs in the grid, warps a program, depth of the load pipeline."""
+
+    tile: int
+    num_programs: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_config(
+    batch: int, *, heads: int, kv_heads: int, head_dim: int, cache_dtype: torch.dtype, num_sms: int
+) -> DecodeConfig:
+    """The configuration for a batch size: small tiles spread short work, large ones stream it."""
+    row_bytes = triton.next_power_of_2(head_dim) * cache_dtype.itemsize
+    if cache_dtype == torch.float32:
+        return DecodeConfig(tile=16, num_programs=2 * num_sms, num_warps=4, num_stages=2)
+    if batch * kv_heads <= num_sms:
+        return DecodeConfig(tile=32, num_programs=2 * num_sms, num_warps=4, num_stages=3)
+    tile = 64 if row_bytes <= 256 else 32
+    return DecodeConfig(tile=tile, num_programs=3 * num_sms, num_warps=4, num_stages=3)
+
+
+class DecodeWorkspace:
+    """Where partial results meet; one serves every layer and step, as each call leaves the counters at zero."""
+
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        max_programs: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device | str,
+    ) -> None:
+        group = heads // kv_heads
+        # A program leaves at most two parts: its first segment and its last.
+        slots = 2 * max_programs
+        self.acc = torch.empty(slots, group, head_dim, dtype=torch.float32, device=device)
+        self.maxima = torch.empty(slots, group, dtype=torch.float32, device=device)
+        self.sums = torch.empty(slots, group, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max_batch * kv_heads, dtype=torch.int32, device=device)
+
+
+def plan_decode_reference(positions: torch.Tensor, *, tile: int, window: int | None) -> torch.Tensor:
+    first = (positions - window + 1).clamp(min=0) if window is not None else torch.zeros_like(positions)
+    tiles = torch.where(positions < 0, 0, positions // tile - first // tile + 1)
+    return torch.cat([tiles.new_zeros(1), tiles.cumsum(0)]).to(torch.int32)  # [batch + 1]
+
+
+def paged_decode_reference(
+    qkv: torch.Tensor,  # [batch, heads + 2 * kv_heads, head_dim]
+    cache: torch.Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim], written
+    scales: torch.Tensor | None,  # [2, num_blocks, kv_heads, block_size] where the cache is fp8, written
+    *,
+    rows: torch.Tensor,  # [batch]
+    positions: torch.Tensor,  # [batch], -1 is padding
+    blocks: torch.Tensor,  # [num_rows, max_blocks]
+    q_norm: torch.Tensor | None,  # [head_dim]
+    k_norm: torch.Tensor | None,  # [head_dim]
+    eps: float,
+    cos_sin: torch.Tensor,  # [max_position, head_dim] float32
+    window: int | None,
+) -> torch.Tensor:  # [batch, heads * head_dim]
+    _, _, kv_heads, block_size, head_dim = cache.shape
+    heads = qkv.shape[1] - 2 * kv_heads
+    out = qkv.new_zeros(qkv.shape[0], heads * head_dim)
+    for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        if position < 0:
+            continue
+        q, k, v = qkv[i].split([heads, kv_heads, kv_heads])
+        q = _norm_rotate_reference(q, q_norm, eps, cos_sin[position])
+        k = _norm_rotate_reference(k, k_norm, eps, cos_sin[position])
+        block, slot = int(blocks[row, position // block_size]), position % block_size
+        for which, new in enumerate((k, v)):
+            if scales is None:
+                cache[which, block, :, slot] = new.to(cache.dtype)
+            else:
+                values, scale = _quantize_reference(new)
+                cache[which, block, :, slot] = values
+                scales[which, block, :, slot] = scale
+        first = max(0, position - window + 1) if window is not None else 0
+        seen = torch.arange(first, position + 1, device=qkv.device)
+        at = blocks[row, seen // block_size].long()
+        kv = cache[:, at, :, seen % block_size].float()  # [tokens, 2, kv_heads, head_dim]
+        if scales is not None:
+            kv *= scales[:, at, :, seen % block_size].float()[..., None]
+        keys, values = kv.double().repeat_interleave(heads // kv_heads, dim=2).unbind(1)  # [tokens, heads, head_dim]
+        scores = torch.einsum("hd,thd->ht", q.double(), keys) * head_dim**-0.5
+        out[i] = torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten().to(out.dtype)
+    return out
+
+
+def _norm_rotate_reference(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor
+) -> torch.Tensor:
+    y = x.float()  # [heads, head_dim]
+    if weight is not None:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
+    y1, y2 = y.chunk(2, dim=-1)
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    return torch.cat([y1 * cos - y2 * sin, y2 * cos + y1 * sin], dim=-1).to(x.dtype)
+
+
+def _quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.float()  # [kv_heads, head_dim]
+    scale = (x.abs().amax(-1) / FP8_MAX.value).clamp(min=MIN_SCALE.value).to(torch.bfloat16)
+    values = (x / scale.float()[:, None]).clamp(-FP8_MAX.value, FP8_MAX.value)
+    return values.to(torch.float8_e4m3fn), scale
+
+
+@triton.jit
+def _tile_span(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """First position seen, and the number of tiles from the one that holds it to the one that holds `position`."""
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    else:
+        first = position * 0
+    return first, position // TILE - first // TILE + 1
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _plan_kernel(
+    positions, prefix, batch, TILE: tl.constexpr, WINDOW: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i = tl.arange(0, COLS)
+    position = tl.load(positions + i, mask=i < batch, other=-1)
+    _, tiles = _tile_span(position, TILE, WINDOW)
+    tiles = tl.where(position < 0, 0, tiles)
+    tl.store(prefix + 1 + i, tl.cumsum(tiles, 0), mask=i < batch)
+    tl.store(prefix, 0)
+
+
+def plan_decode(positions: torch.Tensor, prefix: torch.Tensor, *, tile: int, window: int | None, pdl: bool) -> None:
+    """Writes the running number of tiles into `prefix [batch + 1]`; once a step and window serves every layer."""
+    batch = positions.shape[0]
+    assert prefix.shape == (batch + 1,) and prefix.dtype == torch.int32
+    options = {"launch_pdl": True} if pdl else {}
+    _plan_kernel[(1,)](
+        positions,
+        prefix,
+        batch,
+        TILE=tile,
+        WINDOW=window or 0,
+        COLS=_padded_batch(batch),
+        PDL=pdl,
+        num_warps=4,
+        **options,
+    )
+
+
+def _padded_batch(batch: int) -> int:
+    """The batch size kernels are compiled for: three classes, so that buckets share a compilation."""
+    return next((size for size in (32, 256, 1024) if batch <= size), triton.next_power_of_2(batch))
+
+
+@triton.jit
+def _first_unit(program, share, rest):
+    """Where a program's share begins: the first `rest` programs take one unit more than `share`."""
+    return program * share + tl.minimum(program, rest)
+
+
+@triton.jit
+def _program_of(unit, share, rest):
+    large = rest * (share + 1)
+    return tl.where(unit < large, unit // (share + 1), rest + (unit - large) // tl.maximum(share, 1))
+
+
+@triton.jit
+def _sequence_of(ends, unit):
+    """The sequence a unit belongs to, and its first unit; `ends` is where each sequence's units end."""
+    before = ends <= unit
+    return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
+
+
+@triton.jit
+def _block_numbers(table, tile_at, last_block, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The blocks that hold a tile's tokens: [TILE], or one number where a tile lies within a block."""
+    if BLOCK_SIZE % TILE == 0:
+        index = tile_at // BLOCK_SIZE
+    elif TILE % BLOCK_SIZE == 0:
+        index = tile_at // BLOCK_SIZE + tl.arange(0, TILE) // BLOCK_SIZE
+    else:
+        index = (tile_at + tl.arange(0, TILE)) // BLOCK_SIZE
+    return tl.load(table + tl.minimum(index, last_block)).to(tl.int64)
+
+
+@triton.jit
+def _slots(block, tile_at, head, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr):
+    """Which row of the cache ([blocks, kv_heads, block_size] flattened) holds each token of a tile."""
+    token = tl.arange(0, TILE)
+    if TILE % BLOCK_SIZE == 0:
+        inner = token % BLOCK_SIZE
+    elif BLOCK_SIZE % TILE == 0:
+        inner = tile_at % BLOCK_SIZE + token
+    else:
+        inner = (tile_at + token) % BLOCK_SIZE
+    return block * (KV_HEADS * BLOCK_SIZE) + (head * BLOCK_SIZE + inner)
+
+
+@triton.jit
+def _is_seen(at, first, position, WINDOW: tl.constexpr):
+    if WINDOW > 0:
+        return (at >= first) & (at <= position)
+    return at <= position
+
+
+@triton.jit
+def _rotation(cos, sin, weight, col, partner, HEAD_DIM: tl.constexpr):
+    """Factors of a column and of its partner in the other half: rotation times norm weight, [COLS] each."""
+    if weight is not None:
+        cos = cos * tl.load(weight + col, mask=col < HEAD_DIM, other=0.0).to(tl.float32)
+        sin = sin * tl.load(weight + partner).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def _quantize(x, INTERPRETED: tl.constexpr):
+    """[COLS] to fp8 values and their scale."""
+    x = x.to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), FP8_MAX), MIN_SCALE)
+    if INTERPRETED:
+        scale = _rounded(scale, 16)
+    scale = scale.to(tl.bfloat16)
+    values = tl.div_rn(x, tl.broadcast_to(scale.to(tl.float32), x.shape))
+    values = tl.clamp(values, -FP8_MAX, FP8_MAX)
+    if INTERPRETED:
+        # fp8 has steps of 2**-9 below 2**-6, as float32 has near 24576.
+        values = tl.where(tl.abs(values) < 0.015625, (values + 24576.0) - 24576.0, _rounded(values, 20))
+    return values.to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _rounded(x, DROPPED: tl.constexpr):
+    """To the nearest float32 whose last bits are zero; the interpreter's own conversions do not round right."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits += (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)
+    return (bits & -(1 << DROPPED)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _prefetch_lines(base, items, wanted, HEAD_DIM: tl.constexpr):
+    """Asks for the cache lines of the rows that begin at `base + items`."""
+    LINE_ITEMS: tl.constexpr = 128 * 8 // base.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_DIM, LINE_ITEMS))
+    line = tl.minimum(tl.arange(0, LINES) * LINE_ITEMS, HEAD_DIM - 1)
+    at = base + tl.where(wanted, items, 0)[:, None] + line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["batch", "num_blocks"])
+def _decode_kernel(
+    qkv,
+    cache,
+    scales,
+    rows,
+    positions,
+    blocks,
+    prefix,
+    part_acc,
+    part_max,
+    part_sum,
+    arrived,
+    q_norm,
+    k_norm,
+    cos_sin,
+    out,
+    batch,
+    num_blocks,
+    blocks_stride,
+    eps,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BATCH_COLS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    GROUP_ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
+    HEADS: tl.constexpr = GROUP * KV_HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    DOT_ROWS: tl.constexpr = 16  # the fewest tl.dot takes
+    FP8: tl.constexpr = scales is not None
+    # The interpreter's dot does not know bfloat16.
+    DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else (tl.float16 if FP8 else cache.dtype.element_ty)
+    PRECISION: tl.constexpr = "ieee" if DOT_TYPE == tl.float32 else "tf32"
+    LOG2_SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+
+    program = tl.program_id(0)
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.load(prefix + batch) * KV_HEADS
+    i = tl.arange(0, BATCH_COLS)
+    ends = tl.load(prefix + 1 + i, mask=i < batch, other=2147483647 // KV_HEADS) * KV_HEADS
+    share = total // tl.num_programs(0)
+    rest = total % tl.num_programs(0)
+    begin = _first_unit(program, share, rest)
+    end = _first_unit(program + 1, share, rest)
+    scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)
+    value_offset = scale_offset * HEAD_DIM
+
+    col = tl.arange(0, COLS)
+    partner = (col + HALF) % HEAD_DIM
+    inside = (col < HEAD_DIM)[None, :]
+    member = tl.arange(0, DOT_ROWS)
+    token = tl.arange(0, TILE)
+
+    if EARLY:
+        if begin < end:
+            seq, seq_begin = _sequence_of(ends, begin)
+            position = tl.load(positions + seq)
+            table = blocks + tl.load(rows + seq).to(tl.int64) * blocks_stride
+            first, tiles = _tile_span(position, TILE, WINDOW)
+            for ahead in tl.static_range(2):
+                head = (begin + ahead - seq_begin) // tiles
+                tile_at = (first // TILE + (begin + ahead - seq_begin) % tiles) * TILE
+                block = _block_numbers(table, tile_at, position // BLOCK_SIZE, TILE, BLOCK_SIZE)
+                item = _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS) * HEAD_DIM
+                wanted = _is_seen(tile_at + token, first, position, WINDOW) & (begin + ahead < end) & (head < KV_HEADS)
+                _prefetch_lines(cache, item, wanted, HEAD_DIM)
+                _prefetch_lines(cache + value_offset, item, wanted, HEAD_DIM)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    unit = begin
+    while unit < end:
+        seq, seq_begin = _sequence_of(ends, unit)
+        position = tl.load(positions + seq)
+        table = blocks + tl.load(rows + seq).to(tl.int64) * blocks_stride
+        first, tiles = _tile_span(position, TILE, WINDOW)
+        first_tile = first // TILE
+        last_block = position // BLOCK_SIZE
+        angles = cos_sin + position.to(tl.int64) * HEAD_DIM
+        token_heads = seq.to(tl.int64) * (HEADS + 2 * KV_HEADS)
+        seq_end = tl.minimum(seq_begin + tiles * KV_HEADS, end)
+
+        for head in range((unit - seq_begin) // tiles, (seq_end - 1 - seq_begin) // tiles + 1):
+            head_begin = seq_begin + head * tiles
+            head_end = head_begin + tiles
+            segment_begin = tl.maximum(head_begin, begin)
+            segment_end = tl.minimum(head_end, end)
+            newest = segment_end == head_end
+
+            # The block numbers of a tile are loaded one tile ahead of its keys and values.
+            tile_begin = (first_tile + segment_begin - head_begin) * TILE
+            tile_end = (first_tile + segment_end - head_begin) * TILE
+            block = _block_numbers(table, tile_begin, last_block, TILE, BLOCK_SIZE)
+
+            # All loads of the new token come before the first use of any.
+            token_row = qkv + token_heads * HEAD_DIM
+            q_rows = (head * GROUP + member)[:, None] * HEAD_DIM
+            is_query = (member < GROUP)[:, None] & inside
+            q_x = tl.load(token_row + q_rows + col[None, :], mask=is_query, other=0.0).to(tl.float32)
+            q_y = tl.load(token_row + q_rows + partner[None, :], mask=is_query, other=0.0).to(tl.float32)
+            k_row = token_row + (HEADS + head) * HEAD_DIM
+            is_new = col < tl.where(newest, HEAD_DIM, 0)
+            k_x = tl.load(k_row + col, mask=is_new, other=0.0).to(tl.float32)
+            k_y = tl.load(k_row + partner, mask=is_new, other=0.0).to(tl.float32)
+            v_new = tl.load(k_row + KV_HEADS * HEAD_DIM + col, mask=is_new, other=0.0)
+            cos = tl.load(angles + col % HALF)
+            sin = tl.load(angles + HALF + col % HALF)
+            sin = tl.where(col < HALF, -sin, sin)
+            q_same, q_other = _rotation(cos, sin, q_norm, col, partner, HEAD_DIM)
+            k_same, k_other = _rotation(cos, sin, k_norm, col, partner, HEAD_DIM)
+            new_block = tl.load(table + last_block).to(tl.int64)
+
+            q = q_x * q_same[None, :] + q_y * q_other[None, :]
+            if q_norm is not None:
+                q *= tl.rsqrt(tl.sum(q_x * q_x, 1) / HEAD_DIM + eps)[:, None]
+            q = q.to(qkv.dtype.element_ty).to(DOT_TYPE)
+            if newest:
+                k_new = k_x * k_same + k_y * k_other
+                if k_norm is not None:
+                    k_new *= tl.rsqrt(tl.sum(k_x * k_x, 0) / HEAD_DIM + eps)
+                k_new = k_new.to(qkv.dtype.element_ty)
+                new_slot = (new_block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+                new_item = cache + new_slot * HEAD_DIM + col
+                if FP8:
+                    k_stored, k_scale = _quantize(k_new, INTERPRETED)
+                    v_stored, v_scale = _quantize(v_new, INTERPRETED)
+                    tl.store(scales + new_slot, k_scale)
+                    tl.store(scales + scale_offset + new_slot, v_scale)
+                else:
+                    k_stored = k_new.to(cache.dtype.element_ty)
+                    v_stored = v_new.to(cache.dtype.element_ty)
+                tl.store(new_item, k_stored, mask=col < HEAD_DIM)
+                tl.store(new_item + value_offset, v_stored, mask=col < HEAD_DIM)
+                # The loop below reads them back.
+                tl.debug_barrier()
+
+            maximum = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
+            total_weight = tl.zeros((DOT_ROWS,), tl.float32)
+            acc = tl.zeros((DOT_ROWS, COLS), tl.float32)
+            if FP8:
+                slots = _slots(block, tile_begin, head, TILE, BLOCK_SIZE, KV_HEADS)
+                seen = _is_seen(tile_begin + token, first, position, WINDOW)
+                k_scales = tl.load(scales + slots, mask=seen, other=0.0)
+                v_scales = tl.load(scales + scale_offset + slots, mask=seen, other=0.0)
+            for tile_at in range(tile_begin, tile_end, TILE):
+                seen = _is_seen(tile_at + token, first, position, WINDOW)
+                item = cache + _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS)[:, None] * HEAD_DIM + col[None, :]
+                mask = seen[:, None] if COLS == HEAD_DIM else seen[:, None] & inside
+                keys = tl.load(item, mask=mask, other=0.0)
+                values = tl.load(item + value_offset, mask=mask, other=0.0)
+                block = _block_numbers(table, tile_at + TILE, last_block, TILE, BLOCK_SIZE)
+
+                scores = tl.dot(q, tl.trans(keys.to(DOT_TYPE)), input_precision=PRECISION)  # [DOT_ROWS, TILE]
+                if FP8:
+                    scores = scores * (k_scales.to(tl.float32) * LOG2_SCALE)[None, :]
+                else:
+                    scores = scores * LOG2_SCALE
+                scores = tl.where(seen[None, :], scores, float("-inf"))
+                new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+                weights = tl.exp2(scores - new_maximum[:, None])
+                decay = tl.exp2(maximum - new_maximum)
+                total_weight = total_weight * decay + tl.sum(weights, 1)
+                maximum = new_maximum
+                if FP8:
+                    weights = weights * (v_scales.to(tl.float32) * LIFT)[None, :]
+                    slots = _slots(block, tile_at + TILE, head, TILE, BLOCK_SIZE, KV_HEADS)
+                    later = _is_seen(tile_at + TILE + token, first, position, WINDOW)
+                    k_scales = tl.load(scales + slots, mask=later, other=0.0)
+                    v_scales = tl.load(scales + scale_offset + slots, mask=later, other=0.0)
+                acc = tl.dot(weights.to(DOT_TYPE), values.to(DOT_TYPE), acc * decay[:, None], input_precision=PRECISION)
+
+            if FP8:
+                total_weight = total_weight * LIFT
+            out_head = seq.to(tl.int64) * HEADS + head * GROUP
+            if segment_end - segment_begin == tiles:
+                result = acc / total_weight[:, None]
+                tl.store(
+                    out + (out_head + member)[:, None] * HEAD_DIM + col[None, :],
+                    result.to(out.dtype.element_ty),
+                    mask=(member < GROUP)[:, None] & inside,
+                )
+            else:
+                slot = 2 * program + (segment_begin > begin).to(tl.int32)
+                part = slot * GROUP + member
+                tl.store(part_max + part, maximum, mask=member < GROUP)
+                tl.store(part_sum + part, total_weight, mask=member < GROUP)
+                tl.store(
+                    part_acc + part[:, None] * HEAD_DIM + col[None, :], acc, mask=(member < GROUP)[:, None] & inside
+                )
+                # The barrier orders every thread's part before the one thread that counts the arrival.
+                tl.debug_barrier()
+                counter = arrived + seq * KV_HEADS + head
+                first_program = _program_of(head_begin, share, rest)
+                last_program = _program_of(head_end - 1, share, rest)
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_program - first_program:
+                    tl.store(counter, 0)
+                    _merge(
+                        part_acc,
+                        part_max,
+                        part_sum,
+                        out + out_head * HEAD_DIM,
+                        first_program,
+                        last_program,
+                        _first_unit(first_program, share, rest) < head_begin,
+                        GROUP,
+                        GROUP_ROWS,
+                        HEAD_DIM,
+                        COLS,
+                    )
+        unit = seq_end
+
+
+@triton.jit
+def _merge(
+    part_acc,
+    part_max,
+    part_sum,
+    out,
+    first_program,
+    last_program,
+    first_in_second_slot,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Joins the parts that programs first..last left of one (sequence, kv head), several at a time."""
+    # As many parts at once as keep a thread's share in registers.
+    PARTS: tl.constexpr = max(1, min(32, 2048 // (GROUP_ROWS * COLS)))
+    member = tl.arange(0, GROUP_ROWS)
+    col = tl.arange(0, COLS)
+    valid = (member < GROUP)[:, None] & (col < HEAD_DIM)[None, :]
+    maximum = tl.full((GROUP_ROWS,), float("-inf"), tl.float32)
+    total_weight = tl.zeros((GROUP_ROWS,), tl.float32)
+    acc = tl.zeros((GROUP_ROWS, COLS), tl.float32)
+    for start in range(first_program, last_program + 1, PARTS):
+        program = start + tl.arange(0, PARTS)
+        slot = 2 * program + ((program == first_program) & first_in_second_slot).to(tl.int32)
+        part = slot[:, None] * GROUP + member[None, :]  # [PARTS, GROUP_ROWS]
+        there = (program <= last_program)[:, None] & (member < GROUP)[None, :]
+        # Other processors wrote these: never from this one's own cache.
+        maxima = tl.load(part_max + part, mask=there, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(part_sum + part, mask=there, other=0.0, cache_modifier=".cg")
+        accs = tl.load(
+            part_acc + part[:, :, None] * HEAD_DIM + col[None, None, :],
+            mask=there[:, :, None] & (col < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
+        new_maximum = tl.where(member < GROUP, new_maximum, 0.0)
+        weights = tl.exp2(maxima - new_maximum[None, :])
+        decay = tl.exp2(maximum - new_maximum)
+        maximum = new_maximum
+        total_weight = total_weight * decay + tl.sum(weights * sums, 0)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * accs, 0)
+    total_weight = tl.where(member < GROUP, total_weight, 1.0)
+    result = acc / total_weight[:, None]
+    tl.store(out + member[:, None] * HEAD_DIM + col[None, :], result.to(out.dtype.element_ty), mask=valid)
+
+
+def paged_decode(
+    qkv: torch.Tensor,  # [batch, heads + 2 * kv_heads, head_dim], neither normed nor rotated
+    cache: torch.Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim]
+    scales: torch.Tensor | None,  # [2, num_blocks, kv_heads, block_size] bfloat16 where the cache is fp8
+    *,
+    rows: torch.Tensor,  # [batch] int32
+    positions: torch.Tensor,  # [batch] int32, -1 is padding
+    blocks: torch.Tensor,  # [num_rows, max_blocks] int32
+    prefix: torch.Tensor,  # [batch + 1] int32, of plan_decode with this tile and window
+    workspace: DecodeWorkspace,
+    q_norm: torch.Tensor | None,  # [head_dim]
+    k_norm: torch.Tensor | None,  # [head_dim]
+    eps: float,
+    cos_sin: torch.Tensor,  # [max_position, head_dim] float32
+    window: int | None,
+    out: torch.Tensor,  # [batch, heads * head_dim]; padding rows are left as they are
+    config: DecodeConfig,
+    pdl: bool,
+    early: bool = False,
+) -> torch.Tensor:
+    """Attends each sequence's newest token to its cache, and writes that token's key and value there.
+
+    `early` (with `pdl`) reads the plan and tables and fetches the first tiles while the previous kernel still runs.
+    It may be set if some kernel between the last writer of those and this one starts its dependents only after
+    its own wait.
+    """
+    _, num_blocks, kv_heads, block_size, head_dim = cache.shape
+    batch = qkv.shape[0]
+    heads = qkv.shape[1] - 2 * kv_heads
+    assert qkv.is_contiguous() and cache.is_contiguous() and out.is_contiguous() and cos_sin.is_contiguous()
+    assert heads % kv_heads == 0 and heads // kv_heads <= 16 and head_dim % 2 == 0
+    assert (cache.dtype == torch.float8_e4m3fn) == (scales is not None)
+    assert workspace.acc.shape[0] >= 2 * config.num_programs and workspace.acc.shape[1:] == (heads // kv_heads, head_dim)
+    assert workspace.arrived.shape[0] >= batch * kv_heads
+    options = {"launch_pdl": True} if pdl else {}
+    _decode_kernel[(config.num_programs,)](
+        qkv,
+        cache,
+        scales,
+        rows,
+        positions,
+        blocks,
+        prefix,
+        workspace.acc,
+        workspace.maxima,
+        workspace.sums,
+        workspace.arrived,
+        q_norm,
+        k_norm,
+        cos_sin,
+        out,
+        batch,
+        num_blocks,
+        blocks.stride(0),
+        eps,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        TILE=config.tile,
+        BATCH_COLS=_padded_batch(batch),
+        INTERPRETED=not isinstance(_decode_kernel, triton.JITFunction),
+        EARLY=pdl and early,
+        PDL=pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **options,
+    )
+    return out

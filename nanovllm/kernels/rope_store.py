@@ -1,0 +1,226 @@
+"""Prepare a step's attention in one launch: norm and rotate queries and keys, store keys and values in the cache.
+
+One program does one token, all heads: the token's cosines and sines are read once. Queries return to where they came
+from; keys and values go to the token's slot of the paged cache, with fp8 divided by a scale of their own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FP8_MAX = 448.0
+MIN_SCALE = 1e-10
+
+
+def rope_store_reference(
+    qkv: Tensor,  # [num_tokens, heads + 2 * kv_heads, head_dim]
+    cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim]
+    scales: Tensor | None,  # [2, num_blocks, kv_heads, block_size]
+    *,
+    rows: Tensor,  # [num_tokens]
+    positions: Tensor,  # [num_tokens], -1 = padding
+    blocks: Tensor,  # [num_rows, max_blocks]
+    q_norm: Tensor | None,  # [head_dim]
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,  # [max_position, head_dim]
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    block_size = cache.shape[3]
+    real = positions >= 0
+    row, position = rows[real].long(), positions[real].long()
+    q, k, v = qkv[real].split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    cos, sin = cos_sin[position].unsqueeze(1).chunk(2, dim=-1)
+    qkv[real, :num_heads] = _norm_rotate_reference(q, q_norm, eps, cos, sin)
+    k = _norm_rotate_reference(k, k_norm, eps, cos, sin)
+    block, slot = blocks[row, position // block_size].long(), position % block_size
+    for side, values in enumerate((k, v)):
+        if scales is not None:
+            values, scale = quantize_reference(values)
+            scales[side, block, :, slot] = scale
+        cache[side, block, :, slot] = values.to(cache.dtype)
+
+
+def _norm_rotate_reference(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    y = x.float()
+    if weight is not None:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
+    y1, y2 = y.chunk(2, dim=-1)
+    return torch.cat([y1 * cos - y2 * sin, y2 * cos + y1 * sin], dim=-1).to(x.dtype)
+
+
+def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:  # [..., head_dim] -> the same in fp8, scales [...]
+    x = x.float()
+    scale = (x.abs().amax(-1) / FP8_MAX).clamp(min=MIN_SCALE).bfloat16()
+    return (x / scale.float().unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+@triton.jit
+def _load_halves(base, heads, cols, mask, HEAD_DIM: tl.constexpr):
+    pointers = base + heads[:, None] * HEAD_DIM + cols[None, :]
+    first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointers + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _norm_rotate(x1, x2, weight, eps, cos, sin, cols, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    if NORM:
+        inside = cols < HEAD_DIM // 2
+        mean = (tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / HEAD_DIM
+        factor = tl.rsqrt(mean + eps)[:, None]
+        x1 = x1 * factor * tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        x2 = x2 * factor * tl.load(weight + HEAD_DIM // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
+def _scale_of(largest):  # [heads] the largest magnitude of each head
+    return tl.maximum(tl.div_rn(largest, 448.0), 1e-10).to(tl.bfloat16)
+
+
+@triton.jit
+def _quantize(x, scale):
+    scaled = tl.div_rn(x, scale.to(tl.float32)[:, None] + tl.zeros_like(x))
+    return tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+
+
+# views into a step's packed buffer lie at any address: one compiled kernel for all
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions"])
+def _rope_store_kernel(
+    qkv,
+    cache,
+    scales,
+    rows,
+    positions,
+    blocks,
+    q_norm,
+    k_norm,
+    cos_sin,
+    eps,
+    max_blocks,
+    value_offset,  # elements from a key to its value
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    KV_HEADS_PADDED: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    NORM: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, HALF_PADDED)
+    dims = tl.arange(0, DIM_PADDED)
+    q_heads = tl.arange(0, HEADS_PADDED)
+    kv_heads = tl.arange(0, KV_HEADS_PADDED)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    position = tl.load(positions + token)
+    row = tl.load(rows + token).to(tl.int64)
+    real = position >= 0
+    inside = cols < HALF
+    # a padding token has no heads
+    q_mask = (q_heads < tl.where(real, HEADS, 0))[:, None] & inside[None, :]
+    kv_mask = kv_heads < tl.where(real, KV_HEADS, 0)
+    k_mask = kv_mask[:, None] & inside[None, :]
+    v_mask = kv_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    position = tl.maximum(position, 0)
+
+    q_base = qkv + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    k_base = q_base + HEADS * HEAD_DIM
+    v_base = k_base + KV_HEADS * HEAD_DIM
+    q1, q2 = _load_halves(q_base, q_heads, cols, q_mask, HEAD_DIM)
+    k1, k2 = _load_halves(k_base, kv_heads, cols, k_mask, HEAD_DIM)
+    v = tl.load(v_base + kv_heads[:, None] * HEAD_DIM + dims[None, :], mask=v_mask, other=0.0)
+    cos_base = cos_sin + position.to(tl.int64) * HEAD_DIM + cols
+    cos = tl.load(cos_base, mask=inside, other=0.0)[None, :]
+    sin = tl.load(cos_base + HALF, mask=inside, other=0.0)[None, :]
+    block = tl.load(blocks + row * max_blocks + position // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
+
+    q1, q2 = _norm_rotate(q1, q2, q_norm, eps, cos, sin, cols, HEAD_DIM, NORM)
+    q_out = q_base + q_heads[:, None] * HEAD_DIM + cols[None, :]
+    tl.store(q_out, q1.to(qkv.dtype.element_ty), mask=q_mask)
+    tl.store(q_out + HALF, q2.to(qkv.dtype.element_ty), mask=q_mask)
+
+    k1, k2 = _norm_rotate(k1, k2, k_norm, eps, cos, sin, cols, HEAD_DIM, NORM)
+    slots = (block * KV_HEADS + kv_heads) * BLOCK_SIZE + position % BLOCK_SIZE  # [kv_heads]
+    if FP8:
+        k1 = k1.to(qkv.dtype.element_ty).to(tl.float32)  # what a cache of the activations' type would hold
+        k2 = k2.to(qkv.dtype.element_ty).to(tl.float32)
+        k_scale = _scale_of(tl.maximum(tl.max(tl.abs(k1), 1), tl.max(tl.abs(k2), 1)))
+        k1 = _quantize(k1, k_scale)
+        k2 = _quantize(k2, k_scale)
+        v = v.to(tl.float32)
+        v_scale = _scale_of(tl.max(tl.abs(v), 1))
+        v = _quantize(v, v_scale)
+        tl.store(scales + slots, k_scale, mask=kv_mask)
+        tl.store(scales + value_offset // HEAD_DIM + slots, v_scale, mask=kv_mask)
+    k_out = cache + slots[:, None] * HEAD_DIM + cols[None, :]
+    tl.store(k_out, k1.to(cache.dtype.element_ty), mask=k_mask)
+    tl.store(k_out + HALF, k2.to(cache.dtype.element_ty), mask=k_mask)
+    v_out = cache + value_offset + slots[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(v_out, v.to(cache.dtype.element_ty), mask=v_mask)
+
+
+def rope_store(
+    qkv: Tensor,  # [num_tokens, heads + 2 * kv_heads, head_dim]; the queries are written over
+    cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim]
+    scales: Tensor | None,  # [2, num_blocks, kv_heads, block_size] with an fp8 cache
+    *,
+    rows: Tensor,  # [num_tokens] of the block table
+    positions: Tensor,  # [num_tokens], -1 = padding
+    blocks: Tensor,  # [num_rows, max_blocks]
+    q_norm: Tensor | None,  # [head_dim]
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,  # [max_position, head_dim] float32
+    num_heads: int,
+    num_kv_heads: int,
+    pdl: bool = False,
+) -> None:
+    num_tokens, _, head_dim = qkv.shape
+    assert qkv.is_contiguous() and cache.is_contiguous() and blocks.stride(1) == 1
+    assert (q_norm is None) == (k_norm is None) and (scales is not None) == (cache.dtype == torch.float8_e4m3fn)
+    _rope_store_kernel[(num_tokens,)](
+        qkv,
+        cache,
+        cache if scales is None else scales,
+        rows,
+        positions,
+        blocks,
+        cos_sin if q_norm is None else q_norm,
+        cos_sin if k_norm is None else k_norm,
+        cos_sin,
+        eps,
+        blocks.stride(0),
+        cache.stride(0),
+        HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=cache.shape[3],
+        HEADS_PADDED=triton.next_power_of_2(num_heads),
+        KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
+        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+        DIM_PADDED=triton.next_power_of_2(head_dim),
+        NORM=q_norm is not None,
+        FP8=scales is not None,
+        PDL=pdl,
+        num_warps=_num_warps(num_heads, head_dim),
+        enable_fp_fusion=False,  # the reference's roundings
+        **({"launch_pdl": True} if pdl else {}),
+    )
+
+
+def _num_warps(num_heads: int, head_dim: int) -> int:
+    """So many that a thread keeps about 32 elements of the queries."""
+    elements = triton.next_power_of_2(num_heads) * triton.next_power_of_2(head_dim)
+    return min(max(elements // 1024, 1), 16)

@@ -1,0 +1,85 @@
+"""The self-advancing decode step: each row's newest token in, its next one out, all on the device.
+
+Nothing of it comes from the host but who takes part, so an unchanged batch needs no copy, and for each of a few sizes
+the whole of it, from embedding to sampled token, is one recorded graph.
+"""
+
+from bisect import bisect_left
+from enum import Enum, auto
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention.backend import AttentionBackend, LayerCache
+from nanovllm.models.decoder import Decoder
+from nanovllm.runner.graphs import Graphs, graph_sizes
+from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.sampling import KernelSampler
+
+
+class Ending(Enum):
+    """How a step ends."""
+
+    TOKENS = auto()
+    CUT_TOKENS = auto()  # some row draws from a part of the vocabulary
+    LOGITS = auto()  # sampling has more to do than the graph knows
+
+
+class DecodeStep:
+    def __init__(
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        table: RequestTable,
+        sampler: KernelSampler,
+        *,
+        max_num_seqs: int,
+        device: torch.device,
+        eager: bool,
+    ) -> None:
+        self._model, self._backend, self._table, self._sampler = model, backend, table, sampler
+        self._positions = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
+        self._sizes = graph_sizes(max_num_seqs)
+        self._graphs = None if eager else Graphs(device)
+
+    def size_for(self, num_rows: int) -> int:
+        return self._sizes[bisect_left(self._sizes, num_rows)]
+
+    def run(self, size: int, ending: Ending, caches: list[LayerCache]) -> Tensor:
+        """[size] tokens or [size, vocab] logits, valid until the next run."""
+        function = partial(self._step, size, ending, caches)
+        if self._graphs is None:
+            return function()
+        if (size, ending) not in self._graphs:
+            self._record(size, ending, caches)
+        return self._graphs.replay((size, ending))
+
+    def record_all(self, caches: list[LayerCache]) -> None:
+        """The graphs that plain requests need, the largest first: the others fit into its memory."""
+        if self._graphs is not None:
+            for size in reversed(self._sizes):
+                self._record(size, Ending.TOKENS, caches)
+
+    def _record(self, size: int, ending: Ending, caches: list[LayerCache]) -> None:
+        """With padding rows alone, which change nothing, once to have everything compiled and once to record it."""
+        assert self._graphs is not None
+        rows = self._table.decode_rows.clone()
+        self._table.decode_rows.zero_()
+        self._step(size, ending, caches)
+        self._graphs.record((size, ending), partial(self._step, size, ending, caches))
+        self._table.decode_rows.copy_(rows)
+
+    def _step(self, size: int, ending: Ending, caches: list[LayerCache]) -> Tensor:
+        table = self._table
+        rows, positions = table.decode_rows[:size], self._positions[:size]
+        x = self._model.embed_tokens.of_newest(table.tokens, table.length, rows, positions)
+        hidden = self._model(x, caches, self._backend.decode_step(rows, positions, table.blocks))
+        logits = self._model.logits(hidden)
+        if ending is Ending.LOGITS:
+            return logits
+        return self._sampler.launch(logits, rows, cuts=ending is Ending.CUT_TOKENS)
+
+    def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()

@@ -1,0 +1,49 @@
+"""CUDA graphs: a step recorded once for each of a few sizes, then launched as a whole."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """The batch sizes that get a graph of their own; a batch runs in the next larger one."""
+    sizes = [1, 2, 4, 8, *range(16, 128, 8), *range(128, largest, 16)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+class Graphs:
+    """Records what functions launch, and replays it.
+
+    All graphs share one pool of memory: what a replay gives is valid until the next replay of any of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._recorded: dict[Hashable, tuple[Any, Any]] = {}  # (graph, what the function returned)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._recorded
+
+    def replay(self, key: Hashable) -> Any:
+        """Launch a recorded graph; returns what its function returned."""
+        graph, result = self._recorded[key]
+        graph.replay()
+        return result
+
+    def record(self, key: Hashable, function: Callable[[], Any]) -> None:
+        """`function` has run before, so that whatever it compiles or loads is there."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._recorded[key] = graph, result
+
+    def close(self) -> None:
+        self._recorded.clear()

@@ -1,0 +1,120 @@
+"""The profile of a decode phase, from made-up kernels: idle time, the table, the picture."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from torch.autograd import DeviceType
+
+from nanovllm.bench.profile import COLOURS, EDGE_STEPS, Kernel, ProfileReport, Steps, _kernels, draw, middle_steps
+from nanovllm.cli.main import main
+from nanovllm.errors import EngineError
+
+SVG = "{http://www.w3.org/2000/svg}"
+STEP_US = 100.0
+
+
+def one_step(begin: float) -> list[Kernel]:
+    """100 µs: 1 µs idle inside the step and 9 µs at its end; two kernels overlap, and a copy covers the long gap."""
+    return [
+        Kernel("void cutlass::gemm<128>(Params)", begin, begin + 40),
+        Kernel("_decode_kernel", begin + 41, begin + 71),
+        Kernel("_rms_norm_kernel", begin + 61, begin + 81),
+        Kernel("_sample_kernel", begin + 81, begin + 91),
+        Kernel("Memcpy DtoH (Device -> Pinned)", begin + 90, begin + 99),
+    ]
+
+
+def made_up(num_steps: int) -> list[Kernel]:
+    return [kernel for step in range(num_steps) for kernel in one_step(step * STEP_US)]
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    steps = Steps(made_up(10), 10)
+    gaps = steps.gaps()
+    assert sorted(gaps) == pytest.approx([1.0] * 10 + [9.0] * 9)
+    assert steps.microseconds == pytest.approx(999.0)
+    row = steps.row()
+    assert row["idle_percent"] == pytest.approx(100 * 91 / 999)
+    assert row["long_gaps_percent"] == pytest.approx(100 * 81 / 999)
+    assert (row["kernels_per_step"], row["copies_per_step"]) == (4.0, 1.0)
+    assert row["step_ms"] == pytest.approx(0.0999)
+
+
+def test_a_gpu_that_is_never_idle() -> None:
+    busy = Steps([Kernel("a", 0, 60), Kernel("b", 10, 20), Kernel("a", 60, 100)], 1)
+    assert busy.gaps() == []
+    assert busy.row()["idle_percent"] == 0
+
+
+def test_first_and_last_steps_are_cut_off() -> None:
+    recorded = made_up(10)
+    slow_start = [Kernel(k.name, k.start - 5000, k.end - 5000) for k in recorded[:5]] + recorded[5:]
+    steps = middle_steps(reversed(slow_start), 10)
+    assert steps == Steps(recorded[5 * EDGE_STEPS : -5 * EDGE_STEPS], 10 - 2 * EDGE_STEPS)
+
+
+def test_kernels_by_time() -> None:
+    rows = Steps(made_up(10), 10).kernel_rows()
+    assert [row["kind"] for row in rows] == ["linear", "attention", "norm, rotation, activation", "sampling", "copy"]
+    assert rows[0]["kernel"] == "cutlass::gemm<128>(Params)"
+    assert (rows[0]["microseconds"], rows[0]["launches"], rows[0]["each"]) == pytest.approx((40.0, 1.0, 40.0))
+    many = Steps([Kernel(f"kernel_{number}" + "x" * 99, number, number + 1) for number in range(20)], 2)
+    assert len(many.kernel_rows()) == 12
+    assert {len(row["kernel"]) for row in many.kernel_rows()} == {60}
+
+
+def test_report_has_a_table_for_each_batch() -> None:
+    steps = Steps(made_up(10), 10)
+    rows = [{"batch_size": size, **steps.row()} for size in (16, 64)]
+    text = str(ProfileReport("profile", {"model": "tiny"}, {}, rows, {"batch 16": steps.kernel_rows()}))
+    assert "batch size  step ms  idle percent" in text
+    assert "\n\nbatch 16\nkind" in text
+    assert text.splitlines()[-1].endswith("Memcpy DtoH (Device -> Pinned)")
+
+
+def test_picture() -> None:
+    picture = draw({16: Steps(made_up(10), 10), 256: Steps(made_up(4), 4)})
+    root = ElementTree.fromstring(picture)
+    texts = [element.text or "" for element in root.iter(f"{SVG}text")]
+    assert texts[0] == "batch 16: 9.1 % idle over 10 steps"
+    assert texts[2] == "199 µs, 2 steps"
+    assert [text for text in texts if text in COLOURS] == list(COLOURS)
+    paths = list(root.iter(f"{SVG}path"))
+    assert len(paths) == 2 * len(COLOURS)  # every kind, in both lanes
+    assert all(path.get("d", "").count("M") == 2 for path in paths)  # two steps
+    gemm = next(path for path in paths if path.get("fill") == COLOURS["linear"])
+    width = (960 - 2 * 16) * 40 / 199
+    assert gemm.get("d", "").startswith(f"M16.00 38h{width:.2f}v44h-{width:.2f}z")
+    assert len(picture) < 5000
+
+
+@dataclass
+class Event:
+    name: str
+    device_type: DeviceType
+    is_user_annotation: bool = False
+    time_range: object = None
+
+    def __post_init__(self) -> None:
+        self.time_range = SimpleNamespace(start=1.0, end=2.0)
+
+
+def test_kernels_are_the_device_events_that_compute() -> None:
+    events = [
+        Event("cudaGraphLaunch", DeviceType.CPU),
+        Event("_decode_kernel", DeviceType.CUDA),
+        Event("ProfilerStep", DeviceType.CUDA, is_user_annotation=True),
+        Event("Event Sync", DeviceType.CUDA),
+    ]
+    assert _kernels(events) == [Kernel("_decode_kernel", 1.0, 2.0)]
+    with pytest.raises(EngineError, match="saw no kernel"):
+        _kernels(events[:1])
+
+
+def test_a_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "profile", "--model-shape", "qwen3-0.6b", "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "looks at a GPU's kernels, and this is a CPU" in err

@@ -1,0 +1,135 @@
+"""The roofline: the published figures of the H200, each term by hand on small numbers, and a measured machine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanovllm.bench.roofline import Machine, Roofline, kv_head_bytes, measure
+from nanovllm.bench.shapes import shape_folder
+from nanovllm.bench.workload import make_workload
+from nanovllm.model_config import ModelConfig, MoeConfig, RopeConfig
+from nanovllm.models.registry import describe
+
+H200 = Machine(bytes_per_second=4.28e12, flops_per_second=796e12)
+ENDLESS = 1e30  # so fast that a limit never shows
+
+TINY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=50,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e4),
+    max_position=64,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+    windows=(None, None),
+)
+HEAD = 50 * 8
+LAYERS = TINY.num_parameters() - HEAD
+KV_TOKEN = 2 * 2 * 4 * 2  # bytes of one token's keys and values in one layer: both, heads, head_dim, bfloat16
+
+
+def of_shape(name: str, cache: str = "auto") -> Roofline:
+    model = describe(shape_folder(name)).config
+    return Roofline(H200, model, 2, kv_head_bytes(model, 2, cache))
+
+
+def of_tiny(model: ModelConfig = TINY, *, bandwidth: float = ENDLESS, flops: float = ENDLESS) -> Roofline:
+    return Roofline(Machine(bandwidth, flops), model, 2, kv_head_bytes(model, 2, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "tokens_per_second"),
+    [
+        ("qwen3-0.6b", "auto", 35_600),
+        ("qwen3-0.6b", "fp8", 62_000),
+        ("qwen3-8b", "auto", 12_500),
+        ("qwen3-14b", "auto", 8_000),
+    ],
+)
+def test_published_workload_on_an_h200(name: str, cache: str, tokens_per_second: float) -> None:
+    workload = make_workload()
+    seconds = of_shape(name, cache).workload_seconds(workload.input_lens, workload.output_lens)
+    assert workload.num_output_tokens / seconds == pytest.approx(tokens_per_second, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "milliseconds"), [("qwen3-0.6b", [0.31, 0.50, 2.06, 7.45]), ("qwen3-8b", [3.56, 3.8, 5.9, 14.0])]
+)
+def test_decode_steps_on_an_h200(name: str, milliseconds: list[float]) -> None:
+    roofline = of_shape(name)
+    found = [roofline.step_seconds(batch_size, 1024) * 1e3 for batch_size in (1, 8, 64, 256)]
+    assert found == pytest.approx(milliseconds, rel=0.03)
+
+
+def test_decode_step_reads_the_weights_once_and_every_sequence() -> None:
+    weights = 2 * (LAYERS + HEAD)
+    roofline = of_tiny(bandwidth=1.0)
+    assert roofline.step_seconds(1, 10) == weights + 2 * 10 * KV_TOKEN
+    assert roofline.step_seconds(3, 10) == weights + 3 * 2 * 10 * KV_TOKEN
+
+
+def test_large_batch_is_bound_by_arithmetic() -> None:
+    assert of_tiny(flops=1.0).step_seconds(7, 10) == pytest.approx(2 * 7 * (LAYERS + HEAD))
+
+
+def test_embedding_counts_only_as_a_tied_head() -> None:
+    untied = of_tiny(replace(TINY, tie_word_embeddings=False), bandwidth=1.0)
+    assert untied.step_seconds(1, 10) == of_tiny(bandwidth=1.0).step_seconds(1, 10)
+
+
+def test_prefill_multiplies_every_token_and_samples_one_a_request() -> None:
+    scores = 2 * ((1 + 2 + 3) + (1 + 2))  # two layers; prompts of 3 and of 2 tokens
+    linears = 2 * 5 * LAYERS + 2 * 2 * HEAD
+    assert of_tiny(flops=1.0).prefill_seconds([3, 2]) == linears + 4 * TINY.q_size * scores
+
+
+def test_workload_is_its_prefill_and_its_steps() -> None:
+    """Requests of 3 + 3 and 2 + 2 tokens: a step of both, a step of one."""
+    roofline = of_tiny(bandwidth=1.0)
+    reads = 2 * 2 * (LAYERS + HEAD) + 2 * (4 + 5 + 3) * KV_TOKEN
+    assert roofline.workload_seconds([3, 2], [3, 2]) == roofline.prefill_seconds([3, 2]) + reads
+    assert roofline.workload_seconds([3, 2], [1, 1]) == roofline.prefill_seconds([3, 2])
+
+
+def test_window_limits_what_is_read() -> None:
+    windowed = of_tiny(replace(TINY, windows=(None, 4)), bandwidth=1.0)
+    whole = of_tiny(bandwidth=1.0)
+    assert whole.step_seconds(1, 10) - windowed.step_seconds(1, 10) == (10 - 4) * KV_TOKEN
+    assert whole.step_seconds(1, 4) == windowed.step_seconds(1, 4)
+    saved = whole.workload_seconds([2], [6]) - windowed.workload_seconds([2], [6])
+    assert saved == (1 + 2 + 3) * KV_TOKEN  # contexts 3 to 7
+
+
+def test_experts_are_read_as_far_as_the_batch_touches_them() -> None:
+    moe = MoeConfig(num_experts=8, num_experts_per_token=2, intermediate_size=6, norm_topk_prob=True)
+    model = replace(TINY, moe=moe)
+    expert = 2 * 3 * 8 * 6  # weights, in both layers
+    others = model.num_parameters() - 8 * expert
+    reading, computing = of_tiny(model, bandwidth=1.0), of_tiny(model, flops=1.0)
+    kv = 2 * 10 * KV_TOKEN
+    assert reading.step_seconds(1, 10) == pytest.approx(2 * (others + 2 * expert) + kv)
+    assert reading.step_seconds(1000, 10) == pytest.approx(2 * (others + 8 * expert) + 1000 * kv)
+    assert computing.step_seconds(1000, 10) == pytest.approx(2 * 1000 * (others + 2 * expert))
+
+
+@pytest.mark.parametrize(
+    ("cache", "expected"), [("auto", 8), ("bfloat16", 8), ("float32", 16), ("fp8", 6), ("fp8_e4m3", 6)]
+)
+def test_bytes_of_the_cache(cache: str, expected: int) -> None:
+    assert kv_head_bytes(TINY, 2, cache) == expected
+
+
+def test_measured_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.bench.roofline.CPU_COPY_BYTES", 1 << 24)
+    monkeypatch.setattr("nanovllm.bench.roofline.CPU_MATMUL_SIZE", 128)
+    machine = measure(torch.device("cpu"), torch.float32)
+    assert 1e8 < machine.bytes_per_second < 1e13
+    assert 1e7 < machine.flops_per_second < 1e15
+    assert machine.row()["copy_gigabytes_per_second"] == machine.bytes_per_second / 1e9

@@ -1,0 +1,126 @@
+"""Shapes: configs of real models, true to the published ones, and how they are asked for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanovllm.bench.shapes import shape_folder, shape_names, with_shape
+from nanovllm.cli.main import main
+from nanovllm.errors import ConfigError
+from nanovllm.model_config import ModelConfig, RopeConfig, read_json
+from nanovllm.models.registry import describe, parse_config
+
+NUM_PARAMETERS = {
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "smollm2-135m": 134_515_008,
+}
+
+
+def read_shape(name: str) -> ModelConfig:
+    return parse_config(read_json(shape_folder(name) / "config.json"))
+
+
+def test_there_are_these() -> None:
+    assert shape_names() == list(NUM_PARAMETERS)
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_number_of_parameters(name: str) -> None:
+    config = read_shape(name)
+    assert config.num_parameters() == NUM_PARAMETERS[name]
+    assert config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_transformers_reads_the_same(name: str) -> None:
+    """What the number of parameters does not show: transformers builds the same model from the same file."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    theirs = AutoConfig.from_pretrained(shape_folder(name))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    assert model.num_parameters() == NUM_PARAMETERS[name]
+    ours = read_shape(name)
+    assert theirs.rope_parameters["rope_theta"] == ours.rope.theta
+    assert (theirs.num_attention_heads, theirs.num_key_value_heads) == (ours.num_heads, ours.num_kv_heads)
+    assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (ours.rms_norm_eps, ours.max_position)
+
+
+def test_rotation_of_llama() -> None:
+    assert read_shape("llama-3.1-8b").rope == RopeConfig(
+        theta=500_000.0,
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=8192,
+    )
+
+
+def test_small_shape_is_that_of_the_default_model(default_model_path: Path) -> None:
+    theirs = describe(default_model_path).config
+    rounded = replace(
+        theirs,
+        rms_norm_eps=float(f"{theirs.rms_norm_eps:.6g}"),
+        rope=replace(theirs.rope, theta=float(f"{theirs.rope.theta:.6g}")),
+    )
+    assert rounded.with_eos(()) == read_shape("smollm2-135m")
+
+
+def test_shape_becomes_the_model() -> None:
+    engine = with_shape({"seed": 3}, "qwen3-8b")
+    assert engine == {
+        "seed": 3,
+        "model": str(shape_folder("qwen3-8b")),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+    }
+    assert with_shape({"load_format": "dummy"}, "qwen3-8b")["load_format"] == "dummy"
+    assert with_shape({"tokenizer": "folder"}, "qwen3-8b")["skip_tokenizer_init"] is False
+    assert with_shape({"seed": 3}, None) == {"seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("qwen3-0.6", "qwen3-0.6b"), ("Qwen3-30B-A3", "qwen3-30b-a3b"), ("llama", "llama-3.1-8b")]
+)
+def test_unknown_shape_is_refused_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        shape_folder(name)
+    assert str(raised.value) == f"model_shape={name!r}: known are {', '.join(NUM_PARAMETERS)}; did you mean {near!r}?"
+
+
+@pytest.mark.parametrize("name", ["../models", "", "qwen3-8b/config.json"])
+def test_shape_is_a_name_not_a_path(name: str) -> None:
+    with pytest.raises(ConfigError, match="known are"):
+        shape_folder(name)
+
+
+@pytest.mark.parametrize("benchmark", ["throughput", "latency", "startup", "profile"])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--model-shape", "qwen-0.6b"], "did you mean 'qwen3-0.6b'?"),
+        (["--model-shape", "qwen3-8b", "--model", "x"], "model_shape='qwen3-8b' and model='x': name one of them"),
+        (["--model-shape", "qwen3-8b", "--load-format", "gguf"], "load_format='gguf': a shape has no weights to load"),
+    ],
+    ids=["unknown", "two models", "weights"],
+)
+def test_refusals(benchmark: str, options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", benchmark, *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
+
+
+def test_comparison_takes_no_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "compare-transformers", "--model-shape", "qwen3-8b"]) == 2
+    assert "unknown option --model-shape" in capsys.readouterr().err

@@ -1,0 +1,197 @@
+"""The experts in a fixed number of launches give what a loop over tokens and their experts gives."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.kernels import moe
+from nanovllm.kernels.moe import Tile, Tiles, experts_forward, experts_forward_reference, group
+from nanovllm.layers.moe import MoE
+from tests.kernels.support import DEVICE
+
+# Triton 3.6's interpreter of a loop up to an argument
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's tl.dot takes bfloat16 for integers
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+class Case(NamedTuple):
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    weights: Tensor
+    experts: Tensor
+
+
+def make_case(
+    num_tokens: int, top_k: int, num_experts: int, *, hidden: int = 48, size: int = 24, dtype: torch.dtype
+) -> Case:
+    generator = torch.Generator().manual_seed(num_tokens * 100 + top_k * 10 + num_experts)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    experts = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
+    case = Case(
+        x=normal(num_tokens, hidden).to(dtype),
+        gate_up=(normal(num_experts, 2 * size, hidden) / hidden**0.5).to(dtype),
+        down=(normal(num_experts, hidden, size) / size**0.5).to(dtype),
+        weights=torch.rand(num_tokens, top_k, generator=generator).to(dtype),
+        experts=experts.contiguous(),
+    )
+    return Case(*(tensor.to(DEVICE) for tensor in case))
+
+
+def check(actual: Tensor, case: Case, residual: Tensor | None = None) -> None:
+    expected = experts_forward_reference(*case, residual=residual).double()
+    error = (actual.double() - expected).abs().max() / expected.abs().max()
+    assert error < TOLERANCE[actual.dtype]
+
+
+@pytest.mark.parametrize(
+    "num_tokens, top_k, num_experts, dtype",
+    [
+        (1, 1, 6, torch.float32),
+        (1, 8, 16, torch.bfloat16),
+        (4, 3, 6, torch.float32),
+        (5, 2, 16, torch.float32),  # most experts have no token
+        (7, 8, 16, HALF),
+        (40, 1, 6, torch.float16),
+        (37, 4, 6, HALF),
+        (80, 4, 4, HALF),  # several blocks an expert
+        (40, 6, 6, torch.float32),  # every expert has every token
+    ],
+)
+def test_equals_token_by_token(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> None:
+    case = make_case(num_tokens, top_k, num_experts, dtype=dtype)
+    check(experts_forward(*case), case)
+
+
+@pytest.mark.parametrize("hidden, size, dtype", [(136, 72, HALF), (264, 20, torch.float32), (20, 264, torch.float32)])
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_sizes_of_several_tiles(num_tokens: int, hidden: int, size: int, dtype: torch.dtype) -> None:
+    case = make_case(num_tokens, 2, 3, hidden=hidden, size=size, dtype=dtype)
+    check(experts_forward(*case), case)
+
+
+@pytest.mark.parametrize("tiles", [moe.DECODE_TILES, moe.MEDIUM_TILES, moe.LARGE_TILES, moe.PREFILL_TILES])
+def test_every_tile_shape(tiles: Tiles) -> None:
+    case = make_case(20, 2, 3, hidden=144, size=72, dtype=HALF)
+    out = torch.empty_like(case.x)
+    assert moe.grouped_forward(*case, out, None, tiles, pdl=False) is out
+    check(out, case)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_all_tokens_on_one_expert(num_tokens: int) -> None:
+    case = make_case(num_tokens, 2, 6, dtype=torch.float32)
+    case.experts.fill_(3)
+    check(experts_forward(*case), case)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 6])
+def test_int32_and_choices_of_no_expert(num_tokens: int) -> None:
+    case = make_case(num_tokens, 2, 6, dtype=torch.float32)
+    case = case._replace(experts=case.experts.to(torch.int32))
+    case.experts[1] = -1
+    case.experts[2, 1] = 6
+    check(experts_forward(*case), case)
+    assert not experts_forward(*case)[1].any()
+
+
+@pytest.mark.parametrize("num_tokens", [2, 11])
+def test_residual_and_out(num_tokens: int) -> None:
+    case = make_case(num_tokens, 2, 6, dtype=torch.float32)
+    residual = torch.randn(case.x.shape, device=DEVICE)
+    before = residual.clone()
+    out = torch.empty_like(case.x)
+    assert experts_forward(*case, out=out, residual=residual) is out
+    check(out, case, before)
+    assert torch.equal(residual, before)
+    assert experts_forward(*case, residual=residual) is residual
+    assert torch.equal(residual, out)
+
+
+def test_no_tokens() -> None:
+    case = make_case(0, 2, 6, dtype=torch.float32)
+    assert experts_forward(*case).shape == (0, 48)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_invariant_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    case = make_case(70, 3, 6, dtype=dtype)
+    whole = experts_forward(*case, invariant=True)
+    check(whole, case)
+    for rows in (slice(0, 1), slice(41, 43), slice(17, 60)):
+        part = case._replace(x=case.x[rows], weights=case.weights[rows], experts=case.experts[rows])
+        assert torch.equal(experts_forward(*part, invariant=True), whole[rows])
+
+
+@pytest.mark.parametrize("num_pairs, num_experts, block_m", [(1, 6, 16), (33, 16, 16), (1500, 6, 64), (2048, 128, 16)])
+def test_groups(num_pairs: int, num_experts: int, block_m: int) -> None:
+    """Each pair once, in a block of its expert, an expert's pairs in their order, in as few blocks as can be."""
+    if DEVICE == "cpu":
+        num_experts = min(num_experts, 32)
+    experts = torch.randint(0, num_experts, (num_pairs,), generator=torch.Generator().manual_seed(num_pairs))
+    pairs, block_experts = group(experts.to(DEVICE), num_experts, block_m=block_m)
+    blocks = pairs.view(-1, block_m).tolist()
+    found: list[tuple[int, int]] = []
+    for block, expert in zip(blocks, block_experts.tolist(), strict=True):
+        assert -1 <= expert < num_experts
+        if expert >= 0:
+            found += [(expert, pair) for pair in block if pair != num_pairs]
+    assert found == sorted((expert, pair) for pair, expert in enumerate(experts.tolist()))
+    used = (block_experts >= 0).sum().item()
+    assert used == sum(-(-count // block_m) for count in torch.bincount(experts).tolist())
+    assert (block_experts[used:] == -1).all()
+
+
+def test_equals_the_layer_on_a_cpu() -> None:
+    layer = MoE(
+        hidden_size=48,
+        intermediate_size=24,
+        num_experts=6,
+        num_experts_per_token=2,
+        norm_topk_prob=True,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        invariant=False,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for weight in (layer.gate.weight, layer.gate_up, layer.down):
+        weight.normal_(0.0, 0.3, generator=generator)
+    x = torch.randn(12, 48, generator=generator)
+    weights, experts = layer._route(x)
+    inputs = (x, layer.gate_up, layer.down, weights, experts)
+    actual = experts_forward(*(tensor.to(DEVICE) for tensor in inputs))
+    torch.testing.assert_close(actual.cpu(), layer(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 24])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_one_graph_serves_any_routing(num_tokens: int, pdl: bool) -> None:
+    case = make_case(num_tokens, 4, 16, dtype=torch.bfloat16)
+    out = torch.empty_like(case.x)
+    experts_forward(*case, out=out, pdl=pdl)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        experts_forward(*case, out=out, pdl=pdl)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        choices = torch.rand(num_tokens, 16, generator=generator).argsort(dim=1)[:, :4]
+        case.experts.copy_(choices if seed else torch.full_like(choices, 5))
+        out.zero_()
+        graph.replay()
+        check(out, case)
+
+
+def test_tiles_follow_the_tokens_per_expert() -> None:
+    sizes = [moe.choose_tiles(mean, torch.bfloat16, invariant=False).block_m for mean in (0.1, 4, 16, 60, 1000)]
+    assert sizes == sorted(sizes) and sizes[0] == 16 and sizes[-1] == 128
+    invariant = {moe.choose_tiles(mean, torch.bfloat16, invariant=True) for mean in (0.1, 4, 16, 60, 1000)}
+    assert len(invariant) == 1 and isinstance(invariant.pop().down, Tile)
