@@ -292,7 +292,7 @@ class LLMEngine:
 
     def _ids(self, prompt: Any) -> list[int]:
         ids = list(prompt) if isinstance(prompt, Seq) and not isinstance(prompt, str | bytes) else None
-        if ids is None or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        if ids is None or not set(map(type, ids)) <= {int}:
             raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
         return ids
 
@@ -305,8 +305,8 @@ class LLMEngine:
             "stop_token_ids": params.stop_token_ids or (),
         }
         for field, ids in named.items():
-            bad = next((token for token in ids if not 0 <= token < vocab_size), None)
-            if bad is not None:
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                bad = next(token for token in ids if not 0 <= token < vocab_size)
                 raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {vocab_size} tokens")
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("stop and bad_words are text, and skip_tokenizer_init=True leaves none: use token ids")

@@ -7,6 +7,7 @@ merges the parts.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,12 +22,16 @@ LIFT = tl.constexpr(256.0)
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How a batch is cut: tokens a tile, programs in the grid, warps a program, depth of the load pipeline."""
+    """How a batch is cut: tokens a tile, programs in the grid, warps a program, depth of the load pipeline.
+
+    All programs should be resident at once; `max_registers` a thread makes room for that (None: as many as help).
+    """
 
     tile: int
     num_programs: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def decode_config(
@@ -38,8 +43,8 @@ def decode_config(
         return DecodeConfig(tile=16, num_programs=2 * num_sms, num_warps=4, num_stages=2)
     if batch * kv_heads <= num_sms:
         return DecodeConfig(tile=32, num_programs=2 * num_sms, num_warps=4, num_stages=3)
-    tile = 64 if row_bytes <= 256 else 32
-    return DecodeConfig(tile=tile, num_programs=3 * num_sms, num_warps=4, num_stages=3)
+    tile = max(16, min(128, 16384 // row_bytes))
+    return DecodeConfig(tile=tile, num_programs=3 * num_sms, num_warps=4, num_stages=3, max_registers=168)
 
 
 class DecodeWorkspace:
@@ -134,10 +139,7 @@ def _quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @triton.jit
 def _tile_span(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """First position seen, and the number of tiles from the one that holds it to the one that holds `position`."""
-    if WINDOW > 0:
-        first = tl.maximum(position - WINDOW + 1, 0)
-    else:
-        first = position * 0
+    first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
     return first, position // TILE - first // TILE + 1
 
 
@@ -240,6 +242,32 @@ def _rotation(cos, sin, weight, col, partner, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def _unpack(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The fp8 values in the low and in the high bytes of 16-bit items."""
+    if INTERPRETED:
+        low = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+        high = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        # Two items a register: sort their low bytes from their high ones, convert both twos at once.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return low, high
+
+
+@triton.jit
 def _quantize(x, INTERPRETED: tl.constexpr):
     """[COLS] to fp8 values and their scale."""
     x = x.to(tl.float32)
@@ -275,7 +303,7 @@ def _prefetch_lines(base, items, wanted, HEAD_DIM: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["batch", "num_blocks"])
+@triton.jit(do_not_specialize=["batch", "num_blocks", "blocks_stride"])
 def _decode_kernel(
     qkv,
     cache,
@@ -315,7 +343,9 @@ def _decode_kernel(
     FP8: tl.constexpr = scales is not None
     # The interpreter's dot does not know bfloat16.
     DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else (tl.float16 if FP8 else cache.dtype.element_ty)
-    PRECISION: tl.constexpr = "ieee" if DOT_TYPE == tl.float32 else "tf32"
+    # fp8 is loaded as pairs of columns: fragments of 16-bit items reach the tensor cores by wide loads, bytes do not.
+    LOAD_DIM: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    LOAD_COLS: tl.constexpr = COLS // 2 if FP8 else COLS
     LOG2_SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
 
     program = tl.program_id(0)
@@ -337,6 +367,9 @@ def _decode_kernel(
     inside = (col < HEAD_DIM)[None, :]
     member = tl.arange(0, DOT_ROWS)
     token = tl.arange(0, TILE)
+    load_col = tl.arange(0, LOAD_COLS)
+    loads = cache.to(tl.pointer_type(tl.int16)) if FP8 else cache
+    load_value_offset = scale_offset * LOAD_DIM
 
     if EARLY:
         if begin < end:
@@ -422,42 +455,56 @@ def _decode_kernel(
                 tl.debug_barrier()
 
             maximum = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
-            total_weight = tl.zeros((DOT_ROWS,), tl.float32)
-            acc = tl.zeros((DOT_ROWS, COLS), tl.float32)
+            weight_sums = tl.zeros((DOT_ROWS, TILE), tl.float32)  # added up across the tile after the loop
+            acc = tl.zeros((DOT_ROWS, LOAD_COLS), tl.float32)
             if FP8:
+                odd_acc = acc
+                q, odd_q = tl.split(tl.reshape(q, (DOT_ROWS, LOAD_COLS, 2)))
                 slots = _slots(block, tile_begin, head, TILE, BLOCK_SIZE, KV_HEADS)
                 seen = _is_seen(tile_begin + token, first, position, WINDOW)
                 k_scales = tl.load(scales + slots, mask=seen, other=0.0)
                 v_scales = tl.load(scales + scale_offset + slots, mask=seen, other=0.0)
             for tile_at in range(tile_begin, tile_end, TILE):
                 seen = _is_seen(tile_at + token, first, position, WINDOW)
-                item = cache + _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS)[:, None] * HEAD_DIM + col[None, :]
-                mask = seen[:, None] if COLS == HEAD_DIM else seen[:, None] & inside
-                keys = tl.load(item, mask=mask, other=0.0)
-                values = tl.load(item + value_offset, mask=mask, other=0.0)
+                slots = _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS)
+                mask = seen[:, None]
+                if LOAD_COLS != LOAD_DIM:
+                    mask = mask & (load_col < LOAD_DIM)[None, :]
+                item = loads + slots[:, None] * LOAD_DIM + load_col[None, :]
+                keys = tl.load(item, mask=mask, other=0)
+                values = tl.load(item + load_value_offset, mask=mask, other=0)
                 block = _block_numbers(table, tile_at + TILE, last_block, TILE, BLOCK_SIZE)
 
-                scores = tl.dot(q, tl.trans(keys.to(DOT_TYPE)), input_precision=PRECISION)  # [DOT_ROWS, TILE]
                 if FP8:
+                    keys, odd_keys = _unpack(keys, DOT_TYPE, INTERPRETED)
+                    scores = tl.dot(q, tl.trans(keys))  # [DOT_ROWS, TILE]
+                    scores = tl.dot(odd_q, tl.trans(odd_keys), scores)
                     scores = scores * (k_scales.to(tl.float32) * LOG2_SCALE)[None, :]
                 else:
-                    scores = scores * LOG2_SCALE
+                    scores = tl.dot(q, tl.trans(keys.to(DOT_TYPE)), input_precision="ieee") * LOG2_SCALE
                 scores = tl.where(seen[None, :], scores, float("-inf"))
                 new_maximum = tl.maximum(maximum, tl.max(scores, 1))
                 weights = tl.exp2(scores - new_maximum[:, None])
                 decay = tl.exp2(maximum - new_maximum)
-                total_weight = total_weight * decay + tl.sum(weights, 1)
+                weight_sums = weight_sums * decay[:, None] + weights
                 maximum = new_maximum
                 if FP8:
-                    weights = weights * (v_scales.to(tl.float32) * LIFT)[None, :]
+                    weights = (weights * (v_scales.to(tl.float32) * LIFT)[None, :]).to(DOT_TYPE)
                     slots = _slots(block, tile_at + TILE, head, TILE, BLOCK_SIZE, KV_HEADS)
                     later = _is_seen(tile_at + TILE + token, first, position, WINDOW)
                     k_scales = tl.load(scales + slots, mask=later, other=0.0)
                     v_scales = tl.load(scales + scale_offset + slots, mask=later, other=0.0)
-                acc = tl.dot(weights.to(DOT_TYPE), values.to(DOT_TYPE), acc * decay[:, None], input_precision=PRECISION)
+                    values, odd_values = _unpack(values, DOT_TYPE, INTERPRETED)
+                    acc = tl.dot(weights, values, acc * decay[:, None])
+                    odd_acc = tl.dot(weights, odd_values, odd_acc * decay[:, None])
+                else:
+                    weights = weights.to(DOT_TYPE)
+                    acc = tl.dot(weights, values.to(DOT_TYPE), acc * decay[:, None], input_precision="ieee")
 
+            total_weight = tl.sum(weight_sums, 1)
             if FP8:
                 total_weight = total_weight * LIFT
+                acc = tl.reshape(tl.join(acc, odd_acc), (DOT_ROWS, COLS))
             out_head = seq.to(tl.int64) * HEADS + head * GROUP
             if segment_end - segment_begin == tiles:
                 result = acc / total_weight[:, None]
@@ -512,8 +559,8 @@ def _merge(
     COLS: tl.constexpr,
 ):
     """Joins the parts that programs first..last left of one (sequence, kv head), several at a time."""
-    # As many parts at once as keep a thread's share in registers.
-    PARTS: tl.constexpr = max(1, min(32, 2048 // (GROUP_ROWS * COLS)))
+    # As many parts at once as registers allow; wide groups leave fewer.
+    PARTS: tl.constexpr = max(1, min(32, (8192 if GROUP_ROWS <= 4 else 4096) // (GROUP_ROWS * COLS)))
     member = tl.arange(0, GROUP_ROWS)
     col = tl.arange(0, COLS)
     valid = (member < GROUP)[:, None] & (col < HEAD_DIM)[None, :]
@@ -578,9 +625,14 @@ def paged_decode(
     assert qkv.is_contiguous() and cache.is_contiguous() and out.is_contiguous() and cos_sin.is_contiguous()
     assert heads % kv_heads == 0 and heads // kv_heads <= 16 and head_dim % 2 == 0
     assert (cache.dtype == torch.float8_e4m3fn) == (scales is not None)
-    assert workspace.acc.shape[0] >= 2 * config.num_programs and workspace.acc.shape[1:] == (heads // kv_heads, head_dim)
+    assert workspace.acc.shape[0] >= 2 * config.num_programs and workspace.acc.shape[1:] == (
+        heads // kv_heads,
+        head_dim,
+    )
     assert workspace.arrived.shape[0] >= batch * kv_heads
-    options = {"launch_pdl": True} if pdl else {}
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    if config.max_registers is not None:
+        options["maxnreg"] = config.max_registers
     _decode_kernel[(config.num_programs,)](
         qkv,
         cache,

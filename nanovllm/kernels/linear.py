@@ -4,7 +4,7 @@ y = norm(x) W^T + bias; gated: silu(gate) * up of it; then residual + y. The RMS
 norm(x) W^T = rstd * ((x * norm_weight) W^T), and x's sum of squares grows along the same loop over K.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 64
+MAX_ROWS = 16  # beyond, cuBLAS and kernels of their own for norm and gate are faster
+
+LAUNCH_EARLY = True  # under PDL the next kernel may start at the top of the sliced one, else behind its products
 
 
 def fused_linear_reference(
@@ -42,70 +44,29 @@ def fused_linear_reference(
 class LinearConfig:
     block_m: int  # rows of x a program takes; 1 = dot products without the tensor cores
     block_n: int  # rows of the weight a program reads
-    block_k: int  # columns a step, of each slice
-    slices: int  # parts of K side by side in a program, one a warp; 1 = the warps share one part
-    splits: int  # parts of K in programs of their own
+    block_k: int  # columns a step, of each slice; a step of all K has its weights fetched before x is known
+    slices: int  # parts of K side by side in a program, one a warp
     num_warps: int
     num_stages: int
 
-    @property
-    def floats_per_program(self) -> int:
-        """What a program leaves in the workspace: its partial tile and its rows' sums of squares."""
-        return self.block_m * (self.block_n + 1)
 
-
-def linear_config(m: int, n: int, k: int, *, gated: bool, dtype: torch.dtype, num_sms: int) -> LinearConfig:
-    """Enough programs to fill the chip, enough bytes in flight a program, and no more copies of x than that needs."""
+def linear_config(m: int, n: int, k: int, *, dtype: torch.dtype, num_sms: int) -> LinearConfig:
+    """About a program for each multiprocessor, for a wide weight several, with many bytes in flight each."""
     if m == 1:
         return _gemv_config(n, k, num_sms)
     if dtype == torch.float32:
-        return LinearConfig(16, 16, 32, slices=4, splits=1, num_warps=4, num_stages=2)
-    if m <= 16:
-        block_n, slices = (32, 4) if n >= 24 * num_sms else (16, 8)
-        splits = _splits(n // block_n, k // (slices * 64), num_sms)
-        return LinearConfig(16, block_n, 64, slices=slices, splits=splits, num_warps=slices, num_stages=4)
-    if m <= 32:
-        block_n = 32
-        splits = _splits(n // block_n, k // 256, num_sms)
-        return LinearConfig(32, block_n, 64, slices=4, splits=splits, num_warps=4, num_stages=4)
-    if n >= 96 * num_sms:
-        return LinearConfig(64, 128, 64, slices=1, splits=1, num_warps=4, num_stages=4)
-    splits = _splits(n // 64, k // 128, num_sms)
-    return LinearConfig(64, 64, 128, slices=1, splits=splits, num_warps=4, num_stages=4)
+        return LinearConfig(16, 16, 32, slices=4, num_warps=4, num_stages=2)
+    if n < 12 * num_sms:
+        return LinearConfig(16, 8, 64, slices=8, num_warps=8, num_stages=4)
+    if n < 24 * num_sms:
+        return LinearConfig(16, 16, 64, slices=4, num_warps=4, num_stages=5)
+    return LinearConfig(16, 32, 64, slices=4, num_warps=4, num_stages=6)
 
 
 def _gemv_config(n: int, k: int, num_sms: int) -> LinearConfig:
     num_warps = 8 if k >= 4096 else 4 if k >= 1024 else 2
     block_n = 4 if n >= 4 * num_sms else 2
-    return LinearConfig(1, block_n, 256 * num_warps, slices=1, splits=1, num_warps=num_warps, num_stages=1)
-
-
-def _splits(tiles: int, steps: int, num_sms: int) -> int:
-    """Into how many programs to part K: more of them until they fill most of the chip, each with two steps or more."""
-    splits = 1
-    while tiles * splits * 3 <= num_sms * 2 and steps >= splits * 4:
-        splits *= 2
-    return splits
-
-
-class LinearWorkspace:
-    """Scratch of the programs that share a tile of the output. Launches in one stream may share it."""
-
-    def __init__(self, device: torch.device, num_programs: int = 1024, floats_per_program: int = 64 * 65) -> None:
-        self.partials = torch.empty(num_programs * floats_per_program, dtype=torch.float32, device=device)
-        self.arrivals = torch.zeros(num_programs, dtype=torch.int32, device=device)  # a launch leaves zeros behind
-
-    def fits(self, config: LinearConfig, tiles: int) -> bool:
-        num_floats = tiles * config.splits * config.floats_per_program
-        return tiles <= len(self.arrivals) and num_floats <= len(self.partials)
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Asks for the cache lines without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
+    return LinearConfig(1, block_n, 256 * num_warps, slices=1, num_warps=num_warps, num_stages=1)
 
 
 @triton.jit
@@ -193,11 +154,34 @@ def _one_row_kernel(
 
 @triton.jit
 def _multiply_add(a, b, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """total + a b^T, slice by slice where there are slices."""
+    """total + a b^T, slice by slice."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    b = tl.permute(b, (0, 2, 1)) if len(b.shape) == 3 else tl.trans(b)
-    return tl.dot(a, b, total, input_precision=PRECISION)
+    return tl.dot(a, tl.permute(b, (0, 2, 1)), total, input_precision=PRECISION)
+
+
+@triton.jit
+def _step(pointers, k, first, row_mask, K, EVEN_K: tl.constexpr):
+    """What lies a step from column `first` on, of the rows in the mask; zeros elsewhere."""
+    if EVEN_K:
+        if row_mask is None:
+            return tl.load(pointers + first)
+        else:
+            return tl.load(pointers + first, mask=row_mask, other=0.0)
+    else:
+        mask = first + k < K
+        if row_mask is not None:
+            mask = mask & row_mask
+        return tl.load(pointers + first, mask=mask, other=0.0)
+
+
+@triton.jit
+def _add_step(a, w, g, products, squares, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    if g is not None:
+        # The sums of squares are the diagonal of x x^T: no second layout of x, as a sum of x * x would need.
+        squares = _multiply_add(a, a, squares, PRECISION, WIDEN)
+        a = (a.to(tl.float32) * g.to(tl.float32)).to(a.dtype)
+    return _multiply_add(a, w, products, PRECISION, WIDEN), squares
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -208,8 +192,6 @@ def _few_rows_kernel(
     norm_weight,
     residual,
     out,
-    partials,
-    arrivals,
     M,
     N,
     K,
@@ -219,98 +201,52 @@ def _few_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ONE_STEP: tl.constexpr,
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
+    LAUNCH_EARLY: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
+    # Every tile has a leading dimension, the slice, and a warp multiplies one: it then has K / SLICES dependent steps
+    # instead of K. The slices of a step are neighbours in memory.
     STEP: tl.constexpr = SLICES * BLOCK_K
     tile = tl.program_id(0)
-    split = tl.program_id(1)
-    row_block = tl.program_id(2)
     rows = _weight_rows(tile, N, BLOCK_N, GATED)
-    w_rows = weight + rows.to(tl.int64) * K
-    i = tl.arange(0, BLOCK_M)
-    m = row_block * BLOCK_M + i
-    num_steps = tl.cdiv(tl.cdiv(K, STEP), SPLITS)
-    begin = split * num_steps * STEP
-    end = tl.minimum(begin + num_steps * STEP, K)
+    m = tl.arange(0, BLOCK_M)
+    x_mask = m[None, :, None] < M
+    k = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+    w_pointers = weight + rows.to(tl.int64)[None, :, None] * K + k
+    x_pointers = x + m[None, :, None] * x_stride + k
 
-    if PDL:
-        LINES: tl.constexpr = 32768 // BLOCK_N // 64
-        line = begin + tl.arange(0, LINES) * (128 // (weight.dtype.element_ty.primitive_bitwidth // 8))
-        _prefetch(w_rows[:, None] + tl.minimum(line, end - 1)[None, :])
+    products = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
+    squares = tl.zeros([SLICES, BLOCK_M, BLOCK_M], tl.float32)
+    if PDL and LAUNCH_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    if ONE_STEP:
+        w = _step(w_pointers, k, 0, None, K, EVEN_K)
+        g = None if norm_weight is None else _step(norm_weight + k, k, 0, None, K, EVEN_K)
+    if PDL:
         tl.extra.cuda.gdc_wait()
-
-    # With slices every tile has a leading dimension, the slice, and a warp multiplies one: it then has K / SLICES
-    # dependent steps instead of K. The slices of a step are neighbours in memory.
-    if SLICES > 1:
-        k = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-        w_pointers = w_rows[None, :, None] + k
-        x_pointers = x + m[None, :, None] * x_stride + k
-        x_mask = m[None, :, None] < M
-        products = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
-        squares = tl.zeros([SLICES, BLOCK_M, BLOCK_M], tl.float32)
+    if ONE_STEP:
+        a = _step(x_pointers, k, 0, x_mask, K, EVEN_K)
+        products, squares = _add_step(a, w, g, products, squares, PRECISION, WIDEN)
     else:
-        k = tl.arange(0, BLOCK_K)[None, :]
-        w_pointers = w_rows[:, None] + k
-        x_pointers = x + m[:, None] * x_stride + k
-        x_mask = m[:, None] < M
-        products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        squares = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
+        for first in tl.range(0, K, STEP, num_stages=STAGES):
+            w = _step(w_pointers, k, first, None, K, EVEN_K)
+            a = _step(x_pointers, k, first, x_mask, K, EVEN_K)
+            g = None if norm_weight is None else _step(norm_weight + k, k, first, None, K, EVEN_K)
+            products, squares = _add_step(a, w, g, products, squares, PRECISION, WIDEN)
+    if PDL and not LAUNCH_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
-    if norm_weight is not None and SLICES == 1:
-        g = tl.load(norm_weight + begin + k, mask=begin + k < K, other=0.0)
-    for first in tl.range(begin, end, STEP, num_stages=STAGES):
-        if EVEN_K:
-            w = tl.load(w_pointers + first)
-            a = tl.load(x_pointers + first, mask=x_mask, other=0.0)
-        else:
-            w = tl.load(w_pointers + first, mask=first + k < K, other=0.0)
-            a = tl.load(x_pointers + first, mask=x_mask & (first + k < K), other=0.0)
-        if norm_weight is not None:
-            # The sums of squares are the diagonal of x x^T: no second layout of x, as a sum of x * x would need.
-            squares = _multiply_add(a, a, squares, PRECISION, WIDEN)
-            if SLICES > 1:
-                g = tl.load(norm_weight + first + k, mask=first + k < K, other=0.0)
-            a = (a.to(tl.float32) * g.to(tl.float32)).to(a.dtype)
-            if SLICES == 1:  # too little a thread for the copies that bring w and x: by hand, a step ahead
-                g = tl.load(norm_weight + first + STEP + k, mask=first + STEP + k < K, other=0.0)
-        products = _multiply_add(a, w, products, PRECISION, WIDEN)
-
-    if SLICES > 1:
-        products = tl.sum(products, axis=0)
-        squares = tl.sum(squares, axis=0)
-    square_sum = tl.sum(tl.where(i[:, None] == i[None, :], squares, 0.0), axis=1)  # [BLOCK_M]; unused without a norm
-
-    if SPLITS > 1:
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        shared_tile = row_block * tl.num_programs(0) + tile
-        tile_partials = partials + shared_tile * (SPLITS * (SIZE + BLOCK_M))
-        own = tile_partials + split * (SIZE + BLOCK_M)
-        place = i[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(own + place, products)
-        if norm_weight is not None:
-            tl.store(own + SIZE + i, square_sum)
-        tl.debug_barrier()  # every thread's stores come before the one that counts them
-        arrived = tl.atomic_add(arrivals + shared_tile, 1, sem="acq_rel")
-        if arrived < SPLITS - 1:
-            return
-        # The last to arrive adds up in a fixed order, itself included: the same bits whoever that is.
-        products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        square_sum = tl.zeros([BLOCK_M], tl.float32)
-        for other in range(SPLITS):
-            products += tl.load(tile_partials + other * (SIZE + BLOCK_M) + place, cache_modifier=".cg")
-            if norm_weight is not None:
-                square_sum += tl.load(tile_partials + other * (SIZE + BLOCK_M) + SIZE + i, cache_modifier=".cg")
-        tl.store(arrivals + shared_tile, 0)
+    y = tl.sum(products, axis=0)
     if norm_weight is not None:
-        products *= tl.rsqrt(square_sum / K + eps)[:, None]
-    _finish(products, bias, residual, out, m, tile, rows, M, N, BLOCK_N, GATED)
+        diagonal = tl.where(m[:, None] == m[None, :], tl.sum(squares, axis=0), 0.0)
+        y *= tl.rsqrt(tl.sum(diagonal, axis=1) / K + eps)[:, None]
+    _finish(y, bias, residual, out, m, tile, rows, M, N, BLOCK_N, GATED)
 
 
 @lru_cache
@@ -328,22 +264,21 @@ def fused_linear(
     residual: Tensor | None = None,  # [M, N], or [M, N / 2] if gated
     gated: bool = False,
     out: Tensor | None = None,  # defaults to the residual, in place, or to a new tensor
-    workspace: LinearWorkspace | None = None,  # None = K is never split among programs
     config: LinearConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
     m, k = x.shape
     n = weight.shape[0]
     assert m <= MAX_ROWS and weight.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous()
-    config = config or linear_config(m, n, k, gated=gated, dtype=x.dtype, num_sms=_num_sms(x.device))
+    config = config or linear_config(m, n, k, dtype=x.dtype, num_sms=_num_sms(x.device))
     if out is None:
         out = residual if residual is not None else x.new_empty(m, n // 2 if gated else n)
     assert out.is_contiguous() and (residual is None or residual.is_contiguous())
     assert out.data_ptr() != x.data_ptr()  # other programs still read x when the first ones write
     tiles = triton.cdiv(n, config.block_n)
     launch_options = {"num_warps": config.num_warps, **({"launch_pdl": True} if pdl else {})}
+    assert m <= config.block_m
     if config.block_m == 1:
-        assert m == 1
         _one_row_kernel[(tiles,)](
             x,
             weight,
@@ -361,18 +296,13 @@ def fused_linear(
             **launch_options,
         )
         return out
-    row_blocks = triton.cdiv(m, config.block_m)
-    if workspace is None or not workspace.fits(config, tiles * row_blocks):
-        config = replace(config, splits=1)
-    _few_rows_kernel[(tiles, config.splits, row_blocks)](
+    _few_rows_kernel[(tiles,)](
         x,
         weight,
         bias,
         norm_weight,
         residual,
         out,
-        workspace.partials if workspace is not None and config.splits > 1 else None,
-        workspace.arrivals if workspace is not None and config.splits > 1 else None,
         m,
         n,
         k,
@@ -382,10 +312,11 @@ def fused_linear(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SLICES=config.slices,
-        SPLITS=config.splits,
+        ONE_STEP=k <= config.slices * config.block_k,
         EVEN_K=k % (config.slices * config.block_k) == 0,
         GATED=gated,
         PDL=pdl,
+        LAUNCH_EARLY=LAUNCH_EARLY,
         STAGES=config.num_stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         WIDEN=not isinstance(_few_rows_kernel, triton.JITFunction),  # the interpreter's dot does not know bfloat16

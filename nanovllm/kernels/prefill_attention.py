@@ -36,8 +36,8 @@ def prefill_config(*, head_dim: int, group: int, dtype: torch.dtype, cache_dtype
     if head_dim > 128:
         return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)
     if quantized:
-        return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
-    return PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3)
+        return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
+    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 
 
 def query_tiles(num_new: np.ndarray, tokens_per_tile: int) -> np.ndarray:  # [num_chunks] -> [num_tiles, 2] int32

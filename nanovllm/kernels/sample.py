@@ -83,7 +83,6 @@ def _sample_kernel(
     seed_high,  # [R]
     thresholds,  # [B] or None
     out,
-    out_index,  # [B]
     scratch,  # [B, 2] best so far, programs done
     vocab_size,
     logits_stride,
@@ -110,7 +109,7 @@ def _sample_kernel(
         token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         scores = tl.max(_scores(row_logits, token, vocab_size, threshold, heat, key, FAST), axis=1)
         best = tl.max(scores)
-        chunk = tl.min(tl.where(scores == best, chunk, MAX_ID))
+        chunk = tl.min(tl.where(scores == best, chunk, (vocab_size - 1) // CHUNK))  # in range even if all are NaN
         # one number, larger for a better score, then for smaller ids: a single atomic finds the best of all tiles
         packed = (_ordered(best) << 31) | (chunk ^ MAX_ID).to(tl.int64)
         tl.atomic_max(scratch + 2 * index, packed)
@@ -123,7 +122,7 @@ def _sample_kernel(
             winner = tl.min(tl.where(final == tl.max(final), finalist, vocab_size - 1))
             tl.store(tokens + row.to(tl.int64) * tokens_stride + position, winner)
             tl.store(length + row, position + 1)
-            tl.store(out + tl.load(out_index + index), winner)
+            tl.store(out + index, winner)
 
 
 def sample(
@@ -136,8 +135,7 @@ def sample(
     seed_low: Tensor,  # [R] int32
     seed_high: Tensor,  # [R] int32
     thresholds: Tensor | None,  # [B] float32: logits below take no part
-    out: Tensor,  # int32, on the device or mapped into it
-    out_index: Tensor,  # [B] int32: the token of row i goes to out[out_index[i]]
+    out: Tensor,  # [at least B] int32
     scratch: Tensor,  # [at least B, 2] int64, zeros; left as zeros
     pdl: bool = False,
 ) -> None:
@@ -155,7 +153,6 @@ def sample(
         seed_high,
         thresholds,
         out,
-        out_index,
         scratch,
         vocab_size,
         logits.stride(0),
@@ -340,7 +337,7 @@ def _cut_kernel(
                 mass = _mass_of_row(row_logits, cut, top, scale, VOCAB_SIZE, GROUPS)
             else:
                 mass = _amount_of_best(a, b, c, d, cut, top, scale, True)
-            # even if all tokens had this value, twice their mass would not be what top-p leaves out
+            # if all tokens were this unlikely, together they would be half of what top-p may leave out
             least_value = top + tl.log2((1 - p) * mass / (2 * VOCAB_SIZE)) / scale
             low = tl.maximum(low, _key(tl.maximum(least_value, LOWEST), UNUSED) - 1)
             low = _search_best(a, b, c, d, low, p * mass, top, scale, True, UNUSED)
@@ -368,8 +365,7 @@ def cut_thresholds(
     """The logit below which a token is cut, by top-k, then by top-p among the rest, and by min-p; -inf cuts none."""
     batch, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    # half of a processor is enough for a row, unless processors are idle or registers run short
-    num_warps = 16 if batch <= NUM_PROCESSORS or logits.dtype == torch.float32 else 8
+    num_warps = 16 if batch <= NUM_PROCESSORS else 8  # a processor holds one row, or two
     _cut_kernel[(batch,)](
         logits,
         rows,

@@ -55,12 +55,6 @@ class DecodeStep:
             self._record(size, ending, caches)
         return self._graphs.replay((size, ending))
 
-    def record_all(self, caches: list[LayerCache]) -> None:
-        """The graphs that plain requests need, the largest first: the others fit into its memory."""
-        if self._graphs is not None:
-            for size in reversed(self._sizes):
-                self._record(size, Ending.TOKENS, caches)
-
     def _record(self, size: int, ending: Ending, caches: list[LayerCache]) -> None:
         """With padding rows alone, which change nothing, once to have everything compiled and once to record it."""
         assert self._graphs is not None

@@ -52,9 +52,6 @@ class ModelRunner:
                     activation_bytes=activations,
                 )
                 self.caches = self.backend.make_cache(self.cache_size.num_blocks)
-            with self.phases.timed("graphs"):
-                if self._decode is not None:
-                    self._decode.record_all(self.caches)
 
     def _build(self, config: Config, model_config: ModelConfig, max_model_len: int) -> None:
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)

@@ -129,7 +129,6 @@ class KernelSampler:
         self._kernels = sample
         self._table = table
         self._out = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._numbers = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
         self._thresholds = torch.empty(max_num_seqs, dtype=torch.float32, device=device)
         self._scratch = torch.zeros(max_num_seqs, 2, dtype=torch.int64, device=device)
 
@@ -161,7 +160,6 @@ class KernelSampler:
             seed_high=table.seed_high,
             thresholds=thresholds,
             out=self._out,
-            out_index=self._numbers[:n],
             scratch=self._scratch,
             pdl=dependent_launch(),
         )

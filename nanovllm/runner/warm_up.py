@@ -16,7 +16,7 @@ def largest_steps(*, max_num_tokens: int, max_num_seqs: int, max_model_len: int)
     num_seqs = min(max_num_seqs, max_num_tokens)
     length = max(1, min(max_num_tokens // num_seqs, max_model_len - 2))
     # logprobs are what takes most memory in sampling
-    everything = SamplingParams(temperature=1.0, logprobs=1, top_k=2)
+    everything = SamplingParams(temperature=1.0, logprobs=1)
     rows = range(1, num_seqs + 1)
     chunks = tuple(SeqPlan(row, 0, length, samples=True) for row in rows)
     steps = []

@@ -7,7 +7,6 @@ from torch import Tensor
 from nanovllm.kernels.linear import (
     MAX_ROWS,
     LinearConfig,
-    LinearWorkspace,
     fused_linear,
     fused_linear_reference,
     linear_config,
@@ -16,11 +15,10 @@ from tests.kernels.support import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 EPS = 1e-6
-GEMV = LinearConfig(1, 4, 128, slices=1, splits=1, num_warps=1, num_stages=1)
-SLICED = LinearConfig(16, 16, 16, slices=4, splits=1, num_warps=4, num_stages=2)
-SLICED_AND_SPLIT = LinearConfig(16, 16, 16, slices=4, splits=4, num_warps=4, num_stages=2)
-WHOLE = LinearConfig(64, 32, 32, slices=1, splits=1, num_warps=4, num_stages=2)
-WHOLE_AND_SPLIT = LinearConfig(64, 64, 32, slices=1, splits=2, num_warps=4, num_stages=2)
+GEMV = LinearConfig(1, 4, 128, slices=1, num_warps=1, num_stages=1)
+SLICED = LinearConfig(16, 16, 16, slices=4, num_warps=4, num_stages=2)
+NARROW = LinearConfig(16, 8, 16, slices=8, num_warps=8, num_stages=2)
+ONE_STEP = LinearConfig(16, 16, 64, slices=4, num_warps=4, num_stages=1)
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -39,24 +37,21 @@ def check_all_folds(m: int, n: int, k: int, dtype: torch.dtype, config: LinearCo
     x = random(m, k, dtype=dtype, scale=3.0)
     weight, bias = random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)
     norm_weight = random(k, dtype=dtype) + 1
-    workspace = LinearWorkspace(torch.device(DEVICE), num_programs=64)
     for norm, gated, add, with_bias in [(1, 0, 0, 1), (0, 0, 1, 0), (1, 1, 1, 1)]:
         residual = random(m, n // 2 if gated else n, dtype=dtype) if add else None
         options = dict(
             bias=bias if with_bias else None, norm_weight=norm_weight if norm else None, eps=EPS, gated=bool(gated)
         )
         expected = fused_linear_reference(x, weight, residual=residual, **options)
-        actual = fused_linear(x, weight, residual=residual, workspace=workspace, config=config, **options)
+        actual = fused_linear(x, weight, residual=residual, config=config, **options)
         check(actual, expected)
         if residual is not None:
             assert actual is residual
-    assert workspace.arrivals.eq(0).all()
 
 
 @pytest.mark.parametrize(
     ("m", "dtype"),
-    [(1, torch.float32), (17, torch.float32), (3, torch.float16)]
-    + [(m, torch.bfloat16) for m in (1, 2, 17, 33, MAX_ROWS)],
+    [(1, torch.float32), (7, torch.float32), (3, torch.float16)] + [(m, torch.bfloat16) for m in (1, 2, MAX_ROWS)],
 )
 def test_own_choice_of_config(m: int, dtype: torch.dtype) -> None:
     check_all_folds(m, 40, 144, dtype, None)
@@ -64,64 +59,48 @@ def test_own_choice_of_config(m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("m", "config"),
-    [(1, GEMV), (1, SLICED), (5, SLICED), (16, SLICED_AND_SPLIT), (19, SLICED), (40, WHOLE), (64, WHOLE_AND_SPLIT)],
+    [(1, GEMV), (1, SLICED), (16, SLICED), (5, NARROW), (16, ONE_STEP)],
 )
 @pytest.mark.parametrize(("n", "k"), [(48, 256), (24, 200)])
 def test_each_config(m: int, n: int, k: int, config: LinearConfig) -> None:
     check_all_folds(m, n, k, torch.bfloat16, config)
 
 
-@pytest.mark.parametrize("config", [GEMV, SLICED_AND_SPLIT])
+@pytest.mark.parametrize("config", [GEMV, ONE_STEP])
 def test_out_leaves_the_residual_alone_and_x_may_be_a_view(config: LinearConfig) -> None:
     rows = config.block_m
     x = random(rows, 2, 64, dtype=torch.float32)[:, 1]
     weight, residual = random(24, 64, dtype=torch.float32), random(rows, 24, dtype=torch.float32)
     before, out = residual.clone(), torch.empty_like(residual)
-    workspace = LinearWorkspace(torch.device(DEVICE), num_programs=16)
-    result = fused_linear(x, weight, residual=residual, out=out, workspace=workspace, config=config)
+    result = fused_linear(x, weight, residual=residual, out=out, config=config)
     assert result is out and torch.equal(residual, before)
     check(out, fused_linear_reference(x, weight, residual=residual))
 
 
-@pytest.mark.parametrize("config", [SLICED, SLICED_AND_SPLIT])
+@pytest.mark.parametrize("config", [SLICED, ONE_STEP])
 def test_rows_past_the_end_are_not_written(config: LinearConfig) -> None:
     x, weight = random(5, 64, dtype=torch.bfloat16), random(24, 64, dtype=torch.bfloat16)
     buffer = torch.full((16, 24), 7.0, dtype=torch.bfloat16, device=DEVICE)
-    fused_linear(x, weight, out=buffer[:5], workspace=LinearWorkspace(torch.device(DEVICE)), config=config)
+    fused_linear(x, weight, out=buffer[:5], config=config)
     assert buffer[5:].eq(7.0).all()
     check(buffer[:5], fused_linear_reference(x, weight))
 
 
-def test_split_sums_are_the_same_bits_every_time() -> None:
-    x, weight = random(16, 512, dtype=torch.bfloat16), random(32, 512, dtype=torch.bfloat16)
-    workspace = LinearWorkspace(torch.device(DEVICE), num_programs=64)
-    first = fused_linear(x, weight, workspace=workspace, config=SLICED_AND_SPLIT)
-    for _ in range(1 if DEVICE == "cpu" else 100):
-        assert torch.equal(first, fused_linear(x, weight, workspace=workspace, config=SLICED_AND_SPLIT))
-
-
-@pytest.mark.parametrize("m", [1, 2, 16, 17, 33, MAX_ROWS])
+@pytest.mark.parametrize("m", [1, 2, MAX_ROWS])
 @pytest.mark.parametrize(
-    ("n", "k"), [(4096, 1024), (1024, 2048), (1024, 3072), (24576, 4096), (151936, 4096), (48, 80)]
+    ("n", "k"), [(4096, 1024), (1024, 2048), (2048, 2048), (24576, 4096), (151936, 4096), (48, 80)]
 )
 def test_configs_suit_their_sizes(m: int, n: int, k: int) -> None:
-    config = linear_config(m, n, k, gated=False, dtype=torch.bfloat16, num_sms=132)
-    tiles = -(-n // config.block_n)
+    config = linear_config(m, n, k, dtype=torch.bfloat16, num_sms=132)
     assert config.block_m >= m
-    if config.splits > 1:
-        assert tiles * config.splits <= 2 * 132
-        assert k >= 2 * config.splits * config.slices * config.block_k
-        assert LinearWorkspace(torch.device("cpu")).fits(config, tiles)
+    assert n // config.block_n >= 64 or config.block_n <= 8  # a chip's worth of programs, unless the weight is tiny
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter is too slow for real sizes")
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("m", [1, 8, 16, 32, 50, 64])
+@pytest.mark.parametrize("m", [1, 8, 16])
 @pytest.mark.parametrize(("n", "k", "gated"), [(4096, 1024, False), (1024, 3072, False), (6144, 1024, True)])
 def test_real_sizes(m: int, n: int, k: int, gated: bool, pdl: bool) -> None:
     x, weight = random(m, k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16, scale=k**-0.5)
-    norm_weight, workspace = random(k, dtype=torch.bfloat16) + 1, LinearWorkspace(torch.device(DEVICE))
-    options = dict(norm_weight=norm_weight, eps=EPS, gated=gated)
-    check(
-        fused_linear(x, weight, workspace=workspace, pdl=pdl, **options), fused_linear_reference(x, weight, **options)
-    )
+    options = dict(norm_weight=random(k, dtype=torch.bfloat16) + 1, eps=EPS, gated=gated)
+    check(fused_linear(x, weight, pdl=pdl, **options), fused_linear_reference(x, weight, **options))

@@ -81,13 +81,10 @@ def draw(
     rows: Tensor,
     *,
     thresholds: Tensor | None = None,
-    out_index: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel and give back `out`, -1 where it wrote nothing."""
     out = torch.full((len(logits),), -1, dtype=torch.int32, device=DEVICE)
     scratch = torch.zeros(len(logits) + 2, 2, dtype=torch.int64, device=DEVICE)
-    if out_index is None:
-        out_index = torch.arange(len(logits), dtype=torch.int32, device=DEVICE)
     sample(
         logits,
         rows=rows,
@@ -98,7 +95,6 @@ def draw(
         seed_high=table.seed_high,
         thresholds=thresholds,
         out=out,
-        out_index=out_index,
         scratch=scratch,
     )
     assert not scratch.any()
@@ -158,15 +154,13 @@ def test_a_few_rows_are_dealt_out_to_more_programs_and_draw_the_same() -> None:
     assert [draw(logits[i : i + 1], alone, rows[i : i + 1]).item() for i in (0, 7, 19)] == tokens[[0, 7, 19]].tolist()
 
 
-def test_padding_writes_nothing_and_tokens_go_where_the_index_says() -> None:
+def test_padding_writes_nothing() -> None:
     logits = make_logits(5, 151, torch.bfloat16)
     rows = torch.tensor([3, 0, 1, 5, 0], dtype=torch.int32, device=DEVICE)
     table = make_table(5, temperature=torch.tensor([0.7, 0.7, 0.0, 0.7, 0.7]))
     before = table.length.clone()
     expected = reference_tokens(logits[[0, 2, 3]], table, rows[[0, 2, 3]])
-    out_index = torch.tensor([4, 0, 1, 2, 3], dtype=torch.int32, device=DEVICE)
-    out = draw(logits, table, rows, out_index=out_index)
-    assert out.tolist() == [-1, expected[1].item(), expected[2].item(), -1, expected[0].item()]
+    assert draw(logits, table, rows).tolist() == [expected[0].item(), -1, expected[1].item(), expected[2].item(), -1]
     assert (table.length - before).tolist() == [0, 1, 0, 1, 0, 1]
     assert (table.tokens[[0, 2, 4]] == -1).all()
 
@@ -178,6 +172,13 @@ def test_the_smallest_of_equal_ids_wins() -> None:
     assert draw(logits, table, all_rows(logits)).item() == 2077
     logits[:] = float("-inf")
     assert draw(logits, table, all_rows(logits)).item() == 0
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")  # of the interpreter
+def test_a_broken_model_still_gives_token_ids() -> None:
+    logits = torch.full((2, 1030), float("nan"), device=DEVICE)
+    tokens = draw(logits, make_table(2, temperature=torch.tensor([0.0, 1.0])), all_rows(logits))
+    assert ((tokens >= 0) & (tokens < 1030)).all()
 
 
 def test_tokens_below_the_threshold_take_no_part() -> None:
@@ -274,7 +275,9 @@ def test_cuts_are_those_of_sorting(
     logits = make_logits(len(settings), vocab_size, dtype)
     thresholds = thresholds_of(logits, table, all_rows(logits))
     for row, threshold, chosen in zip(logits.float().cpu(), thresholds.cpu(), settings, strict=True):
-        assert torch.equal(row >= threshold, kept_by_sorting(row, **chosen)), chosen
+        differs = (row >= threshold) ^ kept_by_sorting(row, **chosen)
+        # a sum of a hundred thousand masses may fall on either side of what is asked for
+        assert (row / temperature).softmax(dim=-1)[differs].sum() < 1e-6, chosen
 
 
 @pytest.mark.parametrize("groups", [1, 256])
