@@ -9,7 +9,7 @@ All requests of a batch arrive at once. A step counts as a decode step while all
 are left out, and its time is the time between two results, whatever else is under way meanwhile. By default a GPU gets
 batches of 1, 8, 64 and 256 with prompts of 960 tokens, each once unmeasured; a CPU 1, 8 and 64 with 128 tokens.
 
-  prefill seconds        until the last request of the batch has its first token: the prefill of the whole batch
+  prefill seconds        all prompts of the batch computed, in a run of its own in which each request ends there
   ttft first ms          until the first request of the batch has its first token
   ms/token, step p99 ms  a decode step, median and 99th percentile: the time between two tokens of a request
   fraction of roofline   the least time of such a step over its median. The least time is that of reading the weights
@@ -72,7 +72,9 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
             if on_gpu:
                 serve(llm, workload.first_tokens(WARM_UP_TOKENS))
             llm.reset_prefix_cache()
-            timings[batch_size] = time_steps(llm, workload)
+            prefill_seconds = serve(llm, workload.first_tokens(1)).seconds
+            llm.reset_prefix_cache()
+            timings[batch_size] = time_steps(llm, workload, prefill_seconds)
         memory = peak_memory()
     roofline = roofline_of(llm)
     settings = {"input_len": input_len, "output_len": args.output_len, **memory, **roofline.machine.row()}
@@ -84,13 +86,13 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
 class Timing:
     """Seconds from the arrival of the batch, except for the steps, which are seconds each."""
 
+    prefill: float
     first_token_of_first: float
-    first_token_of_last: float
     num_unsettled: int  # decode steps left out before those below
     decode_steps: list[float]
 
 
-def time_steps(llm: "LLM", workload: "Workload") -> Timing:
+def time_steps(llm: "LLM", workload: "Workload", prefill_seconds: float) -> Timing:
     """Only the first and the last request are listened to, so that reporting costs nothing at any batch size."""
     begin = time.perf_counter()
     last_index = len(workload.prompts) - 1
@@ -116,7 +118,7 @@ def time_steps(llm: "LLM", workload: "Workload") -> Timing:
             f"{len(names)} requests ended before the last was decoding; raise them, or measure smaller batches"
         )
     num_unsettled = min(MOST_UNSETTLED_STEPS, len(decode_steps) // 8)
-    return Timing(first_tokens[names[0]], first_tokens[names[-1]], num_unsettled, decode_steps[num_unsettled:])
+    return Timing(prefill_seconds, first_tokens[names[0]], num_unsettled, decode_steps[num_unsettled:])
 
 
 def _row(batch_size: int, input_len: int, timing: Timing, roofline: "Roofline") -> Row:
@@ -128,12 +130,12 @@ def _row(batch_size: int, input_len: int, timing: Timing, roofline: "Roofline") 
     least_prefill = roofline.prefill_seconds([input_len] * batch_size)
     return {
         "batch_size": batch_size,
-        "prefill_seconds": timing.first_token_of_last,
+        "prefill_seconds": timing.prefill,
         "ttft_first_ms": timing.first_token_of_first * 1e3,
         "ms_per_token": middle * 1e3,
         "step_p99_ms": steps[min(len(steps) - 1, round(0.99 * (len(steps) - 1)))] * 1e3,
         "fraction_of_roofline": roofline.step_seconds(batch_size, context) / middle,
-        "prefill_fraction": least_prefill / timing.first_token_of_last,
+        "prefill_fraction": least_prefill / timing.prefill,
         "tokens_per_second": batch_size / middle,
         "steps": len(steps),
     }

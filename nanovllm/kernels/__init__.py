@@ -1,7 +1,14 @@
 """Triton kernels, one operation a file: its plain torch reference, the kernel, and what launches it."""
 
 import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
+from typing import Any
+
+_ahead: ContextVar["CompileAhead | None"] = ContextVar("compile_ahead", default=None)
 
 
 @cache
@@ -16,3 +23,46 @@ def dependent_launch() -> bool:
     import torch
 
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **options: Any) -> None:
+    """Launch a kernel; with `pdl` while the one before it may still run, for which it waits by itself."""
+    if pdl:  # not known to the interpreter
+        options["launch_pdl"] = True
+    ahead = _ahead.get()
+    if ahead is not None:
+        ahead.submit(kernel, grid, args, options)
+    else:
+        kernel[grid](*args, **options)
+
+
+@contextmanager
+def compile_ahead() -> Iterator[None]:
+    """Within, launches do not run: their kernels are compiled, side by side, and ready at the end."""
+    with ThreadPoolExecutor() as pool:
+        ahead = CompileAhead(pool)
+        token = _ahead.set(ahead)
+        try:
+            yield
+        finally:
+            _ahead.reset(token)
+        for job in ahead.jobs.values():
+            job.result()
+
+
+class CompileAhead:
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.jobs: dict[tuple, Future] = {}
+        self._pool = pool
+
+    def submit(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+        key = (id(kernel), *map(_kind, args), *sorted((name, _kind(value)) for name, value in options.items()))
+        if key not in self.jobs:
+            self.jobs[key] = self._pool.submit(kernel.warmup, *args, grid=grid, **options)
+
+
+def _kind(value: Any) -> str:
+    """What a kernel is compiled for: a tensor's type and alignment, a number itself."""
+    if hasattr(value, "data_ptr"):
+        return f"{value.dtype}{value.data_ptr() % 16 == 0}"
+    return repr(value)

@@ -227,9 +227,10 @@ def _slots(block, tile_at, head, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, K
 
 @triton.jit
 def _is_seen(at, first, position, WINDOW: tl.constexpr):
+    """Which positions of the cache take part; the new token, at `position`, does so on its own."""
     if WINDOW > 0:
-        return (at >= first) & (at <= position)
-    return at <= position
+        return (at >= first) & (at < position)
+    return at < position
 
 
 @triton.jit
@@ -292,6 +293,35 @@ def _rounded(x, DROPPED: tl.constexpr):
 
 
 @triton.jit
+def _prefetch(
+    cache,
+    value_offset,
+    table,
+    tile_begin,
+    tile_end,
+    head,
+    first,
+    position,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Asks for the cache lines of the first two tiles of a segment, so that they come while other work is done."""
+    if not INTERPRETED:
+        for ahead in tl.static_range(2):
+            tile_at = tile_begin + ahead * TILE
+            at = tile_at + tl.arange(0, TILE)
+            block = _block_numbers(table, tile_at, position // BLOCK_SIZE, TILE, BLOCK_SIZE)
+            item = _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS) * HEAD_DIM
+            wanted = _is_seen(at, first, position, WINDOW) & (at < tile_end)
+            _prefetch_lines(cache, item, wanted, HEAD_DIM)
+            _prefetch_lines(cache + value_offset, item, wanted, HEAD_DIM)
+
+
+@triton.jit
 def _prefetch_lines(base, items, wanted, HEAD_DIM: tl.constexpr):
     """Asks for the cache lines of the rows that begin at `base + items`."""
     LINE_ITEMS: tl.constexpr = 128 * 8 // base.dtype.element_ty.primitive_bitwidth
@@ -301,6 +331,281 @@ def _prefetch_lines(base, items, wanted, HEAD_DIM: tl.constexpr):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def _new_heads(
+    qkv, seq, head, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DOT_ROWS: tl.constexpr
+):
+    """Loads a new token's queries, key (each also with its halves swapped) and value of one kv head."""
+    COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    HEADS: tl.constexpr = GROUP * KV_HEADS
+    col = tl.arange(0, COLS)
+    partner = (col + HEAD_DIM // 2) % HEAD_DIM
+    member = tl.arange(0, DOT_ROWS)
+    token_row = qkv + seq.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    q_rows = token_row + (head * GROUP + member)[:, None] * HEAD_DIM
+    is_query = (member < GROUP)[:, None] & (col < HEAD_DIM)[None, :]
+    q = tl.load(q_rows + col[None, :], mask=is_query, other=0.0)
+    q_swapped = tl.load(q_rows + partner[None, :], mask=is_query, other=0.0)
+    k_row = token_row + (HEADS + head) * HEAD_DIM
+    k = tl.load(k_row + col, mask=col < HEAD_DIM, other=0.0)
+    k_swapped = tl.load(k_row + partner, mask=col < HEAD_DIM, other=0.0)
+    v = tl.load(k_row + KV_HEADS * HEAD_DIM + col, mask=col < HEAD_DIM, other=0.0)
+    return q, q_swapped, k, k_swapped, v
+
+
+@triton.jit
+def _attend(
+    q_raw,
+    q_swapped,
+    k_raw,
+    k_swapped,
+    v_new,
+    cache,
+    scales,
+    table,
+    q_norm,
+    k_norm,
+    cos_sin,
+    eps,
+    head,
+    first,
+    position,
+    tile_begin,
+    tile_end,
+    newest,
+    scale_offset,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    DOT_ROWS: tl.constexpr,
+):
+    """The softmax state of one segment, positions tile_begin to tile_end; the `newest` one stores the new token.
+
+    The new token takes part from registers: it is where the state begins. The tiles hold what was before it.
+    """
+    COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    FP8: tl.constexpr = scales is not None
+    # The interpreter's dot does not know bfloat16.
+    DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else (tl.float16 if FP8 else cache.dtype.element_ty)
+    # fp8 is loaded as pairs of columns: fragments of 16-bit items reach the tensor cores by wide loads, bytes do not.
+    LOAD_DIM: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    LOAD_COLS: tl.constexpr = COLS // 2 if FP8 else COLS
+    LOG2_SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+
+    col = tl.arange(0, COLS)
+    partner = (col + HALF) % HEAD_DIM
+    token = tl.arange(0, TILE)
+    load_col = tl.arange(0, LOAD_COLS)
+    loads = cache.to(tl.pointer_type(tl.int16)) if FP8 else cache
+    load_value_offset = scale_offset * LOAD_DIM
+    last_block = position // BLOCK_SIZE
+
+    # The block numbers of a tile are loaded one tile ahead of its keys and values.
+    block = _block_numbers(table, tile_begin, last_block, TILE, BLOCK_SIZE)
+    angles = cos_sin + position.to(tl.int64) * HEAD_DIM
+    cos = tl.load(angles + col % HALF)
+    sin = tl.load(angles + HALF + col % HALF)
+    sin = tl.where(col < HALF, -sin, sin)
+    q_same, q_other = _rotation(cos, sin, q_norm, col, partner, HEAD_DIM)
+    k_same, k_other = _rotation(cos, sin, k_norm, col, partner, HEAD_DIM)
+    new_block = tl.load(table + last_block).to(tl.int64)
+    if FP8:
+        slots = _slots(block, tile_begin, head, TILE, BLOCK_SIZE, KV_HEADS)
+        seen = _is_seen(tile_begin + token, first, position, WINDOW)
+        k_scales = tl.load(scales + slots, mask=seen, other=0.0)
+        v_scales = tl.load(scales + scale_offset + slots, mask=seen, other=0.0)
+
+    q_x = q_raw.to(tl.float32)
+    q = q_x * q_same[None, :] + q_swapped.to(tl.float32) * q_other[None, :]
+    if q_norm is not None:
+        q *= tl.rsqrt(tl.sum(q_x * q_x, 1) / HEAD_DIM + eps)[:, None]
+    q = q.to(q_raw.dtype)
+
+    new_score = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
+    v_kept = tl.zeros((COLS,), tl.float32)
+    if newest:
+        k_x = k_raw.to(tl.float32)
+        k_new = k_x * k_same + k_swapped.to(tl.float32) * k_other
+        if k_norm is not None:
+            k_new *= tl.rsqrt(tl.sum(k_x * k_x, 0) / HEAD_DIM + eps)
+        k_new = k_new.to(k_raw.dtype)
+        new_slot = (new_block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+        new_item = cache + new_slot * HEAD_DIM + col
+        if FP8:
+            k_stored, k_scale = _quantize(k_new, INTERPRETED)
+            v_stored, v_scale = _quantize(v_new, INTERPRETED)
+            tl.store(scales + new_slot, k_scale)
+            tl.store(scales + scale_offset + new_slot, v_scale)
+            k_kept = k_stored.to(tl.float32) * k_scale.to(tl.float32)
+            v_kept = v_stored.to(tl.float32) * (v_scale.to(tl.float32) * LIFT)
+        else:
+            k_stored = k_new.to(cache.dtype.element_ty)
+            v_stored = v_new.to(cache.dtype.element_ty)
+            k_kept = k_stored.to(tl.float32)
+            v_kept = v_stored.to(tl.float32)
+        tl.store(new_item, k_stored, mask=col < HEAD_DIM)
+        tl.store(new_item + scale_offset * HEAD_DIM, v_stored, mask=col < HEAD_DIM)
+        new_score = tl.sum(q.to(tl.float32) * k_kept[None, :], 1) * LOG2_SCALE
+
+    maximum = new_score
+    weight_sums = tl.zeros((DOT_ROWS, TILE), tl.float32)  # added up across the tile after the loop
+    q = q.to(DOT_TYPE)
+    if FP8:
+        q, odd_q = tl.split(tl.reshape(q, (DOT_ROWS, LOAD_COLS, 2)))
+        v_even, v_odd = tl.split(tl.reshape(v_kept, (LOAD_COLS, 2)))
+        acc = tl.zeros((DOT_ROWS, LOAD_COLS), tl.float32) + v_even[None, :]
+        odd_acc = tl.zeros((DOT_ROWS, LOAD_COLS), tl.float32) + v_odd[None, :]
+    else:
+        acc = tl.zeros((DOT_ROWS, LOAD_COLS), tl.float32) + v_kept[None, :]
+    for tile_at in range(tile_begin, tl.minimum(tile_end, position), TILE):
+        seen = _is_seen(tile_at + token, first, position, WINDOW)
+        slots = _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS)
+        mask = seen[:, None]
+        if LOAD_COLS != LOAD_DIM:
+            mask = mask & (load_col < LOAD_DIM)[None, :]
+        item = loads + slots[:, None] * LOAD_DIM + load_col[None, :]
+        keys = tl.load(item, mask=mask, other=0)
+        values = tl.load(item + load_value_offset, mask=mask, other=0)
+        block = _block_numbers(table, tile_at + TILE, last_block, TILE, BLOCK_SIZE)
+
+        if FP8:
+            keys, odd_keys = _unpack(keys, DOT_TYPE, INTERPRETED)
+            scores = tl.dot(q, tl.trans(keys))  # [DOT_ROWS, TILE]
+            scores = tl.dot(odd_q, tl.trans(odd_keys), scores)
+            scores = scores * (k_scales.to(tl.float32) * LOG2_SCALE)[None, :]
+        else:
+            scores = tl.dot(q, tl.trans(keys.to(DOT_TYPE)), input_precision="ieee") * LOG2_SCALE
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        weight_sums = weight_sums * decay[:, None] + weights
+        maximum = new_maximum
+        if FP8:
+            weights = (weights * (v_scales.to(tl.float32) * LIFT)[None, :]).to(DOT_TYPE)
+            slots = _slots(block, tile_at + TILE, head, TILE, BLOCK_SIZE, KV_HEADS)
+            later = _is_seen(tile_at + TILE + token, first, position, WINDOW)
+            k_scales = tl.load(scales + slots, mask=later, other=0.0)
+            v_scales = tl.load(scales + scale_offset + slots, mask=later, other=0.0)
+            values, odd_values = _unpack(values, DOT_TYPE, INTERPRETED)
+            acc = tl.dot(weights, values, acc * decay[:, None])
+            odd_acc = tl.dot(weights, odd_values, odd_acc * decay[:, None])
+        else:
+            weights = weights.to(DOT_TYPE)
+            acc = tl.dot(weights, values.to(DOT_TYPE), acc * decay[:, None], input_precision="ieee")
+
+    total_weight = tl.sum(weight_sums, 1) + tl.exp2(new_score - maximum)
+    if FP8:
+        total_weight = total_weight * LIFT
+        acc = tl.reshape(tl.join(acc, odd_acc), (DOT_ROWS, COLS))
+    return acc, maximum, total_weight
+
+
+@triton.jit
+def _finish(
+    acc,
+    maximum,
+    total_weight,
+    part_acc,
+    part_max,
+    part_sum,
+    counter,
+    out,  # of this sequence and kv head
+    slot,
+    whole,
+    first_part,
+    last_part,
+    first_in_second_slot,
+    SLOTS_PER_PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DOT_ROWS: tl.constexpr,
+):
+    """Writes the result of a `whole` segment; leaves a part in its slot, and joins the parts if it is the last."""
+    COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    col = tl.arange(0, COLS)
+    member = tl.arange(0, DOT_ROWS)
+    valid = (member < GROUP)[:, None] & (col < HEAD_DIM)[None, :]
+    if whole:
+        result = acc / total_weight[:, None]
+        tl.store(out + member[:, None] * HEAD_DIM + col[None, :], result.to(out.dtype.element_ty), mask=valid)
+    else:
+        part = slot * GROUP + member
+        tl.store(part_max + part, maximum, mask=member < GROUP)
+        tl.store(part_sum + part, total_weight, mask=member < GROUP)
+        tl.store(part_acc + part[:, None] * HEAD_DIM + col[None, :], acc, mask=valid)
+        # The barrier orders every thread's part before the one thread that counts the arrival.
+        tl.debug_barrier()
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_part - first_part:
+            tl.store(counter, 0)
+            _merge(
+                part_acc,
+                part_max,
+                part_sum,
+                out,
+                first_part,
+                last_part,
+                first_in_second_slot,
+                SLOTS_PER_PART,
+                GROUP,
+                HEAD_DIM,
+            )
+
+
+@triton.jit
+def _merge(
+    part_acc,
+    part_max,
+    part_sum,
+    out,
+    first_part,
+    last_part,
+    first_in_second_slot,
+    SLOTS_PER_PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Joins the parts first..last that programs left of one (sequence, kv head), several at a time."""
+    COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    GROUP_ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
+    # Many at once where there are many, as far as registers allow; balanced programs leave few.
+    PARTS: tl.constexpr = max(1, (8192 if SLOTS_PER_PART == 1 and GROUP_ROWS <= 4 else 2048) // (GROUP_ROWS * COLS))
+    member = tl.arange(0, GROUP_ROWS)
+    col = tl.arange(0, COLS)
+    valid = (member < GROUP)[:, None] & (col < HEAD_DIM)[None, :]
+    maximum = tl.full((GROUP_ROWS,), float("-inf"), tl.float32)
+    total_weight = tl.zeros((GROUP_ROWS,), tl.float32)
+    acc = tl.zeros((GROUP_ROWS, COLS), tl.float32)
+    for start in range(first_part, last_part + 1, PARTS):
+        index = start + tl.arange(0, PARTS)
+        slot = SLOTS_PER_PART * index + ((index == first_part) & first_in_second_slot).to(tl.int32)
+        part = slot[:, None] * GROUP + member[None, :]  # [PARTS, GROUP_ROWS]
+        there = (index <= last_part)[:, None] & (member < GROUP)[None, :]
+        # Other processors wrote these: never from this one's own cache.
+        maxima = tl.load(part_max + part, mask=there, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(part_sum + part, mask=there, other=0.0, cache_modifier=".cg")
+        accs = tl.load(
+            part_acc + part[:, :, None] * HEAD_DIM + col[None, None, :],
+            mask=there[:, :, None] & (col < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
+        new_maximum = tl.where(member < GROUP, new_maximum, 0.0)
+        weights = tl.exp2(maxima - new_maximum[None, :])
+        decay = tl.exp2(maximum - new_maximum)
+        maximum = new_maximum
+        total_weight = total_weight * decay + tl.sum(weights * sums, 0)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * accs, 0)
+    total_weight = tl.where(member < GROUP, total_weight, 1.0)
+    result = acc / total_weight[:, None]
+    tl.store(out + member[:, None] * HEAD_DIM + col[None, :], result.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["batch", "num_blocks", "blocks_stride"])
@@ -335,262 +640,114 @@ def _decode_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    GROUP_ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
-    HEADS: tl.constexpr = GROUP * KV_HEADS
-    HALF: tl.constexpr = HEAD_DIM // 2
     DOT_ROWS: tl.constexpr = 16  # the fewest tl.dot takes
-    FP8: tl.constexpr = scales is not None
-    # The interpreter's dot does not know bfloat16.
-    DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else (tl.float16 if FP8 else cache.dtype.element_ty)
-    # fp8 is loaded as pairs of columns: fragments of 16-bit items reach the tensor cores by wide loads, bytes do not.
-    LOAD_DIM: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
-    LOAD_COLS: tl.constexpr = COLS // 2 if FP8 else COLS
-    LOG2_SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
-
-    program = tl.program_id(0)
+    HEADS: tl.constexpr = GROUP * KV_HEADS
+    scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)
+    value_offset = scale_offset * HEAD_DIM
     if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    total = tl.load(prefix + batch) * KV_HEADS
-    i = tl.arange(0, BATCH_COLS)
-    ends = tl.load(prefix + 1 + i, mask=i < batch, other=2147483647 // KV_HEADS) * KV_HEADS
-    share = total // tl.num_programs(0)
-    rest = total % tl.num_programs(0)
-    begin = _first_unit(program, share, rest)
-    end = _first_unit(program + 1, share, rest)
-    scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)
-    value_offset = scale_offset * HEAD_DIM
 
-    col = tl.arange(0, COLS)
-    partner = (col + HALF) % HEAD_DIM
-    inside = (col < HEAD_DIM)[None, :]
-    member = tl.arange(0, DOT_ROWS)
-    token = tl.arange(0, TILE)
-    load_col = tl.arange(0, LOAD_COLS)
-    loads = cache.to(tl.pointer_type(tl.int16)) if FP8 else cache
-    load_value_offset = scale_offset * LOAD_DIM
-
-    if EARLY:
+    if prefix is None:
+        # Fixed splits: program (i, j) takes the j-th equal part of the i-th (sequence, kv head). What needs no other
+        # load is asked for first, what a loaded value decides comes last.
+        pair = tl.program_id(0)
+        split = tl.program_id(1)
+        splits = tl.num_programs(1)
+        seq = pair // KV_HEADS
+        head = pair % KV_HEADS
+        position = tl.load(positions + seq)
+        row = tl.load(rows + seq)
+        if not EARLY:
+            q, q_swapped, k, k_swapped, v = _new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
+        table = blocks + row.to(tl.int64) * blocks_stride
+        first, tiles = _tile_span(position, TILE, WINDOW)
+        tiles = tl.where(position < 0, 0, tiles)
+        share = tl.maximum(tl.cdiv(tiles, splits), 1)
+        begin = split * share
+        end = tl.minimum(begin + share, tiles)
+        tile_begin = (first // TILE + begin) * TILE
+        tile_end = (first // TILE + end) * TILE
+        _prefetch(
+            cache, value_offset, table, tile_begin, tile_end, head, first, position,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED,
+        )  # fmt: skip
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+            q, q_swapped, k, k_swapped, v = _new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
         if begin < end:
-            seq, seq_begin = _sequence_of(ends, begin)
+            acc, maximum, total_weight = _attend(
+                q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, cos_sin, eps,
+                head, first, position, tile_begin, tile_end, end == tiles, scale_offset,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED, DOT_ROWS,
+            )  # fmt: skip
+            first_part = pair * splits
+            _finish(
+                acc, maximum, total_weight, part_acc, part_max, part_sum, arrived + pair,
+                out + (seq.to(tl.int64) * HEADS + head * GROUP) * HEAD_DIM,
+                first_part + split, share >= tiles, first_part, first_part + tl.cdiv(tiles, share) - 1, False,
+                1, GROUP, HEAD_DIM, DOT_ROWS,
+            )  # fmt: skip
+    else:
+        program = tl.program_id(0)
+        total = tl.load(prefix + batch) * KV_HEADS
+        i = tl.arange(0, BATCH_COLS)
+        ends = tl.load(prefix + 1 + i, mask=i < batch, other=2147483647 // KV_HEADS) * KV_HEADS
+        share = total // tl.num_programs(0)
+        rest = total % tl.num_programs(0)
+        begin = _first_unit(program, share, rest)
+        end = _first_unit(program + 1, share, rest)
+        unit = begin
+        while unit < end:
+            seq, seq_begin = _sequence_of(ends, unit)
             position = tl.load(positions + seq)
             table = blocks + tl.load(rows + seq).to(tl.int64) * blocks_stride
             first, tiles = _tile_span(position, TILE, WINDOW)
-            for ahead in tl.static_range(2):
-                head = (begin + ahead - seq_begin) // tiles
-                tile_at = (first // TILE + (begin + ahead - seq_begin) % tiles) * TILE
-                block = _block_numbers(table, tile_at, position // BLOCK_SIZE, TILE, BLOCK_SIZE)
-                item = _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS) * HEAD_DIM
-                wanted = _is_seen(tile_at + token, first, position, WINDOW) & (begin + ahead < end) & (head < KV_HEADS)
-                _prefetch_lines(cache, item, wanted, HEAD_DIM)
-                _prefetch_lines(cache + value_offset, item, wanted, HEAD_DIM)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+            first_tile = first // TILE
+            seq_end = tl.minimum(seq_begin + tiles * KV_HEADS, end)
+            first_head = (unit - seq_begin) // tiles
+            last_head = (seq_end - 1 - seq_begin) // tiles
+            from_tile = first_tile + unit - seq_begin - first_head * tiles
+            to_tile = first_tile + tl.minimum(seq_end - seq_begin - first_head * tiles, tiles)
+            _prefetch(
+                cache, value_offset, table, from_tile * TILE, to_tile * TILE, first_head, first, position,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED,
+            )  # fmt: skip
+            if EARLY:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
 
-    unit = begin
-    while unit < end:
-        seq, seq_begin = _sequence_of(ends, unit)
-        position = tl.load(positions + seq)
-        table = blocks + tl.load(rows + seq).to(tl.int64) * blocks_stride
-        first, tiles = _tile_span(position, TILE, WINDOW)
-        first_tile = first // TILE
-        last_block = position // BLOCK_SIZE
-        angles = cos_sin + position.to(tl.int64) * HEAD_DIM
-        token_heads = seq.to(tl.int64) * (HEADS + 2 * KV_HEADS)
-        seq_end = tl.minimum(seq_begin + tiles * KV_HEADS, end)
-
-        for head in range((unit - seq_begin) // tiles, (seq_end - 1 - seq_begin) // tiles + 1):
-            head_begin = seq_begin + head * tiles
-            head_end = head_begin + tiles
-            segment_begin = tl.maximum(head_begin, begin)
-            segment_end = tl.minimum(head_end, end)
-            newest = segment_end == head_end
-
-            # The block numbers of a tile are loaded one tile ahead of its keys and values.
-            tile_begin = (first_tile + segment_begin - head_begin) * TILE
-            tile_end = (first_tile + segment_end - head_begin) * TILE
-            block = _block_numbers(table, tile_begin, last_block, TILE, BLOCK_SIZE)
-
-            # All loads of the new token come before the first use of any.
-            token_row = qkv + token_heads * HEAD_DIM
-            q_rows = (head * GROUP + member)[:, None] * HEAD_DIM
-            is_query = (member < GROUP)[:, None] & inside
-            q_x = tl.load(token_row + q_rows + col[None, :], mask=is_query, other=0.0).to(tl.float32)
-            q_y = tl.load(token_row + q_rows + partner[None, :], mask=is_query, other=0.0).to(tl.float32)
-            k_row = token_row + (HEADS + head) * HEAD_DIM
-            is_new = col < tl.where(newest, HEAD_DIM, 0)
-            k_x = tl.load(k_row + col, mask=is_new, other=0.0).to(tl.float32)
-            k_y = tl.load(k_row + partner, mask=is_new, other=0.0).to(tl.float32)
-            v_new = tl.load(k_row + KV_HEADS * HEAD_DIM + col, mask=is_new, other=0.0)
-            cos = tl.load(angles + col % HALF)
-            sin = tl.load(angles + HALF + col % HALF)
-            sin = tl.where(col < HALF, -sin, sin)
-            q_same, q_other = _rotation(cos, sin, q_norm, col, partner, HEAD_DIM)
-            k_same, k_other = _rotation(cos, sin, k_norm, col, partner, HEAD_DIM)
-            new_block = tl.load(table + last_block).to(tl.int64)
-
-            q = q_x * q_same[None, :] + q_y * q_other[None, :]
-            if q_norm is not None:
-                q *= tl.rsqrt(tl.sum(q_x * q_x, 1) / HEAD_DIM + eps)[:, None]
-            q = q.to(qkv.dtype.element_ty).to(DOT_TYPE)
-            if newest:
-                k_new = k_x * k_same + k_y * k_other
-                if k_norm is not None:
-                    k_new *= tl.rsqrt(tl.sum(k_x * k_x, 0) / HEAD_DIM + eps)
-                k_new = k_new.to(qkv.dtype.element_ty)
-                new_slot = (new_block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
-                new_item = cache + new_slot * HEAD_DIM + col
-                if FP8:
-                    k_stored, k_scale = _quantize(k_new, INTERPRETED)
-                    v_stored, v_scale = _quantize(v_new, INTERPRETED)
-                    tl.store(scales + new_slot, k_scale)
-                    tl.store(scales + scale_offset + new_slot, v_scale)
-                else:
-                    k_stored = k_new.to(cache.dtype.element_ty)
-                    v_stored = v_new.to(cache.dtype.element_ty)
-                tl.store(new_item, k_stored, mask=col < HEAD_DIM)
-                tl.store(new_item + value_offset, v_stored, mask=col < HEAD_DIM)
-                # The loop below reads them back.
-                tl.debug_barrier()
-
-            maximum = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
-            weight_sums = tl.zeros((DOT_ROWS, TILE), tl.float32)  # added up across the tile after the loop
-            acc = tl.zeros((DOT_ROWS, LOAD_COLS), tl.float32)
-            if FP8:
-                odd_acc = acc
-                q, odd_q = tl.split(tl.reshape(q, (DOT_ROWS, LOAD_COLS, 2)))
-                slots = _slots(block, tile_begin, head, TILE, BLOCK_SIZE, KV_HEADS)
-                seen = _is_seen(tile_begin + token, first, position, WINDOW)
-                k_scales = tl.load(scales + slots, mask=seen, other=0.0)
-                v_scales = tl.load(scales + scale_offset + slots, mask=seen, other=0.0)
-            for tile_at in range(tile_begin, tile_end, TILE):
-                seen = _is_seen(tile_at + token, first, position, WINDOW)
-                slots = _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS)
-                mask = seen[:, None]
-                if LOAD_COLS != LOAD_DIM:
-                    mask = mask & (load_col < LOAD_DIM)[None, :]
-                item = loads + slots[:, None] * LOAD_DIM + load_col[None, :]
-                keys = tl.load(item, mask=mask, other=0)
-                values = tl.load(item + load_value_offset, mask=mask, other=0)
-                block = _block_numbers(table, tile_at + TILE, last_block, TILE, BLOCK_SIZE)
-
-                if FP8:
-                    keys, odd_keys = _unpack(keys, DOT_TYPE, INTERPRETED)
-                    scores = tl.dot(q, tl.trans(keys))  # [DOT_ROWS, TILE]
-                    scores = tl.dot(odd_q, tl.trans(odd_keys), scores)
-                    scores = scores * (k_scales.to(tl.float32) * LOG2_SCALE)[None, :]
-                else:
-                    scores = tl.dot(q, tl.trans(keys.to(DOT_TYPE)), input_precision="ieee") * LOG2_SCALE
-                scores = tl.where(seen[None, :], scores, float("-inf"))
-                new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-                weights = tl.exp2(scores - new_maximum[:, None])
-                decay = tl.exp2(maximum - new_maximum)
-                weight_sums = weight_sums * decay[:, None] + weights
-                maximum = new_maximum
-                if FP8:
-                    weights = (weights * (v_scales.to(tl.float32) * LIFT)[None, :]).to(DOT_TYPE)
-                    slots = _slots(block, tile_at + TILE, head, TILE, BLOCK_SIZE, KV_HEADS)
-                    later = _is_seen(tile_at + TILE + token, first, position, WINDOW)
-                    k_scales = tl.load(scales + slots, mask=later, other=0.0)
-                    v_scales = tl.load(scales + scale_offset + slots, mask=later, other=0.0)
-                    values, odd_values = _unpack(values, DOT_TYPE, INTERPRETED)
-                    acc = tl.dot(weights, values, acc * decay[:, None])
-                    odd_acc = tl.dot(weights, odd_values, odd_acc * decay[:, None])
-                else:
-                    weights = weights.to(DOT_TYPE)
-                    acc = tl.dot(weights, values.to(DOT_TYPE), acc * decay[:, None], input_precision="ieee")
-
-            total_weight = tl.sum(weight_sums, 1)
-            if FP8:
-                total_weight = total_weight * LIFT
-                acc = tl.reshape(tl.join(acc, odd_acc), (DOT_ROWS, COLS))
-            out_head = seq.to(tl.int64) * HEADS + head * GROUP
-            if segment_end - segment_begin == tiles:
-                result = acc / total_weight[:, None]
-                tl.store(
-                    out + (out_head + member)[:, None] * HEAD_DIM + col[None, :],
-                    result.to(out.dtype.element_ty),
-                    mask=(member < GROUP)[:, None] & inside,
-                )
-            else:
-                slot = 2 * program + (segment_begin > begin).to(tl.int32)
-                part = slot * GROUP + member
-                tl.store(part_max + part, maximum, mask=member < GROUP)
-                tl.store(part_sum + part, total_weight, mask=member < GROUP)
-                tl.store(
-                    part_acc + part[:, None] * HEAD_DIM + col[None, :], acc, mask=(member < GROUP)[:, None] & inside
-                )
-                # The barrier orders every thread's part before the one thread that counts the arrival.
-                tl.debug_barrier()
-                counter = arrived + seq * KV_HEADS + head
+            for head in range(first_head, last_head + 1):
+                head_begin = seq_begin + head * tiles
+                head_end = head_begin + tiles
+                segment_begin = tl.maximum(head_begin, begin)
+                segment_end = tl.minimum(head_end, end)
+                q, q_swapped, k, k_swapped, v = _new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
+                acc, maximum, total_weight = _attend(
+                    q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, cos_sin, eps,
+                    head, first, position, (first_tile + segment_begin - head_begin) * TILE,
+                    (first_tile + segment_end - head_begin) * TILE, segment_end == head_end, scale_offset,
+                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED, DOT_ROWS,
+                )  # fmt: skip
+                _prefetch(
+                    cache, value_offset, table, first_tile * TILE, (first_tile + seq_end - segment_end) * TILE,
+                    tl.minimum(head + 1, last_head), first, position,
+                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED,
+                )  # fmt: skip
                 first_program = _program_of(head_begin, share, rest)
-                last_program = _program_of(head_end - 1, share, rest)
-                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_program - first_program:
-                    tl.store(counter, 0)
-                    _merge(
-                        part_acc,
-                        part_max,
-                        part_sum,
-                        out + out_head * HEAD_DIM,
-                        first_program,
-                        last_program,
-                        _first_unit(first_program, share, rest) < head_begin,
-                        GROUP,
-                        GROUP_ROWS,
-                        HEAD_DIM,
-                        COLS,
-                    )
-        unit = seq_end
-
-
-@triton.jit
-def _merge(
-    part_acc,
-    part_max,
-    part_sum,
-    out,
-    first_program,
-    last_program,
-    first_in_second_slot,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Joins the parts that programs first..last left of one (sequence, kv head), several at a time."""
-    # As many parts at once as registers allow; wide groups leave fewer.
-    PARTS: tl.constexpr = max(1, min(32, (8192 if GROUP_ROWS <= 4 else 4096) // (GROUP_ROWS * COLS)))
-    member = tl.arange(0, GROUP_ROWS)
-    col = tl.arange(0, COLS)
-    valid = (member < GROUP)[:, None] & (col < HEAD_DIM)[None, :]
-    maximum = tl.full((GROUP_ROWS,), float("-inf"), tl.float32)
-    total_weight = tl.zeros((GROUP_ROWS,), tl.float32)
-    acc = tl.zeros((GROUP_ROWS, COLS), tl.float32)
-    for start in range(first_program, last_program + 1, PARTS):
-        program = start + tl.arange(0, PARTS)
-        slot = 2 * program + ((program == first_program) & first_in_second_slot).to(tl.int32)
-        part = slot[:, None] * GROUP + member[None, :]  # [PARTS, GROUP_ROWS]
-        there = (program <= last_program)[:, None] & (member < GROUP)[None, :]
-        # Other processors wrote these: never from this one's own cache.
-        maxima = tl.load(part_max + part, mask=there, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(part_sum + part, mask=there, other=0.0, cache_modifier=".cg")
-        accs = tl.load(
-            part_acc + part[:, :, None] * HEAD_DIM + col[None, None, :],
-            mask=there[:, :, None] & (col < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
-        new_maximum = tl.where(member < GROUP, new_maximum, 0.0)
-        weights = tl.exp2(maxima - new_maximum[None, :])
-        decay = tl.exp2(maximum - new_maximum)
-        maximum = new_maximum
-        total_weight = total_weight * decay + tl.sum(weights * sums, 0)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * accs, 0)
-    total_weight = tl.where(member < GROUP, total_weight, 1.0)
-    result = acc / total_weight[:, None]
-    tl.store(out + member[:, None] * HEAD_DIM + col[None, :], result.to(out.dtype.element_ty), mask=valid)
+                _finish(
+                    acc, maximum, total_weight, part_acc, part_max, part_sum, arrived + seq * KV_HEADS + head,
+                    out + (seq.to(tl.int64) * HEADS + head * GROUP) * HEAD_DIM,
+                    2 * program + (segment_begin > begin).to(tl.int32), segment_end - segment_begin == tiles,
+                    first_program, _program_of(head_end - 1, share, rest),
+                    _first_unit(first_program, share, rest) < head_begin,
+                    2, GROUP, HEAD_DIM, DOT_ROWS,
+                )  # fmt: skip
+            unit = seq_end
+        if EARLY:
+            # Programs without work must wait as well: what follows this kernel counts on all that came before it.
+            tl.extra.cuda.gdc_wait()
 
 
 def paged_decode(

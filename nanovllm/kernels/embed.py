@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels import launch
+
 TILE = 4096  # elements a program copies where there are many tokens
 
 
@@ -63,7 +65,9 @@ def _launch(
     pdl: bool,
 ) -> None:
     num_tokens, hidden = out.shape
-    _embed_kernel[(triton.cdiv(num_tokens, rows_each),)](
+    launch(
+        _embed_kernel,
+        (triton.cdiv(num_tokens, rows_each),),
         tokens,
         length,
         rows,
@@ -79,7 +83,7 @@ def _launch(
         COLUMNS=triton.next_power_of_2(hidden),
         PDL=pdl,
         num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        pdl=pdl,
     )
 
 

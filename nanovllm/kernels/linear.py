@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels import launch
+
 MAX_ROWS = 16  # beyond, cuBLAS and kernels of their own for norm and gate are faster
 
 LAUNCH_EARLY = True  # under PDL the next kernel may start at the top of the sliced one, else behind its products
@@ -276,10 +278,11 @@ def fused_linear(
     assert out.is_contiguous() and (residual is None or residual.is_contiguous())
     assert out.data_ptr() != x.data_ptr()  # other programs still read x when the first ones write
     tiles = triton.cdiv(n, config.block_n)
-    launch_options = {"num_warps": config.num_warps, **({"launch_pdl": True} if pdl else {})}
     assert m <= config.block_m
     if config.block_m == 1:
-        _one_row_kernel[(tiles,)](
+        launch(
+            _one_row_kernel,
+            (tiles,),
             x,
             weight,
             bias,
@@ -293,10 +296,13 @@ def fused_linear(
             BLOCK_K=config.block_k,
             GATED=gated,
             PDL=pdl,
-            **launch_options,
+            num_warps=config.num_warps,
+            pdl=pdl,
         )
         return out
-    _few_rows_kernel[(tiles,)](
+    launch(
+        _few_rows_kernel,
+        (tiles,),
         x,
         weight,
         bias,
@@ -320,6 +326,7 @@ def fused_linear(
         STAGES=config.num_stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         WIDEN=not isinstance(_few_rows_kernel, triton.JITFunction),  # the interpreter's dot does not know bfloat16
-        **launch_options,
+        num_warps=config.num_warps,
+        pdl=pdl,
     )
     return out

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels import launch
+
 BLOCK_K = 64
 GROUP = 8  # tiles of rows that go through the weight together, so that the L2 serves it
 
@@ -87,7 +89,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     assert weight.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous()
     out = x.new_empty(m, n)
     tile = FLOAT32 if x.dtype == torch.float32 else FEW_ROWS if m <= FEW_ROWS.block_m else MANY_ROWS
-    _matmul_kernel[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
+    launch(
+        _matmul_kernel,
+        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
         x,
         weight,
         bias,

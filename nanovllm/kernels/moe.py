@@ -6,13 +6,15 @@ order of the pairs, where each token's choices are added up. One to a few tokens
 expert itself, as fast as the memory delivers it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nanovllm.kernels import launch
 
 
 def experts_forward_reference(
@@ -389,13 +391,24 @@ def rows_forward(
     (num_tokens, hidden_size), (num_experts, _, size) = x.shape, down.shape
     top_k = experts.shape[1]
     hidden = torch.empty(num_tokens * top_k, size, dtype=x.dtype, device=x.device)
-    options = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    options: dict[str, Any] = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "PDL": pdl, "pdl": pdl}
     tile = gate_up_tile
-    _gate_up_row_kernel[(num_tokens * top_k * triton.cdiv(size, tile.block_n),)](
-        x, gate_up, experts, hidden, SIZE_N=size, SIZE_K=hidden_size, **_launch(tile), **options
+    launch(
+        _gate_up_row_kernel,
+        (num_tokens * top_k * triton.cdiv(size, tile.block_n),),
+        x,
+        gate_up,
+        experts,
+        hidden,
+        SIZE_N=size,
+        SIZE_K=hidden_size,
+        **_launch(tile),
+        **options,
     )
     tile = down_tile
-    _down_row_kernel[(num_tokens * triton.cdiv(hidden_size, tile.block_n),)](
+    launch(
+        _down_row_kernel,
+        (num_tokens * triton.cdiv(hidden_size, tile.block_n),),
         hidden,
         down,
         experts,
@@ -428,9 +441,11 @@ def grouped_forward(
     pairs, block_experts = group(experts, num_experts, block_m=tiles.block_m, pdl=pdl)
     hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
-    options = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    options: dict[str, Any] = {"PDL": pdl, "pdl": pdl}
     tile = tiles.gate_up
-    _gate_up_kernel[(block_experts.numel() * triton.cdiv(size, tile.block_n),)](
+    launch(
+        _gate_up_kernel,
+        (block_experts.numel() * triton.cdiv(size, tile.block_n),),
         x,
         gate_up,
         pairs,
@@ -446,7 +461,9 @@ def grouped_forward(
         **options,
     )
     tile = tiles.down
-    _down_kernel[(block_experts.numel() * triton.cdiv(hidden_size, tile.block_n),)](
+    launch(
+        _down_kernel,
+        (block_experts.numel() * triton.cdiv(hidden_size, tile.block_n),),
         hidden,
         down,
         pairs,
@@ -462,7 +479,9 @@ def grouped_forward(
         **options,
     )
     block = min(1024, triton.next_power_of_2(hidden_size))
-    _sum_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+    launch(
+        _sum_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
         y,
         experts,
         residual,
@@ -485,7 +504,9 @@ def group(experts: Tensor, num_experts: int, *, block_m: int, pdl: bool = False)
     max_blocks = min(num_pairs, num_experts) + num_pairs // block_m
     pairs = torch.empty(max_blocks * block_m, dtype=torch.int32, device=experts.device)
     block_experts = torch.empty(max_blocks, dtype=torch.int32, device=experts.device)
-    _group_kernel[(num_experts,)](
+    launch(
+        _group_kernel,
+        (num_experts,),
         experts,
         pairs,
         block_experts,
@@ -497,12 +518,12 @@ def group(experts: Tensor, num_experts: int, *, block_m: int, pdl: bool = False)
         CHUNK=1024,
         PDL=pdl,
         num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        pdl=pdl,
     )
     return pairs, block_experts
 
 
-def _launch(tile: Tile) -> dict[str, int]:
+def _launch(tile: Tile) -> dict[str, Any]:
     return {
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,

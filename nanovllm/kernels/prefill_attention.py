@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels import launch
+
 
 @dataclass(frozen=True)
 class PrefillConfig:
@@ -226,7 +228,9 @@ def paged_prefill(
     assert q_source.is_contiguous() and cache.is_contiguous() and out.is_contiguous()
     assert tiles.is_contiguous() and blocks.stride(1) == 1 and config.block_m >= num_heads // num_kv_heads
     assert (scales is not None) == (cache.dtype == torch.float8_e4m3fn)
-    _prefill_kernel[(tiles.shape[0], num_kv_heads)](
+    launch(
+        _prefill_kernel,
+        (tiles.shape[0], num_kv_heads),
         q_source,
         cache,
         cache if scales is None else scales,
@@ -255,7 +259,7 @@ def paged_prefill(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+        pdl=pdl,
     )
 
 

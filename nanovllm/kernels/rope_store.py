@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels import launch
+
 FP8_MAX = 448.0
 MIN_SCALE = 1e-10
 
@@ -190,7 +192,9 @@ def rope_store(
     num_tokens, _, head_dim = qkv.shape
     assert qkv.is_contiguous() and cache.is_contiguous() and blocks.stride(1) == 1
     assert (q_norm is None) == (k_norm is None) and (scales is not None) == (cache.dtype == torch.float8_e4m3fn)
-    _rope_store_kernel[(num_tokens,)](
+    launch(
+        _rope_store_kernel,
+        (num_tokens,),
         qkv,
         cache,
         cache if scales is None else scales,
@@ -216,7 +220,7 @@ def rope_store(
         PDL=pdl,
         num_warps=_num_warps(num_heads, head_dim),
         enable_fp_fusion=False,  # the reference's roundings
-        **({"launch_pdl": True} if pdl else {}),
+        pdl=pdl,
     )
 
 

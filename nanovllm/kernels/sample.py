@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
+from nanovllm.kernels import launch
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 GOLDEN = tl.constexpr(0x9E3779B9)
 UNIT = tl.constexpr((1 - 2**-24) / 2**31)  # brings 31 bits into [0, 1)
@@ -143,7 +145,9 @@ def sample(
     batch, vocab_size = logits.shape
     assert logits.stride(1) == 1 and tokens.stride(1) == 1
     tile = 1024 if batch <= SMALL_BATCH else 4096
-    _sample_kernel[(triton.cdiv(vocab_size, tile), batch)](
+    launch(
+        _sample_kernel,
+        (triton.cdiv(vocab_size, tile), batch),
         logits,
         rows,
         tokens,
@@ -161,7 +165,7 @@ def sample(
         FAST=logits.is_cuda,
         PDL=pdl,
         num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        pdl=pdl,
     )
 
 
@@ -366,7 +370,9 @@ def cut_thresholds(
     batch, vocab_size = logits.shape
     assert logits.stride(1) == 1
     num_warps = 16 if batch <= NUM_PROCESSORS else 8  # a processor holds one row, or two
-    _cut_kernel[(batch,)](
+    launch(
+        _cut_kernel,
+        (batch,),
         logits,
         rows,
         temperature,
@@ -380,5 +386,5 @@ def cut_thresholds(
         GROUPS=GROUPS_PER_WARP * num_warps,
         PDL=pdl,
         num_warps=num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+        pdl=pdl,
     )

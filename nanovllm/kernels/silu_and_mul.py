@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels import launch
+
 BLOCK = 1024
 MANY_ROWS = 512  # from here on programs are plenty and take several rows each
 
@@ -33,7 +35,9 @@ def silu_and_mul(gate_up: Tensor, *, out: Tensor | None = None, pdl: bool = Fals
     out = gate_up.new_empty(m, n) if out is None else out
     assert gate_up.is_contiguous() and out.is_contiguous()
     rows = 4 if m >= MANY_ROWS else 1
-    _silu_and_mul_kernel[(triton.cdiv(m, rows), triton.cdiv(n, BLOCK))](
+    launch(
+        _silu_and_mul_kernel,
+        (triton.cdiv(m, rows), triton.cdiv(n, BLOCK)),
         gate_up,
         out,
         m,
@@ -42,6 +46,6 @@ def silu_and_mul(gate_up: Tensor, *, out: Tensor | None = None, pdl: bool = Fals
         BLOCK=BLOCK,
         PDL=pdl,
         num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        pdl=pdl,
     )
     return out

@@ -55,6 +55,10 @@ class DecodeStep:
             self._record(size, ending, caches)
         return self._graphs.replay((size, ending))
 
+    def compile(self, caches: list[LayerCache]) -> None:
+        """Launch what the first answer will need, a step of one row."""
+        self._step(1, Ending.TOKENS, caches)
+
     def _record(self, size: int, ending: Ending, caches: list[LayerCache]) -> None:
         """With padding rows alone, which change nothing, once to have everything compiled and once to record it."""
         assert self._graphs is not None

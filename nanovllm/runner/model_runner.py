@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from nanovllm.attention.backend import CacheShape
 from nanovllm.config import Config
-from nanovllm.kernels import usable
+from nanovllm.kernels import compile_ahead, usable
 from nanovllm.layers.rotary_embedding import rotary_table
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import Decoder
@@ -121,6 +121,13 @@ class ModelRunner:
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.table.tokens.shape[1],
         )
+        if usable(self.device.type):
+            with compile_ahead():
+                for step in steps:
+                    self.launch(step)
+                if self._decode is not None:
+                    self._decode.compile(self.caches)
+            self.table.clear()
         taken = peak_memory(lambda step: self.launch(step).wait(), steps, self.device)
         self.table.clear()
         self._sampling, self._decoding = None, ()
