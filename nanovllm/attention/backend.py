@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+UNEVEN = 6  # times the mean length
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
@@ -70,10 +72,10 @@ class AttentionBackend(Protocol):
         the tensor it returns is filled by the time `forward` runs."""
         ...
 
-    def decode_step(self, rows: Tensor, positions: Tensor, blocks: Tensor) -> Any:
+    def decode_step(self, rows: Tensor, positions: Tensor, blocks: Tensor, *, balanced: bool) -> Any:
         """In place of `prepare`, a step of decodes alone whose positions only the device knows.
 
-        [n] rows and positions, -1 = padding, and the block tables of all rows.
+        [n] rows and positions, -1 = padding, and the block tables of all rows. `balanced` where lengths are `uneven`.
         """
         ...
 
@@ -84,3 +86,8 @@ class AttentionBackend(Protocol):
         Returns [num_tokens, heads * head_dim].
         """
         ...
+
+
+def uneven(lengths: np.ndarray) -> bool:
+    """Whether a few sequences are so much longer than the others that a step would wait for them."""
+    return len(lengths) > 0 and lengths.max() * len(lengths) > UNEVEN * max(lengths.sum(), 1)

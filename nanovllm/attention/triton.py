@@ -1,7 +1,7 @@
 """Paged attention with our own kernels.
 
-A decode is one kernel: it norms, rotates and stores the new key and value and attends, the work of all sequences cut
-into equal parts. Prefill chunks take two: one that prepares and stores, one that attends through the block tables.
+A decode is one kernel: it norms, rotates and stores the new key and value and attends. Prefill chunks take two: one
+that prepares and stores, one that attends through the block tables.
 
 With `invariant`, decodes go the way of prefill chunks, in tiles of one fixed shape: then a token's result depends
 neither on what else is in the step nor on how its sequence was cut into chunks.
@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm
+from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm, uneven
 from nanovllm.kernels import dependent_launch
 from nanovllm.kernels.decode_attention import DecodeConfig, DecodeWorkspace, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.prefill_attention import paged_prefill, prefill_config, query_tiles
 from nanovllm.kernels.rope_store import rope_store
+
+MANY_DECODES = 32
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class TritonStep:
     blocks: Tensor  # [rows of the request table, max_blocks]
     num_decodes: int
     chunks: Chunks | None
+    balanced: bool  # decodes are of very unequal lengths
     planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: how the decodes' work is cut
 
 
@@ -60,7 +63,11 @@ class TritonBackend:
             self._num_sms = torch.cuda.get_device_properties(shape.device).multi_processor_count
         self._workspace = DecodeWorkspace(
             max_batch=max_num_seqs,
-            max_programs=max(self._decode_config(batch).num_programs for batch in range(1, max_num_seqs + 1)),
+            max_programs=max(
+                self._decode_config(batch, balanced=balanced).num_programs
+                for batch in range(1, max_num_seqs + 1)
+                for balanced in (False, True)
+            ),
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -75,15 +82,15 @@ class TritonBackend:
         self._numbers = torch.arange(max_num_seqs, dtype=torch.int32, device=shape.device)
         self._first_tiles = torch.stack([self._numbers, torch.zeros_like(self._numbers)], dim=1)
 
-    def _decode_config(self, batch: int) -> DecodeConfig:
+    def _decode_config(self, batch: int, *, balanced: bool) -> DecodeConfig:
         s = self.shape
         return decode_config(
             batch,
-            heads=s.num_heads,
             kv_heads=s.num_kv_heads,
             head_dim=s.head_dim,
             cache_dtype=s.cache_dtype,
             num_sms=self._num_sms,
+            balanced=balanced,
         )
 
     def make_cache(self, num_blocks: int) -> list[LayerCache]:
@@ -116,14 +123,17 @@ class TritonBackend:
             blocks=geometry.device_blocks,
             num_decodes=num_decodes,
             chunks=chunks,
+            balanced=uneven(geometry.starts[:num_decodes]),
         )
 
-    def decode_step(self, rows: Tensor, positions: Tensor, blocks: Tensor) -> TritonStep:
-        n = len(rows)
-        if not self._invariant:
-            return TritonStep(rows=rows, positions=positions, blocks=blocks, num_decodes=n, chunks=None)
-        chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
-        return TritonStep(rows=rows, positions=positions, blocks=blocks, num_decodes=0, chunks=chunks)
+    def decode_step(self, rows: Tensor, positions: Tensor, blocks: Tensor, *, balanced: bool) -> TritonStep:
+        n, num_decodes, chunks = len(rows), len(rows), None
+        if self._invariant:
+            chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
+            num_decodes = 0
+        return TritonStep(
+            rows=rows, positions=positions, blocks=blocks, num_decodes=num_decodes, chunks=chunks, balanced=balanced
+        )
 
     # --- once a layer -------------------------------------------------------------------------------------------------
 
@@ -148,9 +158,9 @@ class TritonBackend:
         out: Tensor,
     ) -> None:
         n = step.num_decodes
-        config = self._decode_config(n)
+        config = self._decode_config(n, balanced=step.balanced)
         prefix = step.planned.get(window)
-        if prefix is None:
+        if prefix is None and not config.splits:
             prefix = step.planned[window] = self._prefixes[window][: n + 1]
             plan_decode(step.positions[:n], prefix, tile=config.tile, window=window, pdl=dependent_launch())
         paged_decode(
@@ -169,7 +179,8 @@ class TritonBackend:
             window=window,
             out=out,
             config=config,
-            pdl=dependent_launch(),
+            # where programs fill the chip, those that start early would only keep others from their place
+            pdl=dependent_launch() and n < MANY_DECODES,
         )
 
     def _prefill(

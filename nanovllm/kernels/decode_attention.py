@@ -1,9 +1,11 @@
 """Paged decode attention: one launch that norms, rotates, stores the new key and value, attends and merges.
 
-The work of a batch is cut into equal tiles of one (sequence, kv head) each; a fixed number of programs takes equal
-shares of all tiles, whatever the lengths. A program walks its share as segments: runs of tiles of one (sequence,
-kv head). Where a segment is only a part, it leaves its softmax state in the workspace and the last program to arrive
-merges the parts.
+The work of a batch is cut into equal tiles of one (sequence, kv head) each, and runs of them, segments, are given to
+programs in one of two ways. Balanced: a fixed number of programs takes equal shares of all tiles, whatever the
+lengths, each walking its share as segments. Fixed splits: every (sequence, kv head) has as many programs, with one
+segment each; a program knows its work without a search, which is what counts when there is little of it.
+Where a segment is only a part, it leaves its softmax state in the workspace and the last program to arrive merges the
+parts.
 """
 
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from nanovllm.kernels import launch
 
 FP8_MAX = tl.constexpr(448.0)
 MIN_SCALE = tl.constexpr(1e-10)
@@ -24,7 +28,9 @@ LIFT = tl.constexpr(256.0)
 class DecodeConfig:
     """How a batch is cut: tokens a tile, programs in the grid, warps a program, depth of the load pipeline.
 
-    All programs should be resident at once; `max_registers` a thread makes room for that (None: as many as help).
+    `splits` > 0 gives every (sequence, kv head) that many programs, `num_programs` in all, and needs no plan; 0 shares
+    all tiles among `num_programs`. These should be resident at once; `max_registers` a thread makes room for that
+    (None: as many as help).
     """
 
     tile: int
@@ -32,19 +38,27 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    splits: int = 0
 
 
 def decode_config(
-    batch: int, *, heads: int, kv_heads: int, head_dim: int, cache_dtype: torch.dtype, num_sms: int
+    batch: int, *, kv_heads: int, head_dim: int, cache_dtype: torch.dtype, num_sms: int, balanced: bool
 ) -> DecodeConfig:
-    """The configuration for a batch size: small tiles spread short work, large ones stream it."""
+    """What measured best on an H200. `balanced`: lengths are so unequal that sequences must share programs."""
     row_bytes = triton.next_power_of_2(head_dim) * cache_dtype.itemsize
-    if cache_dtype == torch.float32:
+    if balanced and cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=2 * num_sms, num_warps=4, num_stages=2)
-    if batch * kv_heads <= num_sms:
-        return DecodeConfig(tile=32, num_programs=2 * num_sms, num_warps=4, num_stages=3)
-    tile = max(16, min(128, 16384 // row_bytes))
-    return DecodeConfig(tile=tile, num_programs=3 * num_sms, num_warps=4, num_stages=3, max_registers=168)
+    if balanced:
+        tile = max(16, min(128, 16384 // row_bytes))
+        return DecodeConfig(tile=tile, num_programs=2 * num_sms, num_warps=4, num_stages=3)
+    pairs = batch * kv_heads
+    splits = 2 * num_sms // pairs
+    if splits > 4:
+        splits = min(splits // 2, 16)  # more are slow to merge
+    splits = max(splits, 1)
+    most = 8192 if splits > 8 else 16384  # bytes of keys in a tile: smaller ones where there is little to stream
+    tile = 16 if cache_dtype == torch.float32 else max(16, min(128, most // row_bytes))
+    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
 
 
 class DecodeWorkspace:
@@ -61,7 +75,7 @@ class DecodeWorkspace:
         device: torch.device | str,
     ) -> None:
         group = heads // kv_heads
-        # A program leaves at most two parts: its first segment and its last.
+        # A balanced program leaves at most two parts: its first segment and its last.
         slots = 2 * max_programs
         self.acc = torch.empty(slots, group, head_dim, dtype=torch.float32, device=device)
         self.maxima = torch.empty(slots, group, dtype=torch.float32, device=device)
@@ -162,8 +176,9 @@ def plan_decode(positions: torch.Tensor, prefix: torch.Tensor, *, tile: int, win
     """Writes the running number of tiles into `prefix [batch + 1]`; once a step and window serves every layer."""
     batch = positions.shape[0]
     assert prefix.shape == (batch + 1,) and prefix.dtype == torch.int32
-    options = {"launch_pdl": True} if pdl else {}
-    _plan_kernel[(1,)](
+    launch(
+        _plan_kernel,
+        (1,),
         positions,
         prefix,
         batch,
@@ -172,7 +187,7 @@ def plan_decode(positions: torch.Tensor, prefix: torch.Tensor, *, tile: int, win
         COLS=_padded_batch(batch),
         PDL=pdl,
         num_warps=4,
-        **options,
+        pdl=pdl,
     )
 
 
@@ -758,7 +773,7 @@ def paged_decode(
     rows: torch.Tensor,  # [batch] int32
     positions: torch.Tensor,  # [batch] int32, -1 is padding
     blocks: torch.Tensor,  # [num_rows, max_blocks] int32
-    prefix: torch.Tensor,  # [batch + 1] int32, of plan_decode with this tile and window
+    prefix: torch.Tensor | None,  # [batch + 1] int32, of plan_decode with this tile and window; unused with splits
     workspace: DecodeWorkspace,
     q_norm: torch.Tensor | None,  # [head_dim]
     k_norm: torch.Tensor | None,  # [head_dim]
@@ -782,22 +797,26 @@ def paged_decode(
     assert qkv.is_contiguous() and cache.is_contiguous() and out.is_contiguous() and cos_sin.is_contiguous()
     assert heads % kv_heads == 0 and heads // kv_heads <= 16 and head_dim % 2 == 0
     assert (cache.dtype == torch.float8_e4m3fn) == (scales is not None)
-    assert workspace.acc.shape[0] >= 2 * config.num_programs and workspace.acc.shape[1:] == (
-        heads // kv_heads,
-        head_dim,
-    )
+    if config.splits:
+        grid, slots = (batch * kv_heads, config.splits), batch * kv_heads * config.splits
+    else:
+        assert prefix is not None
+        grid, slots = (config.num_programs, 1), 2 * config.num_programs
+    assert workspace.acc.shape[0] >= slots and workspace.acc.shape[1:] == (heads // kv_heads, head_dim)
     assert workspace.arrived.shape[0] >= batch * kv_heads
-    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    options: dict[str, Any] = {"pdl": pdl}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    _decode_kernel[(config.num_programs,)](
+    launch(
+        _decode_kernel,
+        grid,
         qkv,
         cache,
         scales,
         rows,
         positions,
         blocks,
-        prefix,
+        None if config.splits else prefix,
         workspace.acc,
         workspace.maxima,
         workspace.sums,
@@ -816,7 +835,7 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         TILE=config.tile,
-        BATCH_COLS=_padded_batch(batch),
+        BATCH_COLS=1 if config.splits else _padded_batch(batch),
         INTERPRETED=not isinstance(_decode_kernel, triton.JITFunction),
         EARLY=pdl and early,
         PDL=pdl,

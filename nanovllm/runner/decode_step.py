@@ -5,9 +5,11 @@ the whole of it, from embedding to sampled token, is one recorded graph.
 """
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,30 @@ class Ending(Enum):
     TOKENS = auto()
     CUT_TOKENS = auto()  # some row draws from a part of the vocabulary
     LOGITS = auto()  # sampling has more to do than the graph knows
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Who decodes, in the order the device has them: longest first, so that no long one starts last."""
+
+    planned: tuple[int, ...]  # the rows as the plan has them
+    rows: tuple[int, ...]
+    order: np.ndarray  # [rows] where each of `rows` stands in `planned`
+
+    @classmethod
+    def of(cls, planned: tuple[int, ...], lengths: np.ndarray) -> "Decoding":
+        rows = np.array(planned, dtype=np.int64)
+        order = np.argsort(-lengths[rows], kind="stable")
+        return cls(planned, tuple(rows[order].tolist()), order)
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a recorded graph is for."""
+
+    size: int  # rows, padding included
+    ending: Ending
+    balanced: bool  # lengths are so unequal that sequences share programs in attention
 
 
 class DecodeStep:
@@ -46,37 +72,37 @@ class DecodeStep:
     def size_for(self, num_rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
-    def run(self, size: int, ending: Ending, caches: list[LayerCache]) -> Tensor:
+    def run(self, kind: StepKind, caches: list[LayerCache]) -> Tensor:
         """[size] tokens or [size, vocab] logits, valid until the next run."""
-        function = partial(self._step, size, ending, caches)
         if self._graphs is None:
-            return function()
-        if (size, ending) not in self._graphs:
-            self._record(size, ending, caches)
-        return self._graphs.replay((size, ending))
+            return self._step(kind, caches)
+        if kind not in self._graphs:
+            self._record(kind, caches)
+        return self._graphs.replay(kind)
 
     def compile(self, caches: list[LayerCache]) -> None:
-        """Launch what the first answer will need, a step of one row."""
-        self._step(1, Ending.TOKENS, caches)
+        """Launch what the first answers will need: a step of one row, and one of a few."""
+        for size in self._sizes[:2]:
+            self._step(StepKind(size, Ending.TOKENS, balanced=False), caches)
 
-    def _record(self, size: int, ending: Ending, caches: list[LayerCache]) -> None:
+    def _record(self, kind: StepKind, caches: list[LayerCache]) -> None:
         """With padding rows alone, which change nothing, once to have everything compiled and once to record it."""
         assert self._graphs is not None
         rows = self._table.decode_rows.clone()
         self._table.decode_rows.zero_()
-        self._step(size, ending, caches)
-        self._graphs.record((size, ending), partial(self._step, size, ending, caches))
+        self._step(kind, caches)
+        self._graphs.record(kind, partial(self._step, kind, caches))
         self._table.decode_rows.copy_(rows)
 
-    def _step(self, size: int, ending: Ending, caches: list[LayerCache]) -> Tensor:
+    def _step(self, kind: StepKind, caches: list[LayerCache]) -> Tensor:
         table = self._table
-        rows, positions = table.decode_rows[:size], self._positions[:size]
+        rows, positions = table.decode_rows[: kind.size], self._positions[: kind.size]
         x = self._model.embed_tokens.of_newest(table.tokens, table.length, rows, positions)
-        hidden = self._model(x, caches, self._backend.decode_step(rows, positions, table.blocks))
-        logits = self._model.logits(hidden)
-        if ending is Ending.LOGITS:
+        step = self._backend.decode_step(rows, positions, table.blocks, balanced=kind.balanced)
+        logits = self._model.logits(self._model(x, caches, step))
+        if kind.ending is Ending.LOGITS:
             return logits
-        return self._sampler.launch(logits, rows, cuts=ending is Ending.CUT_TOKENS)
+        return self._sampler.launch(logits, rows, cuts=kind.ending is Ending.CUT_TOKENS)
 
     def close(self) -> None:
         if self._graphs is not None:

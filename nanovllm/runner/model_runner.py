@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.attention.backend import CacheShape
+from nanovllm.attention.backend import CacheShape, uneven
 from nanovllm.config import Config
 from nanovllm.kernels import compile_ahead, usable
 from nanovllm.layers.rotary_embedding import rotary_table
@@ -14,7 +14,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import Decoder
 from nanovllm.plan import StepPlan
 from nanovllm.runner.backends import make_backend
-from nanovllm.runner.decode_step import DecodeStep, Ending
+from nanovllm.runner.decode_step import DecodeStep, Decoding, Ending, StepKind
 from nanovllm.runner.device import out_of_memory_named, resolve_cache_dtype, resolve_device, resolve_dtype
 from nanovllm.runner.forward_batch import ForwardBatch, build_batch, step_capacity
 from nanovllm.runner.kv_cache import size_kv_cache
@@ -24,7 +24,7 @@ from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.results import PendingStep
 from nanovllm.runner.sampling import KernelSampler, Sampler, SamplingBatch, draw, make_batch
 from nanovllm.runner.upload import Upload
-from nanovllm.runner.warm_up import largest_steps, peak_memory
+from nanovllm.runner.warm_up import largest_step, peak_memory, score_everything
 from nanovllm.utils.loader import checkpoint_tensors, fill_dummy, load_weights
 
 PROMPT_ROWS = 128  # prompt tokens scored at once: [rows, vocab] in float32 is large
@@ -82,7 +82,7 @@ class ModelRunner:
         capacity = step_capacity(max_num_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
         self._upload = Upload(capacity=capacity, device=self.device)
         self._sampling: SamplingBatch | None = None
-        self._decoding: tuple[int, ...] = ()  # the rows that the device knows to be decoding
+        self._decoding = Decoding.of((), self.table.host_length)
         self._sampler: Sampler | KernelSampler = Sampler(self.table, self.vocab_size, self.device)
         self._decode: DecodeStep | None = None
         if usable(self.device.type):
@@ -112,25 +112,30 @@ class ModelRunner:
         self.model.finish_loading()
 
     def _warm_up(self, config: Config) -> int:
-        """Run the largest steps there can be, on a cache of one block: what they take beside weights and cache."""
+        """Run the largest step there can be, on a cache of one block: what it takes beside weights and cache."""
         if self.device.type == "cpu":
             return 0
         self.caches = self.backend.make_cache(1)
-        steps = largest_steps(
+        step = largest_step(
             max_num_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.table.tokens.shape[1],
         )
         if usable(self.device.type):
             with compile_ahead():
-                for step in steps:
-                    self.launch(step)
+                self.launch(step)
                 if self._decode is not None:
                     self._decode.compile(self.caches)
             self.table.clear()
-        taken = peak_memory(lambda step: self.launch(step).wait(), steps, self.device)
+        taken = max(
+            peak_memory(lambda: self.launch(step).wait(), self.device),
+            peak_memory(
+                lambda: score_everything(config.max_num_seqs, self.vocab_size, self.backend.shape.dtype, self.device),
+                self.device,
+            ),
+        )
         self.table.clear()
-        self._sampling, self._decoding = None, ()
+        self._sampling, self._decoding = None, Decoding.of((), self.table.host_length)
         return taken
 
     @torch.inference_mode()
@@ -153,26 +158,25 @@ class ModelRunner:
         return PendingStep(drawn.tokens, drawn.scores, prompt_logprobs, self.device)
 
     def _launch_decode(self, plan: StepPlan, decode: DecodeStep) -> PendingStep:
-        rows, n = plan.decode_rows, len(plan.decode_rows)
-        size = decode.size_for(n)
-        sampling = self._sampling_batch(rows)
-        if rows is not self._decoding:
-            self.table.set_decode_rows(rows, size=size)
-            self._decoding = rows
+        if plan.decode_rows is not self._decoding.planned:
+            self._decoding = Decoding.of(plan.decode_rows, self.table.host_length)
+            self.table.set_decode_rows(self._decoding.rows, size=decode.size_for(len(plan.decode_rows)))
+        n, sampling = len(plan.decode_rows), self._sampling_batch(self._decoding.rows)
         if self.table.num_changes:
             self._upload.start(extra=2 * self.table.num_changes)
             changes = self.table.pack(self._upload)
             self._upload.send()
             self.table.flush(changes)
-        tokens, scores = None, None
+        ending = Ending.LOGITS
         if sampling.plain:
-            tokens = decode.run(size, Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS, self.caches)[:n]
-        else:
-            logits = decode.run(size, Ending.LOGITS, self.caches)[:n]
-            drawn = draw(logits, sampling, self.table.decode_rows[:n], self.table, self._sampler)
+            ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
+        balanced = uneven(self.table.host_length[sampling.host_rows])
+        tokens, scores = decode.run(StepKind(decode.size_for(n), ending, balanced), self.caches)[:n], None
+        if ending is Ending.LOGITS:
+            drawn = draw(tokens, sampling, self.table.decode_rows[:n], self.table, self._sampler)
             tokens, scores = drawn.tokens, drawn.scores
         self.table.host_length[sampling.host_rows] += 1
-        return PendingStep(tokens, scores, {}, self.device)
+        return PendingStep(tokens, scores, {}, self.device, order=self._decoding.order)
 
     def _send(self, plan: StepPlan) -> ForwardBatch:
         """All that the device must know of a step, in one copy."""

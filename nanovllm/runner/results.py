@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.plan import StepResult
+from nanovllm.plan import StepResult, TokenLogprobs
 from nanovllm.runner.logprobs import PendingScores, RowScores
 
 
@@ -25,10 +26,12 @@ class PendingStep:
         logprobs: RowScores | None,
         prompt_logprobs: dict[int, list[PendingScores]],  # by row of the request table
         device: torch.device,
+        order: np.ndarray | None = None,  # [num_sampled] where each token stands in the plan; None = in order
     ) -> None:
         self._tokens = None if tokens is None else to_host(tokens)
         self._logprobs = None if logprobs is None else logprobs.map(to_host)
         self._prompt_logprobs = {row: [part.map(to_host) for part in parts] for row, parts in prompt_logprobs.items()}
+        self._order = order
         self._event: Any = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -38,9 +41,25 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         return StepResult(
-            tokens=[] if self._tokens is None else self._tokens[:, None].tolist(),
-            logprobs={} if self._logprobs is None else self._logprobs.read(),
+            tokens=self._read_tokens(),
+            logprobs=self._read_logprobs(),
             prompt_logprobs={
                 row: [entry for part in parts for entry in part.read()] for row, parts in self._prompt_logprobs.items()
             },
         )
+
+    def _read_tokens(self) -> list[list[int]]:
+        if self._tokens is None:
+            return []
+        tokens = self._tokens.numpy()
+        if self._order is not None:
+            planned = np.empty_like(tokens)
+            planned[self._order] = tokens
+            tokens = planned
+        return tokens[:, None].tolist()
+
+    def _read_logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        if self._logprobs is None:
+            return {}
+        found = self._logprobs.read()
+        return found if self._order is None else {int(self._order[index]): scores for index, scores in found.items()}

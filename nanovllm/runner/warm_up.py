@@ -1,48 +1,53 @@
-"""The largest steps there can be, run once at the start: they compile the kernels and show what memory to keep free.
+"""The largest step there can be, run once at the start: it compiles the kernels and shows what memory to keep free.
 
-Every sequence of theirs lies in block 0, so they need no cache to speak of; what they compute is not looked at.
+Every sequence of it lies in block 0, so it needs no cache to speak of; what it computes is not looked at.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
 from nanovllm.plan import NewRow, SeqPlan, StepPlan
+from nanovllm.runner.logprobs import score
 from nanovllm.sampling_params import SamplingParams
 
+NUM_LOGPROBS = 20
 
-def largest_steps(*, max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> list[StepPlan]:
-    """As many tokens as a step takes, from as many sequences as there can be, and the step that follows it."""
+
+def largest_step(*, max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> StepPlan:
+    """As many tokens as a step takes, from as many sequences as there can be."""
     num_seqs = min(max_num_seqs, max_num_tokens)
     length = max(1, min(max_num_tokens // num_seqs, max_model_len - 2))
-    # logprobs are what takes most memory in sampling
-    everything = SamplingParams(temperature=1.0, logprobs=1)
     rows = range(1, num_seqs + 1)
-    chunks = tuple(SeqPlan(row, 0, length, samples=True) for row in rows)
-    steps = []
-    for params in (everything, SamplingParams(temperature=1.0)):
-        new_rows = tuple(_new_row(row, length, params) for row in rows)
-        steps.append(StepPlan(chunks=chunks, new_rows=new_rows))
-    return steps
-
-
-def _new_row(row: int, length: int, params: SamplingParams) -> NewRow:
-    return NewRow(
-        row=row,
-        token_ids=(0,) * length,
-        num_prompt_tokens=length,
-        block_table=(),
-        params=params,
-        seed=0,
-        stop_token_ids=(),
-        bad_words=(),
+    params = SamplingParams(temperature=1.0)
+    return StepPlan(
+        chunks=tuple(SeqPlan(row, 0, length, samples=True) for row in rows),
+        new_rows=tuple(
+            NewRow(
+                row=row,
+                token_ids=(0,) * length,
+                num_prompt_tokens=length,
+                block_table=(),
+                params=params,
+                seed=0,
+                stop_token_ids=(),
+                bad_words=(),
+            )
+            for row in rows
+        ),
     )
 
 
-def peak_memory(run: Callable[[StepPlan], object], steps: Iterable[StepPlan], device: torch.device) -> int:
-    """Bytes that the hungriest of these steps took beyond what was there before."""
+def score_everything(num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """What takes most memory in sampling: the logprobs of all rows."""
+    logits = torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)
+    chosen = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    score(logits.float().log_softmax(dim=-1), chosen, NUM_LOGPROBS)
+
+
+def peak_memory(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that something took at its worst beyond what was there before."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for step in steps:
-        run(step)
+    run()
     return torch.cuda.max_memory_allocated(device) - before

@@ -1,14 +1,21 @@
 """Every attention backend computes plain attention, whatever lies scattered over the blocks of its cache."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.backend import AttentionBackend, BatchGeometry, CacheShape
+from nanovllm.attention.backend import AttentionBackend, BatchGeometry, CacheShape, LayerCache
 from nanovllm.attention.sdpa import SdpaBackend
+from nanovllm.attention.triton import TritonBackend
 from tests.kernels.support import DEVICE
 
-BACKENDS = [SdpaBackend]
+BACKENDS = {
+    "sdpa": SdpaBackend,
+    "triton": partial(TritonBackend, max_num_seqs=8),
+    "triton invariant": partial(TritonBackend, max_num_seqs=8, invariant=True),
+}
 HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 16, 16, 64
 UNROTATED = torch.cat([torch.ones(512, HEAD_DIM // 2), torch.zeros(512, HEAD_DIM // 2)], dim=1)
 
@@ -71,15 +78,19 @@ def block_tables_of(parts: list[tuple[int, int]]) -> np.ndarray:
     return tables
 
 
+HEADS, WINDOWS = [(3, 3), (6, 2), (7, 1)], [None, 5, 20, 1000]
+CASES = [("sdpa", heads, window) for heads in HEADS for window in WINDOWS]
+# our kernels have tests of their own, and the interpreter is slow
+CASES += [(name, heads, window) for name in list(BACKENDS)[1:] for heads, window in [((6, 2), None), ((7, 1), 20)]]
+
+
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("window", [None, 5, 20, 1000])
-@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (7, 1)], ids=str)
-@pytest.mark.parametrize("backend_type", BACKENDS)
+@pytest.mark.parametrize(("backend_name", "heads", "window"), CASES, ids=str)
 @torch.inference_mode()
-def test_equals_plain_attention(backend_type: type, heads: tuple[int, int], window: int | None, name: str) -> None:
+def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], window: int | None, name: str) -> None:
     parts = STEPS[name]
     num_heads, num_kv_heads = heads
-    backend: AttentionBackend = backend_type(
+    backend: AttentionBackend = BACKENDS[backend_name](
         CacheShape(
             num_layers=1,
             num_heads=num_heads,
@@ -114,3 +125,40 @@ def test_equals_plain_attention(backend_type: type, heads: tuple[int, int], wind
 
     written = (cache != before).any(dim=-1)  # [k|v, block, kv_head, position]
     assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("backend_name", ["triton", "triton invariant"])
+@torch.inference_mode()
+def test_a_decode_step_that_only_the_device_knows(backend_name: str, balanced: bool) -> None:
+    """The same as the step prepared on the host, with padding among the rows, which leaves everything alone."""
+    parts = [(40, 1), (3, 1), (100, 1)]
+    shape = CacheShape(
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=HEAD_DIM,
+        block_size=BLOCK_SIZE,
+        windows=(None,),
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        device=torch.device(DEVICE),
+    )
+    backend = BACKENDS[backend_name](shape, UNROTATED.to(DEVICE))
+    tables = block_tables_of(parts)
+    (layer,) = backend.make_cache(NUM_BLOCKS)
+    layer.kv.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+    qkv = torch.randn(3, 8, HEAD_DIM, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    expected_cache = LayerCache(layer.kv.clone())
+    step = backend.prepare(geometry_of(parts, tables), as_int32)
+    expected = backend.forward(qkv.clone(), None, expected_cache, step, None)
+
+    rows, positions = as_int32(np.array([1, 0, 2, 3, 0])), as_int32(np.array([40, -1, 3, 100, -1]))
+    blocks = as_int32(np.concatenate([np.zeros_like(tables[:1]), tables]))
+    padded = torch.full((5, 8, HEAD_DIM), float("nan"), device=DEVICE)
+    real = torch.tensor([0, 2, 3], device=DEVICE)
+    padded[real] = qkv
+    step = backend.decode_step(rows, positions, blocks, balanced=balanced)
+    out = backend.forward(padded, None, layer, step, None)
+    torch.testing.assert_close(out[real], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer.kv, expected_cache.kv, atol=1e-6, rtol=0)

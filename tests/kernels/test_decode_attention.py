@@ -36,10 +36,12 @@ class Case:
     norm: bool = True
     programs: int = 3
     tile: int = 16
+    splits: int = 0
 
     @property
     def config(self) -> DecodeConfig:
-        return DecodeConfig(tile=self.tile, num_programs=self.programs, num_warps=4, num_stages=2)
+        programs = len(self.lengths) * self.kv_heads * self.splits or self.programs
+        return DecodeConfig(self.tile, programs, num_warps=4, num_stages=2, splits=self.splits)
 
 
 class Inputs:
@@ -89,7 +91,7 @@ class Inputs:
 def make_workspace(case: Case) -> DecodeWorkspace:
     return DecodeWorkspace(
         max_batch=len(case.lengths) + 1,
-        max_programs=case.programs,
+        max_programs=case.config.num_programs,
         heads=case.heads,
         kv_heads=case.kv_heads,
         head_dim=case.head_dim,
@@ -106,8 +108,10 @@ def check(
     cache, scales = inputs.cache.clone(), None if inputs.scales is None else inputs.scales.clone()
     expected = paged_decode_reference(inputs.qkv, cache, scales, **inputs.arguments(case))
 
-    prefix = torch.full((batch + 1,), -7, dtype=torch.int32, device=DEVICE)
-    plan_decode(inputs.positions, prefix, tile=case.tile, window=case.window, pdl=False)
+    prefix = None
+    if not case.splits:
+        prefix = torch.full((batch + 1,), -7, dtype=torch.int32, device=DEVICE)
+        plan_decode(inputs.positions, prefix, tile=case.tile, window=case.window, pdl=False)
     out = torch.full_like(expected, 5.0)
     paged_decode(
         inputs.qkv,
@@ -170,25 +174,33 @@ def test_plan_of_a_large_batch() -> None:
 EDGES = (1, 0, 15, 16, 17, 31, 32, 33, 0, 2)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 7, 100])
+@pytest.mark.parametrize("programs", [1, 7, 100])
 def test_lengths_at_block_and_tile_edges(programs: int) -> None:
     check(Case(lengths=EDGES, programs=programs))
 
 
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_lengths_at_block_and_tile_edges_in_fixed_splits(splits: int) -> None:
+    check(Case(lengths=EDGES, splits=splits))
+
+
+@pytest.mark.parametrize("splits", [0, 2])
 @pytest.mark.parametrize("window", [1, 5, 17, 100])
-def test_window(window: int) -> None:
-    check(Case(lengths=EDGES, window=window, programs=5))
+def test_window(window: int, splits: int) -> None:
+    check(Case(lengths=EDGES, window=window, programs=5, splits=splits))
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8, 16])
 def test_groups(group: int) -> None:
     check(Case(lengths=(20, 0, 37), heads=2 * group, kv_heads=2, programs=3))
+    check(Case(lengths=(40, 0), heads=2 * group, kv_heads=2, splits=3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_dims(head_dim: int, dtype: torch.dtype) -> None:
-    check(Case(lengths=(1, 35, 0, 18), head_dim=head_dim, dtype=dtype, programs=4))
+    splits = 0 if head_dim in (64, 80) else 2
+    check(Case(lengths=(1, 35, 0, 18), head_dim=head_dim, dtype=dtype, programs=4, splits=splits))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -210,7 +222,7 @@ def test_fp8_cache(window: int | None, head_dim: int) -> None:
         cache_dtype=torch.float8_e4m3fn, programs=5,
     )  # fmt: skip
     check(case)
-    check(replace(case, tile=32, norm=False))
+    check(replace(case, tile=32, norm=False, splits=2))
 
 
 def test_without_norm() -> None:
@@ -230,23 +242,34 @@ def test_batch_of_one(programs: int) -> None:
     check(Case(lengths=(100,), heads=4, kv_heads=2, programs=programs))
 
 
+@pytest.mark.parametrize("length", [1, 33, MAX_POSITION])
+def test_batch_of_one_in_many_splits(length: int) -> None:
+    check(Case(lengths=(length,), heads=16, kv_heads=2, head_dim=128, splits=40))
+
+
 def test_a_workspace_serves_many_calls() -> None:
-    case = Case(lengths=(50, 0, 7, 33), programs=7)
+    case = Case(lengths=(50, 0, 7, 33), splits=4)
     workspace = make_workspace(case)
     for seed, lengths in enumerate([case.lengths, (1, 64, 0, 3), (0, 0, 0, 0), (90, 90, 90, 90)]):
-        check(replace(case, lengths=lengths), workspace, seed)
+        check(replace(case, lengths=lengths, splits=4 * (seed % 2), programs=7), workspace, seed)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
 def test_dependent_launch(early: bool) -> None:
     case = Case(lengths=(1, 700, 0, 300, 64), heads=8, kv_heads=2, dtype=torch.bfloat16, programs=132, tile=32)
-    check(case, pdl=True, early=early)
-    check(replace(case, head_dim=80, cache_dtype=torch.float8_e4m3fn, dtype=torch.float16), pdl=True, early=early)
+    for splits in (0, 4):
+        case = replace(case, splits=splits)
+        check(case, pdl=True, early=early)
+        check(replace(case, head_dim=80, cache_dtype=torch.float8_e4m3fn, dtype=torch.float16), pdl=True, early=early)
 
 
 def test_configs_fit_the_machine() -> None:
-    for batch in (1, 8, 64, 256, 512):
+    for batch in (1, 8, 32, 33, 256, 512):
         for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
-            config = decode_config(batch, heads=16, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132)
-            assert config.num_programs % 132 == 0 and config.tile & (config.tile - 1) == 0
+            config = decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132, balanced=False)
+            assert config.tile & (config.tile - 1) == 0
+            if config.splits:
+                assert config.num_programs == 8 * batch * config.splits
+            else:
+                assert config.num_programs % 132 == 0
