@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from nanovllm.llm import LLM
 
-GPU_COPY_BYTES, GPU_MATMUL_SIZE = 1 << 30, 8192
+GPU_COPY_BYTES, GPU_MATMUL_SIZE = 1 << 32, 8192
 CPU_COPY_BYTES, CPU_MATMUL_SIZE = 1 << 28, 1024
 NUM_WARM_UPS, NUM_RUNS = 3, 11
 FP8_SCALE_BYTES = 2  # of a token's key, or value, in one head

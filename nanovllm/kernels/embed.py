@@ -15,7 +15,7 @@ def embed_tokens_reference(tokens: Tensor, rows: Tensor, positions: Tensor, embe
     return torch.where((positions >= 0)[:, None], embedding[ids], 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _embed_kernel(
     tokens,  # [R, max_len]
     length,  # [R]; None where positions are given

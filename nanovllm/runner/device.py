@@ -3,11 +3,14 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear import cpu_has_bfloat16
+
+_HOLDERS: WeakSet[object] = WeakSet()  # engines of this process that use a GPU
 
 
 def resolve_device(name: str) -> torch.device:
@@ -42,6 +45,22 @@ def resolve_cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
     if wanted == "fp8":
         return torch.float8_e4m3fn
     return dtype if wanted == "auto" else getattr(torch, wanted)
+
+
+def hold_memory(holder: object) -> None:
+    """Tell that `holder` uses a GPU, for `release_memory`."""
+    _HOLDERS.add(holder)
+
+
+def release_memory(holder: object) -> None:
+    """Give torch's unused GPU memory back to the system once `holder` has let go of its own.
+
+    The scratch that torch keeps for cuBLAS goes with the last holder: recorded graphs of another would still use it.
+    """
+    _HOLDERS.discard(holder)
+    if not _HOLDERS:
+        torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -15,7 +15,14 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.plan import StepPlan
 from nanovllm.runner.backends import make_backend
 from nanovllm.runner.decode_step import DecodeStep, Decoding, Ending, StepKind
-from nanovllm.runner.device import out_of_memory_named, resolve_cache_dtype, resolve_device, resolve_dtype
+from nanovllm.runner.device import (
+    hold_memory,
+    out_of_memory_named,
+    release_memory,
+    resolve_cache_dtype,
+    resolve_device,
+    resolve_dtype,
+)
 from nanovllm.runner.forward_batch import ForwardBatch, build_batch, step_capacity
 from nanovllm.runner.kv_cache import size_kv_cache
 from nanovllm.runner.logprobs import PendingScores, score
@@ -34,6 +41,8 @@ class ModelRunner:
     @torch.inference_mode()
     def __init__(self, config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int) -> None:
         self.device = resolve_device(config.device)
+        if self.device.type == "cuda":
+            hold_memory(self)
         self.vocab_size = model_config.vocab_size
         self.phases = Phases(self.device)
         with out_of_memory_named(self.device):
@@ -215,4 +224,4 @@ class ModelRunner:
         del self.model, self.caches, self.table, self.backend, self._sampler, self._decode, self._upload
         self._sampling = None
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            release_memory(self)

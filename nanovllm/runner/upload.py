@@ -4,6 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+ALIGNMENT = 4  # integers: Triton compiles a kernel anew for a pointer that is no multiple of 16 bytes
+MOST_ARRAYS = 16  # of a step
+
 
 class Upload:
     """Integer arrays are written side by side into one pinned buffer; each is handed out at once as the view of the
@@ -21,7 +24,7 @@ class Upload:
 
     def start(self, *, extra: int) -> None:
         """Begin a step; `extra` is how much it will add beyond its own arrays."""
-        size = self._capacity + extra
+        size = self._capacity + extra + MOST_ARRAYS * ALIGNMENT
         if self._on_device.numel() < size:
             self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
         # a fresh buffer from torch's pool of pinned memory: the last one may still be on its way
@@ -29,7 +32,8 @@ class Upload:
         self._used = 0
 
     def add(self, values: np.ndarray) -> Tensor:
-        begin, self._used = self._used, self._used + values.size
+        begin = -(-self._used // ALIGNMENT) * ALIGNMENT
+        self._used = begin + values.size
         assert self._used <= self._host.numel(), "a step is larger than was planned for"
         self._host.numpy()[begin : self._used] = values.reshape(-1)
         return self._on_device[begin : self._used].view(values.shape)
