@@ -3,7 +3,8 @@
     from nanovllm import LLM, SamplingParams
     print(LLM().generate("The capital of France is", SamplingParams(temperature=0))[0]["text"])
 
-Importing the package loads no torch; that happens when an `LLM` is opened.
+Importing the package loads no torch; that happens when an `LLM` is opened. `AsyncLLM` is the same for asyncio,
+with the engine in a process of its own.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.errors import NanoError
     from nanovllm.llm import LLM
     from nanovllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "LLM": "nanovllm.llm",
+    "AsyncLLM": "nanovllm.async_llm",
     "SamplingParams": "nanovllm.sampling_params",
     "BeamSearchParams": "nanovllm.sampling_params",
     "RequestOutput": "nanovllm.outputs",
@@ -29,6 +32,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",

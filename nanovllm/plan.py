@@ -51,6 +51,7 @@ class StepPlan:
     chunks: tuple[SeqPlan, ...] = ()
     new_rows: tuple[NewRow, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
+    guided_rows: tuple[int, ...] = ()  # sampled rows whose token a mask limits; masks come when the step has begun
 
     @property
     def num_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """What a user may ask of one request: vLLM's names, checked on construction."""
 
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,10 @@ from typing import Any
 MAX_N = 128
 MAX_LOGPROBS = 100
 GREEDY_BELOW = 1e-5  # a temperature so low that logits / temperature might overflow
+MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH = 256 * 1024, 64
+MAX_REGEX_BYTES = 8 * 1024
+MAX_CHOICES, MAX_CHOICE_BYTES = 1024, 64 * 1024
+MAX_GRAMMAR_BYTES = 64 * 1024
 
 
 def _refuse(field: str, value: object, rule: str) -> None:
@@ -51,6 +56,98 @@ def _token_ids(field: str, value: object) -> tuple[int, ...]:
     return ids
 
 
+def _check_size(field: str, text: str, limit: int) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        _refuse(field, text, "is not valid Unicode: it has a lone surrogate")
+    if size > limit:
+        raise ValueError(f"{field}: {size} bytes, and at most {limit} are taken")
+
+
+def _depth(value: object) -> int:
+    """Of nested objects and arrays, without recursion; counting stops beyond the limit."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_SCHEMA_DEPTH:
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        depth, level = depth + bool(inner), [part for items in inner for part in items]
+    return depth
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _schema_text(schema: object) -> str:
+    """A schema, given as an object or as JSON text, as JSON text."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        _check_size("json", text, MAX_SCHEMA_BYTES)
+        parsed = json.loads(text, parse_constant=_not_json)
+    except RecursionError:
+        raise ValueError(f"json: the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"json: not a JSON schema: {error}") from None
+    if not isinstance(parsed, dict):
+        _refuse("json", parsed, "a JSON schema is an object, or the text of one")
+    if _depth(parsed) > MAX_SCHEMA_DEPTH:
+        raise ValueError(f"json: the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """The form an answer must have; exactly one of these is set."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema; kept as text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # matched in full, in the syntax of Rust's regex crate
+    choice: Sequence[str] | None = None  # one of these texts
+    grammar: str | None = None  # Lark as llguidance reads it, or GBNF
+
+    def __post_init__(self) -> None:
+        _check_bool("json_object", self.json_object)
+        kinds = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if len(kinds) != 1:
+            told = f"{', '.join(kinds)} are" if kinds else "nothing is"
+            raise ValueError(
+                f"structured_outputs: {told} set, and exactly one of json, json_object, regex, choice, grammar must be"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        for name, limit in (("regex", MAX_REGEX_BYTES), ("grammar", MAX_GRAMMAR_BYTES)):
+            text = getattr(self, name)
+            if text is not None:
+                if not isinstance(text, str) or not text:
+                    _refuse(name, text, "must be a non-empty string")
+                _check_size(name, text, limit)
+        if self.choice is not None:
+            self._check_choice()
+
+    def _check_choice(self) -> None:
+        if isinstance(self.choice, str):
+            _refuse("choice", self.choice, "must be a list of strings")
+        choice = tuple(dict.fromkeys(_strings("choice", self.choice)))
+        if not 0 < len(choice) <= MAX_CHOICES:
+            raise ValueError(f"choice: {len(choice)} texts, and between 1 and {MAX_CHOICES} are taken")
+        _check_size("choice", "".join(choice), MAX_CHOICE_BYTES)
+        object.__setattr__(self, "choice", choice)
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """Which kind of form, and the text that describes it."""
+        if self.json_object:
+            return "json", '{"type": "object"}'
+        if self.choice is not None:
+            return "choice", json.dumps(self.choice)
+        return next((kind, text) for kind in ("json", "regex", "grammar") if (text := getattr(self, kind)) is not None)
+
+    def __repr__(self) -> str:
+        """One line of a log, however long the schema is."""
+        kind, text = self.source
+        return f"StructuredOutputs({kind}={text if len(text) <= 80 else text[:77] + '...'!r})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue one prompt. `temperature=0` is greedy; `max_tokens=None` means up to the model's length."""
@@ -75,6 +172,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputs | None = None  # refuses every token that would leave the form
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -83,6 +181,8 @@ class SamplingParams:
         self._check_lists()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             _check_bool(name, getattr(self, name))
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            _refuse("structured_outputs", self.structured_outputs, "must be a StructuredOutputs")
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "stop strings need the text: set detokenize=True or use stop_token_ids")
 

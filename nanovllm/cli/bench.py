@@ -6,7 +6,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from nanovllm.bench import compare_transformers, latency, profile, startup, throughput
+from nanovllm.bench import compare_transformers, latency, profile, serve, startup, throughput
 from nanovllm.bench.shapes import shape_names, with_shape
 from nanovllm.cli.options import add_engine_options, engine_options
 
@@ -23,6 +23,7 @@ examples:
   nanovllm bench throughput --num-seqs 16 --input-len 64:256 --output-len 64:128
   nanovllm bench throughput --model-shape qwen3-0.6b
   nanovllm bench latency --model path/to/Qwen3-0.6B --batch-sizes 1,8 --json
+  nanovllm bench serve --base-url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200
 """
 BENCHMARKS: dict[str, ModuleType] = {
     "throughput": throughput,
@@ -30,6 +31,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "startup": startup,
     "profile": profile,
     "compare-transformers": compare_transformers,
+    "serve": serve,
 }
 
 
@@ -41,10 +43,12 @@ def add_arguments(parser: "Parser") -> None:
         command = commands.add_parser(name, usage="%(prog)s [options]", help=summary, description=lesson)
         command.add_argument("--json", action="store_true", help="print one JSON document")
         module.add_arguments(command)
+        command.set_defaults(run=partial(_run_benchmark, module))
+        if module is serve:  # whose engine runs elsewhere
+            continue
         if module is not compare_transformers:  # which writes its random weights down, for both sides to read
             _add_model_shape(command)
         add_engine_options(command)
-        command.set_defaults(run=partial(_run_benchmark, module))
 
 
 def _add_model_shape(command: "Parser") -> None:
@@ -62,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_benchmark(module: ModuleType, args: argparse.Namespace) -> int:
-    engine = with_shape(engine_options(args), getattr(args, "model_shape", None))
-    report = module.run(args, engine)
+    if module is serve:
+        report = serve.run(args)
+    else:
+        report = module.run(args, with_shape(engine_options(args), getattr(args, "model_shape", None)))
     print(report.to_json() if args.json else report)
     return 0

@@ -22,6 +22,7 @@ EPILOG = """\
 examples:
   nanovllm generate "What is the capital of France?"
   nanovllm chat --model path/to/Qwen3-0.6B --temperature 0.6
+  nanovllm serve --port 8000
   nanovllm plan model.gguf
   nanovllm bench throughput --num-seqs 16 --input-len 64:256 --output-len 64:128
 
@@ -66,14 +67,14 @@ def _run(argv: "Sequence[str] | None") -> int:
 
 def _parser() -> "Parser":
     from nanovllm import __version__
-    from nanovllm.cli import bench, chat, generate, plan
+    from nanovllm.cli import bench, chat, generate, plan, serve
     from nanovllm.cli.parser import Parser
 
     parser = Parser(prog="nanovllm", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     parser.set_defaults(run=_no_command)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", prog=parser.prog)
-    for name, module in {"generate": generate, "chat": chat, "bench": bench, "plan": plan}.items():
+    for name, module in {"generate": generate, "chat": chat, "serve": serve, "bench": bench, "plan": plan}.items():
         command = commands.add_parser(
             name,
             usage=f"%(prog)s {module.USAGE}",

@@ -21,12 +21,28 @@ class EngineCore:
         self.last_plan = None
         plan = self.scheduler.schedule()
         if plan is not None:
-            self._pending.append((plan, self.executor.launch(plan)))
+            handle = self.executor.launch(plan)
+            self._pending.append((plan, handle))
+            if plan.guided_rows:
+                return self._sample_guided(handle)
             if len(self._pending) <= self.depth:
                 return []
         if not self._pending:
             assert not self.scheduler.num_unfinished, "sequences wait, but none of them can ever run"
             return []
+        return self._take_in()
+
+    def _sample_guided(self, handle: StepHandle) -> list[Sequence]:
+        """Say what the step just launched may sample: its masks are made from the tokens before it, while it runs."""
+        ended: list[Sequence] = []
+        while len(self._pending) > 1:
+            ended += self._take_in()
+        masks, given_up = self.scheduler.masks()
+        handle.sample(masks)
+        ended += given_up
+        return ended if self.depth else ended + self._take_in()
+
+    def _take_in(self) -> list[Sequence]:
         self.last_plan, handle = self._pending.popleft()
         return self.scheduler.update(self.last_plan, handle.wait())
 

@@ -2,13 +2,15 @@
 
 import gc
 import random
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nanovllm.config import Config
+from nanovllm.engine.messages import Delta
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
@@ -16,12 +18,17 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError
 from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
+from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
+    from nanovllm.executor.uniproc import UniprocExecutor
+    from nanovllm.structured.compiler import Compiler, Grammar
+
+POOLINGS = ("last", "mean")
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 
@@ -45,6 +52,8 @@ class LLMEngine:
         self._watched: dict[Sequence, Completion] = {}  # those whose text must be looked at every step
         self._undelivered: dict[str, RequestOutput] = {}  # what a step brought for others than who asked for it
         self._eos = frozenset(self.model_config.eos_token_ids)
+        self._compiler: Compiler | None = None
+        self._compiler_lock = threading.Lock()
         self._num_added = 0
         self._random = random.Random(self.config.seed)
 
@@ -130,7 +139,31 @@ class LLMEngine:
                 self._undelivered[output.request_id] = output
         return own
 
+    def step_deltas(self) -> list[Delta]:
+        """Run one step; what it brought for each completion. The requests must have been added with `stream=True`."""
+        return [delta for request in self._advance() for delta in request.deltas(self._eos)]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything: also true while one that nobody waits for is still under way."""
+        return self._core.has_work
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For looking at."""
+        return self._core.scheduler
+
+    @property
+    def last_plan(self) -> StepPlan | None:
+        """What the last `step` computed."""
+        return self._core.last_plan
+
     def _step(self) -> list[RequestOutput]:
+        changed = self._advance()
+        return [request.output(self._eos) for request in changed if request.finished or request.stream]
+
+    def _advance(self) -> list[Request]:
+        """Run one step; the requests that grew, where somebody watches, and those that ended."""
         self._check_open()
         began = time.monotonic()
         try:
@@ -142,7 +175,7 @@ class LLMEngine:
             self._fail(error)
             raise EngineError(f"a step failed and the engine is closed: {type(error).__name__}: {error}") from error
         self._stamp(ended, began)
-        return self._report(ended)
+        return self._changed(ended)
 
     def _stamp(self, ended: list[Sequence], began: float) -> None:
         """Note when requests first ran and had their first token; only a step with prefill chunks brings such news."""
@@ -157,18 +190,15 @@ class LLMEngine:
             if metrics.first_token_time is None and seq.num_completion_tokens:
                 metrics.first_token_time = now
 
-    def _report(self, ended: list[Sequence]) -> list[RequestOutput]:
+    def _changed(self, ended: list[Sequence]) -> list[Request]:
         grown = self._read_watched()
-        changed = dict.fromkeys([self._of_seq[seq] for seq in grown + ended])
+        changed = list(dict.fromkeys([self._of_seq[seq] for seq in grown + ended]))
         now = time.monotonic()
-        outputs = []
         for request in changed:
             if request.finished:
                 request.metrics.finished_time = now
                 self._forget(request)
-            if request.finished or request.stream:
-                outputs.append(request.output(self._eos))
-        return outputs
+        return changed
 
     def _read_watched(self) -> list[Sequence]:
         """Bring the texts up to date and end what met a stop string; the sequences that have new tokens."""
@@ -228,6 +258,27 @@ class LLMEngine:
             raise
         return names
 
+    def embed(self, token_ids: list[int], pooling: str = "last") -> list[float] | None:
+        """The hidden state behind the last token, or the mean of all, at unit length; None while blocks lack."""
+        self._check_open()
+        if pooling not in POOLINGS:
+            raise RequestError(f"pooling={pooling!r}: must be one of {', '.join(POOLINGS)}")
+        params = SamplingParams(prompt_logprobs=0)  # no token's hidden state may come out of the prefix cache
+        self._check_tokens(token_ids, params)
+        blocks = self._core.scheduler.block_manager
+        longest = min(self.max_model_len, blocks.num_blocks * blocks.block_size)
+        if not 0 < len(token_ids) <= longest:
+            raise RequestError(
+                f"the input has {len(token_ids)} tokens: at least 1 and at most {longest} can be embedded"
+            )
+        seq = Sequence("", token_ids, params, max_num_tokens=len(token_ids))
+        if not blocks.allocate(seq):
+            return None
+        try:
+            return cast("UniprocExecutor", self._core.executor).embed(token_ids, seq.block_table, pooling)
+        finally:
+            blocks.free(seq)
+
     # --- open and close -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -239,6 +290,9 @@ class LLMEngine:
         self._closed = reason
         self._drop_requests()
         self._core.executor.close()
+        if self._compiler is not None:
+            self._compiler.close()
+        gc.unfreeze()
         del self._core
 
     def _fail(self, error: Exception) -> None:
@@ -269,32 +323,7 @@ class LLMEngine:
     # --- small parts --------------------------------------------------------------------------------------------------
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """Text (if any), token ids and cache salt of a prompt in any of its forms."""
-        salt = None
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown:
-                raise RequestError(
-                    f"a prompt has {', '.join(sorted(map(repr, unknown)))}; known: 'prompt' or 'prompt_token_ids', "
-                    "'cache_salt'"
-                )
-            salt = prompt.get("cache_salt")
-            if salt is not None and not isinstance(salt, str):
-                raise RequestError(f"cache_salt={salt!r}: must be a string")
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), self._ids(prompt["prompt_token_ids"]), salt
-            prompt = prompt.get("prompt")  # type: ignore[assignment]
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("skip_tokenizer_init=True: give prompt_token_ids instead of text")
-            return prompt, self.tokenizer.encode(prompt), salt
-        return None, self._ids(prompt), salt
-
-    def _ids(self, prompt: Any) -> list[int]:
-        ids = list(prompt) if isinstance(prompt, Seq) and not isinstance(prompt, str | bytes) else None
-        if ids is None or not set(map(type, ids)) <= {int}:
-            raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-        return ids
+        return read_prompt(prompt, self.tokenizer)
 
     def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
         vocab_size = self.model_config.vocab_size
@@ -315,7 +344,8 @@ class LLMEngine:
         self, request_id: str, token_ids: list[int], params: SamplingParams, *, priority: int, cache_salt: str | None
     ) -> list[Sequence]:
         """`n` sequences; all but the first follow it, so that they find its prompt in the cache."""
-        eos = frozenset() if params.ignore_eos else self._eos
+        grammar = self._grammar(params)
+        eos = frozenset() if params.ignore_eos and grammar is None else self._eos  # a finished form ends all the same
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         sizes = self._core.scheduler.config
         room = min(self.max_model_len, sizes.num_blocks * sizes.block_size + 1)
@@ -333,11 +363,29 @@ class LLMEngine:
                 arrival=self._num_added,
                 cache_salt=cache_salt,
                 bad_words=self._bad_words(params),
+                guide=None if grammar is None else grammar.guide(ignore_eos=params.ignore_eos),
             )
             for index in range(params.n)
         ]
         seqs[0].followers = seqs[1:]
         return seqs
+
+    def _grammar(self, params: SamplingParams) -> "Grammar | None":
+        return None if params.structured_outputs is None else self.compiler.compile(params.structured_outputs)
+
+    @property
+    def compiler(self) -> "Compiler":
+        """Of structured outputs. What another thread has compiled with it costs `add_request` nothing any more."""
+        with self._compiler_lock:
+            if self._compiler is None:
+                from nanovllm.structured.compiler import Compiler
+
+                if self.tokenizer is None:
+                    raise RequestError("structured_outputs need a tokenizer, and skip_tokenizer_init=True leaves none")
+                self._compiler = Compiler(
+                    self.tokenizer, vocab_size=self.model_config.vocab_size, eos_token_ids=self._eos
+                )
+            return self._compiler
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each word as tokens, at the start of a text and behind a space."""
@@ -372,6 +420,36 @@ def load_tokenizer(path: Path, description: Description, other: str | None) -> T
         special_tokens={role: token for role, token in special.items() if isinstance(token, str)},
         add_bos_token=bool(special.get("add_bos_token")),
     )
+
+
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], str | None]:
+    """Text (if any), token ids and cache salt of a prompt in any of its forms."""
+    salt = None
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown:
+            raise RequestError(
+                f"a prompt has {', '.join(sorted(map(repr, unknown)))}; known: 'prompt' or 'prompt_token_ids', "
+                "'cache_salt'"
+            )
+        salt = prompt.get("cache_salt")
+        if salt is not None and not isinstance(salt, str):
+            raise RequestError(f"cache_salt={salt!r}: must be a string")
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), _ids(prompt["prompt_token_ids"]), salt
+        prompt = prompt.get("prompt")  # type: ignore[assignment]
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("skip_tokenizer_init=True: give prompt_token_ids instead of text")
+        return prompt, tokenizer.encode(prompt), salt
+    return None, _ids(prompt), salt
+
+
+def _ids(prompt: Any) -> list[int]:
+    ids = list(prompt) if isinstance(prompt, Seq) and not isinstance(prompt, str | bytes) else None
+    if ids is None or not set(map(type, ids)) <= {int}:
+        raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+    return ids
 
 
 def as_list(prompts: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 import time
 
 from nanovllm.engine.detokenizer import Detokenizer, detokenize_all
+from nanovllm.engine.messages import Delta, TokenScores
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.plan import TokenLogprobs
@@ -19,6 +20,9 @@ class Completion:
         self._tokenizer = tokenizer if params.detokenize else None
         self.num_read = 0  # tokens already reported or turned into text
         self._logprobs: list[dict[int, Logprob]] = []  # the sequence's, as the user sees them, as far as reported
+        self._num_told_tokens = 0  # by deltas, as the two below
+        self._num_told_characters = 0
+        self._told_end = False
         self.detokenizer: Detokenizer | None = None
         if incremental and self._tokenizer is not None:
             self.detokenizer = Detokenizer(
@@ -61,11 +65,42 @@ class Completion:
         shown = token_ids[num_prompt : self._shown_end()]
         return detokenize_all(self._tokenizer, token_ids[:num_prompt], shown, self.seq.params.skip_special_tokens)
 
+    def _show_held_text(self) -> None:
+        """Once no more tokens come, what could have become a stop string is text; behind a stop string nothing is."""
+        if self.seq.finished and self.detokenizer is not None and not isinstance(self.seq.stop_reason, str):
+            self.detokenizer.finish()
+
+    def _stop_reason(self, eos_token_ids: frozenset[int]) -> int | str | None:
+        reason = self.seq.stop_reason
+        by_eos = reason in eos_token_ids and reason not in (self.seq.params.stop_token_ids or ())
+        return None if by_eos else reason
+
+    def delta(self, eos_token_ids: frozenset[int]) -> Delta | None:
+        """What is new since the last call; it costs the same however long the completion is."""
+        seq = self.seq
+        if self._told_end or (not seq.finished and seq.num_completion_tokens == self._num_told_tokens):
+            return None
+        self._show_held_text()
+        text = "" if self.detokenizer is None else self.detokenizer.text
+        scores = None
+        if seq.params.logprobs is not None:
+            scores = [to_scores(entry, self._tokenizer) for entry in seq.logprobs[self._num_told_tokens :]]
+        delta = Delta(
+            request_id=seq.request_id,
+            index=seq.index,
+            text=text[self._num_told_characters :],
+            token_ids=seq.token_ids[seq.num_prompt_tokens + self._num_told_tokens :],
+            logprobs=scores,
+            finish_reason=seq.finish_reason,
+            stop_reason=self._stop_reason(eos_token_ids),
+        )
+        self._num_told_tokens, self._num_told_characters = seq.num_completion_tokens, len(text)
+        self._told_end = seq.finished
+        return delta
+
     def output(self, eos_token_ids: frozenset[int]) -> CompletionOutput:
         seq = self.seq
-        if seq.finished and self.detokenizer is not None and not isinstance(seq.stop_reason, str):
-            self.detokenizer.finish()
-        by_eos = seq.stop_reason in eos_token_ids and seq.stop_reason not in (seq.params.stop_token_ids or ())
+        self._show_held_text()
         wants_logprobs = seq.params.logprobs is not None
         self._logprobs += [to_logprobs(entry, self._tokenizer) for entry in seq.logprobs[len(self._logprobs) :]]
         return CompletionOutput(
@@ -75,7 +110,7 @@ class Completion:
             cumulative_logprob=sum(entry.logprobs[0] for entry in seq.logprobs) if wants_logprobs else None,
             logprobs=list(self._logprobs) if wants_logprobs else None,
             finish_reason=seq.finish_reason,  # type: ignore[arg-type]
-            stop_reason=None if by_eos else seq.stop_reason,
+            stop_reason=self._stop_reason(eos_token_ids),
         )
 
 
@@ -98,6 +133,7 @@ class Request:
         self.completions = [Completion(seq, tokenizer, incremental=stream or bool(params.stop)) for seq in seqs]
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self._tokenizer = tokenizer
+        self._told_prompt_logprobs = params.prompt_logprobs is None
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -119,6 +155,17 @@ class Request:
             prompt_logprobs=self._prompt_logprobs(),
         )
 
+    def deltas(self, eos_token_ids: frozenset[int]) -> list[Delta]:
+        """What is new of each completion since the last call."""
+        found = [delta for part in self.completions if (delta := part.delta(eos_token_ids)) is not None]
+        for delta in found:
+            delta.num_cached_tokens = self.completions[0].seq.num_cached_tokens
+        if found and not self._told_prompt_logprobs:
+            entries = self.completions[0].seq.prompt_logprobs
+            found[0].prompt_logprobs = [None, *(to_scores(entry, self._tokenizer) for entry in entries)]
+            self._told_prompt_logprobs = True
+        return found
+
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.params.prompt_logprobs is None:
             return None
@@ -126,13 +173,20 @@ class Request:
         return [None, *(to_logprobs(entry, self._tokenizer) for entry in entries)]  # nothing predicts the first token
 
 
+def to_scores(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenScores:
+    tokens = [] if tokenizer is None else [tokenizer.decode_token(token) for token in entry.token_ids]
+    return TokenScores(list(entry.token_ids), list(entry.logprobs), entry.rank, tokens)
+
+
 def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    return logprobs_of(to_scores(entry, tokenizer))
+
+
+def logprobs_of(scores: TokenScores) -> dict[int, Logprob]:
     """By token id: the chosen token, then the most likely ones."""
-
-    def logprob(token: int, value: float, rank: int) -> Logprob:
-        return Logprob(value, rank, None if tokenizer is None else tokenizer.decode_token(token))
-
-    found = {entry.token_ids[0]: logprob(entry.token_ids[0], entry.logprobs[0], entry.rank)}
-    for rank, (token, value) in enumerate(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True), 1):
-        found.setdefault(token, logprob(token, value, rank))
+    ranks = [scores.rank, *range(1, len(scores.token_ids))]
+    tokens: list[str] | list[None] = scores.tokens or [None] * len(ranks)
+    found: dict[int, Logprob] = {}
+    for token_id, logprob, rank, token in zip(scores.token_ids, scores.logprobs, ranks, tokens, strict=True):
+        found.setdefault(token_id, Logprob(logprob, rank, token))
     return found

@@ -12,7 +12,7 @@ preempted then.
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.config import SchedulerConfig
 from nanovllm.engine.block_manager import BlockManager
@@ -49,6 +49,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []  # all known tokens are computed or launched
         self.num_preemptions = 0
+        self._num_guided = 0  # running sequences with a guide
         self._rows = list(range(config.max_num_seqs, 0, -1))  # free rows of the device tables
         self._in_flight: deque[ScheduledStep] = deque()
         self._steady: ScheduledStep | None = None  # the step that repeats while nothing changes
@@ -127,13 +128,14 @@ class Scheduler:
                 chunks=tuple([chunk.plan for chunk in chunks]),
                 new_rows=tuple(new_rows),
                 new_blocks=tuple(new_blocks),
+                guided_rows=self._guided_rows(decodes, chunks) if self._num_guided else (),
             ),
             decodes=decodes,
             chunks=tuple(chunks),
         )
         self._steady = None
         if not chunks and not resting:
-            self._steady = ScheduledStep(StepPlan(decode_rows=step.plan.decode_rows), decodes) if new_blocks else step
+            self._steady = ScheduledStep(replace(step.plan, new_blocks=()), decodes) if new_blocks else step
         self._in_flight.append(step)
         return step.plan
 
@@ -194,6 +196,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
         seq.row = self._rows.pop()
+        self._num_guided += seq.guide is not None
         self._set_event(seq)
         self._set_check(seq)
         insort(self.prefilling, seq, key=lambda seq: seq.order)
@@ -221,6 +224,28 @@ class Scheduler:
         num_prompt_logprobs = seq.params.prompt_logprobs if unscored else None
         plan = SeqPlan(seq.row, start, num_new, samples, num_prompt_logprobs)
         return ScheduledChunk(seq, plan, seq.num_preemptions)
+
+    # --- guided sequences ---------------------------------------------------------------------------------------------
+
+    def _guided_rows(self, decodes: tuple[Sequence, ...], chunks: list[ScheduledChunk]) -> tuple[int, ...]:
+        sampled = [*decodes, *(chunk.seq for chunk in chunks if chunk.plan.samples)]
+        return tuple([seq.row for seq in sampled if seq.guide is not None])
+
+    def masks(self) -> tuple[dict[int, bytes], list[Sequence]]:
+        """What the guided rows of the step launched last may sample, once the results of all steps before it are in;
+        and the sequences that ended because their guides cannot go on. A sequence that has ended needs no mask."""
+        guided = set(self._in_flight[-1].plan.guided_rows)
+        masks: dict[int, bytes] = {}
+        ended: list[Sequence] = []
+        for seq in [seq for seq in self.decoding if seq.row in guided]:
+            assert seq.guide is not None
+            mask = seq.guide.mask_behind(seq.token_ids[seq.num_prompt_tokens + seq.guide.num_tokens :])
+            if mask is None:
+                self.finish(seq, "error")
+                ended.append(seq)
+            else:
+                masks[seq.row] = mask
+        return masks, ended
 
     # --- update -------------------------------------------------------------------------------------------------------
 
@@ -289,6 +314,7 @@ class Scheduler:
     def _leave_running(self, seq: Sequence) -> None:
         (self.decoding if seq in self.decoding else self.prefilling).remove(seq)
         self.block_manager.free(seq)
+        self._num_guided -= seq.guide is not None
         self._rows.append(seq.row)
         seq.row = 0
         self._steady = None

@@ -1,6 +1,8 @@
 """One completion of one prompt: the host's truth about it."""
 
+from collections.abc import Sequence as Seq
 from enum import Enum, auto
+from typing import Protocol
 
 from nanovllm.plan import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
@@ -10,6 +12,19 @@ class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+class Guide(Protocol):
+    """Says which tokens may come next in a completion that must have a given form."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the completion, already followed."""
+        ...
+
+    def mask_behind(self, new_tokens: Seq[int]) -> bytes | None:
+        """A bit a token, low bits first, of what may come behind these; None if that cannot be said any more."""
+        ...
 
 
 class Sequence:
@@ -31,6 +46,7 @@ class Sequence:
         "event_at",
         "finish_reason",
         "followers",
+        "guide",
         "index",
         "last_cached_block",
         "logprobs",
@@ -66,6 +82,7 @@ class Sequence:
         arrival: int = 0,
         cache_salt: str | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        guide: Guide | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -76,6 +93,7 @@ class Sequence:
         self.seed = seed
         self.stop_token_ids = stop_token_ids
         self.bad_words = bad_words
+        self.guide = guide
         self.priority = priority  # smaller runs first
         self.arrival = arrival
         self.cache_salt = cache_salt

@@ -1,5 +1,6 @@
 """Where a plan goes: the one interface between the control plane and whatever runs the model."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from nanovllm.plan import StepPlan, StepResult
@@ -7,6 +8,11 @@ from nanovllm.plan import StepPlan, StepResult
 
 class StepHandle(Protocol):
     """A step under way."""
+
+    def sample(self, masks: Mapping[int, bytes]) -> None:
+        """For a plan with guided rows, and before the next launch: what each of them may sample, a bit a token, low
+        bits first. A guided row without a mask has ended; its token will be dropped."""
+        ...
 
     def wait(self) -> StepResult:
         """Block until the step has run. Handles are waited for in the order of their launch."""

@@ -4,10 +4,11 @@ A stage holds what can be known when the batch is put together; what changes eve
 so nothing has to be reset when a row is reused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,6 +141,39 @@ class Penalties:
         logits.copy_(torch.where(logits > 0, logits / penalty, logits * penalty))
         logits -= self.frequency * counts
         logits -= self.presence * (counts > 0)
+
+
+class Masks:
+    """What grammars refuse, of one step: taken out before all stages, and kept out whatever those do.
+
+    Where the stages leave none of the tokens that a grammar allows (the only one is a bad word, or it is too early for
+    the end of sequence), the grammar has the last word and they are undone.
+    """
+
+    def __init__(self, masks: Mapping[int, bytes], rows: Sequence[int], vocab_size: int, device: torch.device) -> None:
+        indices = np.array([index for index, row in enumerate(rows) if row in masks])
+        bits = np.stack([np.frombuffer(masks[row], dtype=np.uint8) for row in rows if row in masks])
+        self.rows = _sent(indices, device)  # [masked]
+        in_byte = torch.arange(8, dtype=torch.uint8, device=device)
+        flags = (_sent(bits, device)[:, :, None] >> in_byte) & 1  # [masked, bytes, 8]
+        self.refused = flags.view(len(indices), -1)[:, :vocab_size] == 0  # [masked, vocab]
+        self._allowed_logits: Tensor | None = None
+
+    def refuse(self, logits: Tensor) -> None:
+        self._allowed_logits = logits[self.rows].masked_fill_(self.refused, NEVER)
+        logits[self.rows] = self._allowed_logits
+
+    def restore(self, logits: Tensor) -> None:
+        assert self._allowed_logits is not None
+        staged = logits[self.rows]
+        nothing_left = (staged == NEVER).all(dim=-1, keepdim=True)
+        logits[self.rows] = torch.where(nothing_left, self._allowed_logits, staged)
+
+
+def _sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """On the device, without waiting for what runs there."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 STAGES: tuple[Callable[[Sequence[NewRow], int, torch.device], Stage], ...] = (

@@ -1,5 +1,6 @@
 """The device side of the engine, put together: model, KV cache, request table, sampler; one step after another."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,12 +24,13 @@ from nanovllm.runner.device import (
     resolve_device,
     resolve_dtype,
 )
+from nanovllm.runner.embedding import embed
 from nanovllm.runner.forward_batch import ForwardBatch, build_batch, step_capacity
 from nanovllm.runner.kv_cache import size_kv_cache
 from nanovllm.runner.logprobs import PendingScores, score
 from nanovllm.runner.phases import Phases
 from nanovllm.runner.request_table import RequestTable
-from nanovllm.runner.results import PendingStep
+from nanovllm.runner.results import GuidedStep, PendingStep
 from nanovllm.runner.sampling import KernelSampler, Sampler, SamplingBatch, draw, make_batch
 from nanovllm.runner.upload import Upload
 from nanovllm.runner.warm_up import largest_step, peak_memory, score_everything
@@ -89,6 +91,7 @@ class ModelRunner:
             device=self.device,
         )
         capacity = step_capacity(max_num_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
+        self._max_num_tokens = config.max_num_batched_tokens
         self._upload = Upload(capacity=capacity, device=self.device)
         self._sampling: SamplingBatch | None = None
         self._decoding = Decoding.of((), self.table.host_length)
@@ -148,7 +151,7 @@ class ModelRunner:
         return taken
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep | GuidedStep:
         self.table.apply(plan)
         if plan.new_rows:
             self._sampling = None  # a row may have been filled anew
@@ -161,12 +164,16 @@ class ModelRunner:
         if batch.sampled_rows is None:
             return PendingStep(None, None, prompt_logprobs, self.device)
         logits = self.model.logits(hidden if batch.logits_rows is None else hidden[batch.logits_rows])
-        sampling = self._sampling_batch(plan.sampled_rows())
-        drawn = draw(logits, sampling, batch.sampled_rows, self.table, self._sampler)
-        self.table.host_length[sampling.host_rows] += 1
-        return PendingStep(drawn.tokens, drawn.scores, prompt_logprobs, self.device)
+        sampling, sampled_rows = self._sampling_batch(plan.sampled_rows()), batch.sampled_rows
 
-    def _launch_decode(self, plan: StepPlan, decode: DecodeStep) -> PendingStep:
+        def finish(masks: Mapping[int, bytes]) -> PendingStep:
+            drawn = draw(logits, sampling, sampled_rows, self.table, self._sampler, masks)
+            self.table.host_length[sampling.host_rows] += 1
+            return PendingStep(drawn.tokens, drawn.scores, prompt_logprobs, self.device)
+
+        return GuidedStep(finish) if plan.guided_rows else finish({})
+
+    def _launch_decode(self, plan: StepPlan, decode: DecodeStep) -> PendingStep | GuidedStep:
         if plan.decode_rows is not self._decoding.planned:
             self._decoding = Decoding.of(plan.decode_rows, self.table.host_length)
             self.table.set_decode_rows(self._decoding.rows, size=decode.size_for(len(plan.decode_rows)))
@@ -177,15 +184,21 @@ class ModelRunner:
             self._upload.send()
             self.table.flush(changes)
         ending = Ending.LOGITS
-        if sampling.plain:
+        if sampling.plain and not plan.guided_rows:
             ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
         balanced = uneven(self.table.host_length[sampling.host_rows])
-        tokens, scores = decode.run(StepKind(decode.size_for(n), ending, balanced), self.caches)[:n], None
-        if ending is Ending.LOGITS:
-            drawn = draw(tokens, sampling, self.table.decode_rows[:n], self.table, self._sampler)
-            tokens, scores = drawn.tokens, drawn.scores
-        self.table.host_length[sampling.host_rows] += 1
-        return PendingStep(tokens, scores, {}, self.device, order=self._decoding.order)
+        drawn_or_logits = decode.run(StepKind(decode.size_for(n), ending, balanced), self.caches)[:n]
+        order = self._decoding.order
+
+        def finish(masks: Mapping[int, bytes]) -> PendingStep:
+            tokens, scores = drawn_or_logits, None
+            if ending is Ending.LOGITS:
+                drawn = draw(tokens, sampling, self.table.decode_rows[:n], self.table, self._sampler, masks)
+                tokens, scores = drawn.tokens, drawn.scores
+            self.table.host_length[sampling.host_rows] += 1
+            return PendingStep(tokens, scores, {}, self.device, order=order)
+
+        return GuidedStep(finish) if plan.guided_rows else finish({})
 
     def _send(self, plan: StepPlan) -> ForwardBatch:
         """All that the device must know of a step, in one copy."""
@@ -217,6 +230,20 @@ class ModelRunner:
                 following = self.table.tokens[chunk.row, chunk.start + 1 + begin : chunk.start + 1 + end]
                 parts.append(score(logprobs, following, chunk.num_prompt_logprobs))
         return scored
+
+    @torch.inference_mode()
+    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
+        """One vector of unit length for a text, whose keys and values go into these blocks, otherwise unused."""
+        hidden = embed(
+            self.model,
+            self.backend,
+            self.caches,
+            token_ids,
+            block_table,
+            pooling=pooling,
+            max_num_tokens=self._max_num_tokens,
+        )
+        return (hidden / hidden.norm().clamp(min=1e-12)).tolist()
 
     def close(self) -> None:
         if self._decode is not None:

@@ -1,5 +1,6 @@
 """What a step gives back: copied to the host while the next step already runs, read when somebody waits for it."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,9 @@ class PendingStep:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    def sample(self, masks: Mapping[int, bytes]) -> None:
+        raise AssertionError("a step without guided rows has sampled already")
+
     def wait(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
@@ -63,3 +67,19 @@ class PendingStep:
             return {}
         found = self._logprobs.read()
         return found if self._order is None else {int(self._order[index]): scores for index, scores in found.items()}
+
+
+class GuidedStep:
+    """A launched step that cannot sample before it is told what its guided rows may say."""
+
+    def __init__(self, finish: Callable[[Mapping[int, bytes]], PendingStep]) -> None:
+        self._finish = finish
+        self._finished: PendingStep | None = None
+
+    @torch.inference_mode()
+    def sample(self, masks: Mapping[int, bytes]) -> None:
+        self._finished = self._finish(masks)
+
+    def wait(self) -> StepResult:
+        assert self._finished is not None, "a guided step must be told its masks"
+        return self._finished.wait()

@@ -1,5 +1,6 @@
 """From a step's logits to its tokens: stages, logprobs, the draw, and the request table brought up to date."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 from nanovllm.kernels import dependent_launch
 from nanovllm.layers.sampler import SamplingRows, sample
 from nanovllm.plan import NewRow
-from nanovllm.runner.logits import Stage, StageInput, build_stages
+from nanovllm.runner.logits import Masks, Stage, StageInput, build_stages
 from nanovllm.runner.logprobs import RowScores, score_rows
 from nanovllm.runner.request_table import RequestTable
 
@@ -55,14 +56,25 @@ def is_cut(request: NewRow) -> bool:
 
 
 def draw(
-    logits: Tensor, batch: SamplingBatch, device_rows: Tensor, table: RequestTable, sampler: "Sampler | KernelSampler"
+    logits: Tensor,
+    batch: SamplingBatch,
+    device_rows: Tensor,
+    table: RequestTable,
+    sampler: "Sampler | KernelSampler",
+    masks: Mapping[int, bytes],
 ) -> Drawn:
-    """A token for each row of [rows, vocab] logits, appended to the row's tokens; `device_rows` is [rows] int32."""
+    """A token for each row of [rows, vocab] logits, appended to the row's tokens; `device_rows` is [rows] int32.
+
+    `masks` has the allowed tokens of guided rows, by row of the table: a bit a token, low bits first.
+    """
     raw = None
-    if not batch.plain:
+    if not batch.plain or masks:
         logits = logits.float()
     if batch.scored:
         raw = logits[[index for index, _ in batch.scored]].log_softmax(dim=-1)  # before any stage touches them
+    grammar = Masks(masks, batch.rows, logits.shape[1], logits.device) if masks else None
+    if grammar is not None:
+        grammar.refuse(logits)
     if batch.stages:
         longest = int(table.host_length[batch.host_rows].max())
         given = StageInput(
@@ -72,6 +84,8 @@ def draw(
         )
         for stage in batch.stages:
             stage.apply(logits, given)
+        if grammar is not None:
+            grammar.restore(logits)
     tokens = sampler.draw(logits, batch, device_rows)
     if raw is None:
         return Drawn(tokens, None)

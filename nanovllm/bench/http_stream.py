@@ -1,0 +1,272 @@
+"""The least of HTTP/1.1 and of server-sent events that a load client needs; nothing between the socket and the clock.
+
+One connection a request. What arrives is read in the callback that brought it, in pieces of any size: a piece may end
+inside a chunk's length, a line or a character.
+"""
+
+import asyncio
+import json
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from nanovllm.errors import ConfigError
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_LINE_BYTES = 8 << 10  # a chunk's length, or a line after the last chunk
+MAX_ERROR_BYTES = 64 << 10  # of the body of a refusal
+
+
+class RequestFailed(Exception):
+    """One request got no whole answer; `kind` is what failures are counted by."""
+
+    def __init__(self, kind: str, message: str = "") -> None:
+        super().__init__(f"{kind}: {message}" if message else kind)
+        self.kind = kind
+
+
+# --- where to, and what ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Server:
+    host: str
+    port: int
+    authority: str  # host and port as the URL wrote them
+    prefix: str  # in front of every path
+    tls: ssl.SSLContext | None = None
+    api_key: str | None = None
+
+    def message(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """A whole request, ready to be sent."""
+        lines = [
+            f"{method} {self.prefix}{path} HTTP/1.1",
+            f"Host: {self.authority}",
+            "Accept: application/json, text/event-stream",
+            "Accept-Encoding: identity",
+            "Connection: close",
+            *([f"Authorization: Bearer {self.api_key}"] if self.api_key else []),
+            *(["Content-Type: application/json", f"Content-Length: {len(body)}"] if body else []),
+        ]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def parse_server(url: str, api_key: str | None = None) -> Server:
+    """From 'http://host:port'; a '/v1' at the end, which the paths bring themselves, is taken off."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"base_url={url!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or "@" in url:
+        raise ConfigError(f"base_url={url!r}: write http://host:port or https://host:port, with a path if need be")
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"base_url={url!r}: only visible ASCII characters can be in a URL")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("api_key: only visible ASCII characters can be sent")
+    tls = ssl.create_default_context() if parts.scheme == "https" else None
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return Server(parts.hostname, port or (443 if tls else 80), parts.netloc, prefix, tls, api_key)
+
+
+async def exchange(server: Server, message: bytes, on_body: Callable[[bytes], None]) -> None:
+    """Send `message`; hand the body of a 200 on as it comes. Returns at its end, or raises RequestFailed."""
+    loop = asyncio.get_running_loop()
+    connection = _Connection(message, on_body)
+    try:
+        transport, _ = await loop.create_connection(lambda: connection, server.host, server.port, ssl=server.tls)
+    except ConnectionRefusedError as error:
+        raise RequestFailed("connection refused", str(error)) from None
+    except OSError as error:
+        raise RequestFailed("cannot connect", str(error)) from None
+    try:
+        await connection.ended
+    finally:
+        transport.abort()
+    if connection.response.status != 200:
+        raise RequestFailed(f"HTTP {connection.response.status}", error_text(bytes(connection.refusal)))
+
+
+async def fetch(server: Server, path: str) -> bytes:
+    body = bytearray()
+    await exchange(server, server.message("GET", path), body.extend)
+    return bytes(body)
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, message: bytes, on_body: Callable[[bytes], None]) -> None:
+        self.response = ResponseReader()
+        self.refusal = bytearray()  # the body of any status but 200
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._message = message
+        self._on_body = on_body
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._message)
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        try:
+            body = self.response.feed(data)
+            if self.response.status == 200:
+                self._on_body(body)
+            elif len(self.refusal) < MAX_ERROR_BYTES:
+                self.refusal += body
+        except RequestFailed as failure:
+            self.ended.set_exception(failure)
+        else:
+            if self.response.is_complete:
+                self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.ended.done():
+            return
+        if self.response.ends_with_connection and error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(RequestFailed("connection lost", str(error or "closed inside the answer")))
+
+
+def error_text(body: bytes) -> str:
+    """What an error's body says: OpenAI's message where it has one, else its first line."""
+    text = body.decode(errors="replace").strip()
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return text.partition("\n")[0]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class ResponseReader:
+    """Pieces of a response in, what they hold of its body out."""
+
+    def __init__(self) -> None:
+        self.status = 0  # until the head has come
+        self.is_complete = False
+        self.ends_with_connection = False  # the body has no length of its own
+        self._buffer = bytearray()
+        self._body = bytearray()
+        self._left = 0  # bytes still to come of this chunk, or of the body
+        self._is_chunked = False
+        self._read = self._read_head  # the next thing to read; says whether it could
+
+    def feed(self, data: bytes) -> bytes:
+        self._buffer += data
+        while not self.is_complete and self._read():
+            pass
+        body, self._body = bytes(self._body), bytearray()
+        return body
+
+    def _read_head(self) -> bool:
+        head, end, rest = self._buffer.partition(b"\r\n\r\n")
+        if not end:
+            return self._wait_for_more(MAX_HEAD_BYTES)
+        first, *lines = head.decode("latin-1").split("\r\n")
+        version, _, status = first.partition(" ")
+        if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
+            raise RequestFailed("malformed response", f"{first[:80]!r} is no status line")
+        self._buffer = rest
+        self.status = int(status[:3])
+        if self.status >= 200:  # else another head follows
+            self._choose_framing(dict(map(_header, lines)))
+        return True
+
+    def _choose_framing(self, headers: dict[str, str]) -> None:
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            self._is_chunked, self._read = True, self._read_size
+        elif "content-length" in headers:
+            self._left = _number(headers["content-length"], base=10)
+            self._read = self._read_counted
+            self.is_complete = self._left == 0
+        else:
+            self.ends_with_connection, self._read = True, self._read_rest
+
+    def _read_size(self) -> bool:
+        line = self._take_line()
+        if line is None:
+            return False
+        self._left = _number(line.partition(";")[0], base=16)
+        self._read = self._read_counted if self._left else self._read_trailer
+        return True
+
+    def _read_counted(self) -> bool:
+        piece = self._buffer[: self._left]
+        del self._buffer[: self._left]
+        self._body += piece
+        self._left -= len(piece)
+        if self._left == 0:
+            self._read = self._read_chunk_end
+            self.is_complete = not self._is_chunked
+        return self._left == 0
+
+    def _read_chunk_end(self) -> bool:
+        line = self._take_line()
+        if line:
+            raise RequestFailed("malformed response", "a chunk is longer than it says")
+        self._read = self._read_chunk_end if line is None else self._read_size
+        return line is not None
+
+    def _read_trailer(self) -> bool:
+        line = self._take_line()
+        self.is_complete = line == ""
+        return line is not None
+
+    def _read_rest(self) -> bool:
+        self._body += self._buffer
+        self._buffer.clear()
+        return False
+
+    def _take_line(self) -> str | None:
+        end = self._buffer.find(b"\r\n")
+        if end < 0:
+            self._wait_for_more(MAX_LINE_BYTES)
+            return None
+        line = self._buffer[:end].decode("latin-1")
+        del self._buffer[: end + 2]
+        return line
+
+    def _wait_for_more(self, limit: int) -> bool:
+        if len(self._buffer) > limit:
+            raise RequestFailed("malformed response", f"no end of line in {limit} bytes")
+        return False
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip().lower(), value.strip()
+
+
+def _number(text: str, *, base: int) -> int:
+    try:
+        number = int(text, base)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise RequestFailed("malformed response", f"{text[:80]!r} is no length")
+    return number
+
+
+class EventReader:
+    """Pieces of a stream of server-sent events in, the data of each whole event out, still undecoded."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # of a line
+        self._data: list[bytes] = []  # of the event under way
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        events = []
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events

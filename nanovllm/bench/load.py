@@ -1,0 +1,213 @@
+"""Sends requests to a server at their times, and writes down when each piece of each answer came.
+
+All times are of one clock. A request that is due at a time counts from then on, even when it could be sent only later.
+"""
+
+import asyncio
+import json
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.bench.http_stream import EventReader, RequestFailed, Server, error_text, exchange
+from nanovllm.bench.traces import Prompt, Request, text_of
+
+PIECES_OF_A_DELTA = ("content", "reasoning_content", "reasoning", "tool_calls")
+BROKEN_OFF = ("abort", "error")  # reasons to finish that are no end of an answer
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go, and what all of them ask for."""
+
+    server: Server
+    model: str
+    endpoint: str = "/v1/completions"
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    as_text: bool = False  # token ids are sent as words
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    timeout: float | None = None  # seconds, of a request
+
+    def message(self, prompt: Prompt, output_len: int) -> bytes:
+        body = {
+            "model": self.model,
+            **self._prompt(prompt),
+            "max_tokens": output_len,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if self.ignore_eos else {}),
+            **self.extra_body,
+        }
+        return self.server.message("POST", self.endpoint, json.dumps(body, separators=(",", ":")).encode())
+
+    def _prompt(self, prompt: Prompt) -> dict[str, Prompt]:
+        is_chat = self.endpoint.endswith("/chat/completions")
+        if isinstance(prompt[0], dict):
+            return {"messages": prompt}
+        if not isinstance(prompt, str) and (is_chat or self.as_text):
+            prompt = text_of(token for token in prompt if isinstance(token, int))
+        return {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request's story. Times are of the load's clock."""
+
+    begin: float  # when it was due; where there is no schedule, when it was sent
+    sent: float
+    ended: float
+    piece_times: array  # of every piece of the answer that showed something
+    num_input_tokens: int  # as the server counts them; else those made here
+    num_output_tokens: int
+    wanted_output_tokens: int
+    failure: RequestFailed | None = None
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.piece_times[0] - self.begin
+
+    @property
+    def seconds(self) -> float:
+        """Until the last token."""
+        return self.piece_times[-1] - self.begin
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """After the first one; None where there is no other."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.piece_times[-1] - self.piece_times[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between one piece and the next."""
+        return [after - before for before, after in zip(self.piece_times, self.piece_times[1:], strict=False)]
+
+
+async def drive(
+    requests: Iterable[Request],
+    target: Target,
+    *,
+    max_concurrency: int | None = None,
+    on_end: Callable[[Outcome], None] = lambda outcome: None,
+    clock: Clock = time.perf_counter,
+) -> list[Outcome]:
+    """Send every request once, in order; what fails is not tried again."""
+    slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    outcomes: list[Outcome] = []
+
+    async def send(prepared: _Prepared, due: float | None) -> None:
+        outcome = await _send(target, prepared, due, clock)
+        if slots is not None:
+            slots.release()
+        outcomes.append(outcome)
+        on_end(outcome)
+
+    start: float | None = None
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            prepared = _prepare(request, target)  # while there is nothing to do but to wait
+            start = clock() if start is None else start
+            due = None if request.due is None else start + request.due
+            if due is not None:
+                await asyncio.sleep(max(0.0, due - clock()))
+            if slots is not None:
+                await slots.acquire()
+            group.create_task(send(prepared, due))
+    return sorted(outcomes, key=lambda outcome: outcome.begin)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    message: bytes
+    num_tokens: int  # of its prompt, as far as they are known here
+    output_len: int
+
+
+def _prepare(request: Request, target: Target) -> _Prepared:
+    prompt = request.make_prompt()
+    num_tokens = len(prompt) if isinstance(prompt[0], int) else 0
+    return _Prepared(target.message(prompt, request.output_len), num_tokens, request.output_len)
+
+
+async def _send(target: Target, prepared: _Prepared, due: float | None, clock: Clock) -> Outcome:
+    sent = clock()
+    answer = Answer(clock)
+    failure = None
+    try:
+        async with asyncio.timeout(target.timeout):
+            await exchange(target.server, prepared.message, answer.feed)
+        answer.check_whole()
+    except RequestFailed as error:
+        failure = error
+    except TimeoutError:
+        failure = RequestFailed("timed out", f"after {target.timeout:g} s")
+    return Outcome(
+        begin=sent if due is None else due,
+        sent=sent,
+        ended=clock(),
+        piece_times=answer.piece_times,
+        num_input_tokens=answer.num_input_tokens or prepared.num_tokens,
+        num_output_tokens=answer.num_output_tokens,
+        wanted_output_tokens=prepared.output_len,
+        failure=failure,
+    )
+
+
+class Answer:
+    """What one stream has said so far, and when."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.piece_times = array("d")
+        self.num_input_tokens = 0
+        self._counted_tokens: int | None = None  # by the server
+        self._is_finished = False
+        self._events = EventReader()
+        self._clock = clock
+
+    @property
+    def num_output_tokens(self) -> int:
+        """As the server counts them; from one that does not, a token a piece."""
+        return len(self.piece_times) if self._counted_tokens is None else self._counted_tokens
+
+    def feed(self, body: bytes) -> None:
+        now = self._clock()
+        for event in self._events.feed(body):
+            if event == b"[DONE]":
+                self._is_finished = True
+                continue
+            try:
+                chunk = json.loads(event)
+                if chunk.get("error"):
+                    raise RequestFailed("error in the stream", error_text(event))
+                self._take_chunk(chunk, now)
+            except (ValueError, TypeError, AttributeError, KeyError):
+                raise RequestFailed("malformed response", f"event {event[:80]!r}") from None
+
+    def _take_chunk(self, chunk: dict[str, Any], now: float) -> None:
+        for choice in chunk.get("choices") or ():
+            reason = choice.get("finish_reason")
+            if reason in BROKEN_OFF:
+                raise RequestFailed("error in the stream", f"finish_reason {reason!r}")
+            delta = choice.get("delta") or {}
+            if choice.get("text") or any(delta.get(name) for name in PIECES_OF_A_DELTA):
+                self.piece_times.append(now)
+            self._is_finished |= reason is not None
+        usage = chunk.get("usage")
+        if usage:
+            self.num_input_tokens = int(usage["prompt_tokens"])
+            self._counted_tokens = int(usage.get("completion_tokens") or 0)
+
+    def check_whole(self) -> None:
+        if not self._is_finished:
+            raise RequestFailed("stream ended early", f"after {len(self.piece_times)} pieces")
+        if not self.num_output_tokens:
+            raise RequestFailed("empty answer")
+        if not self.piece_times:  # tokens that show nothing, such as special ones: their end is all that can be seen
+            self.piece_times.append(self._clock())

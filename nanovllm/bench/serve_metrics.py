@@ -1,0 +1,139 @@
+"""From the stories of single requests to the numbers of a load test, under vLLM's names."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanovllm.bench.load import Outcome
+from nanovllm.bench.report import Report, Row
+
+TITLES = {
+    "completed": "Successful requests",
+    "failed": "Failed requests",
+    "duration": "Benchmark duration (s)",
+    "total_input_tokens": "Total input tokens",
+    "total_output_tokens": "Total generated tokens",
+    "request_throughput": "Request throughput (req/s)",
+    "request_goodput": "Request goodput (req/s)",
+    "output_throughput": "Output token throughput (tok/s)",
+    "total_token_throughput": "Total Token throughput (tok/s)",
+    "max_concurrent_requests": "Peak concurrent requests",
+    "shorter_than_asked": "Answers shorter than asked",
+    "p99_send_delay_ms": "P99 send delay (ms)",
+}
+LATENCIES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+WIDTH, TITLE_WIDTH = 50, 40  # of vLLM's summary
+
+
+def measure(outcomes: Sequence[Outcome], goodput: Mapping[str, float] | None = None) -> Row:
+    """Tokens and latencies are of whole answers; the rest is counted by kind. `goodput`: the most ms of each."""
+    whole = [outcome for outcome in outcomes if outcome.failure is None]
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    duration = max(outcome.ended for outcome in outcomes) - min(outcome.sent for outcome in outcomes)
+    num_input, num_output = (
+        sum(outcome.num_input_tokens for outcome in whole),
+        sum(o.num_output_tokens for o in whole),
+    )
+    row: Row = {
+        "completed": len(whole),
+        "failed": len(failures),
+        "failures": dict(Counter(failure.kind for failure in failures).most_common()),
+        "failure_examples": {failure.kind: str(failure) for failure in reversed(failures)},
+        "duration": duration,
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(whole) / duration,
+        "output_throughput": num_output / duration,
+        "total_token_throughput": (num_input + num_output) / duration,
+        "max_concurrent_requests": peak_concurrency(outcomes),
+        "shorter_than_asked": sum(outcome.num_output_tokens < outcome.wanted_output_tokens for outcome in whole),
+        "p99_send_delay_ms": _percentile([(outcome.sent - outcome.begin) * 1e3 for outcome in outcomes], 99),
+    }
+    if goodput:
+        row["request_goodput"] = sum(is_good(outcome, goodput) for outcome in whole) / duration
+    for name, values in latencies(whole).items():
+        row |= {
+            f"mean_{name}_ms": float(np.mean(values)) if values else None,
+            f"median_{name}_ms": _percentile(values, 50),
+            f"p99_{name}_ms": _percentile(values, 99),
+        }
+    return row
+
+
+def latencies(whole: Iterable[Outcome]) -> dict[str, list[float]]:
+    """In milliseconds; one a request, but of the inter-token latency one for every piece after the first."""
+    found: dict[str, list[float]] = {name: [] for name in LATENCIES}
+    for outcome in whole:
+        for name, seconds in _single(outcome).items():
+            if seconds is not None:
+                found[name].append(seconds * 1e3)
+        found["itl"] += [gap * 1e3 for gap in outcome.gaps]
+    return found
+
+
+def is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
+    """Whether the request kept to every limit; one token alone has no time per output token to exceed."""
+    seconds = _single(outcome)
+    return all((seconds[name] or 0.0) * 1e3 <= limit for name, limit in limits.items())
+
+
+def _single(outcome: Outcome) -> dict[str, float | None]:
+    return {
+        "ttft": outcome.first_token_seconds,
+        "tpot": outcome.seconds_per_token,
+        "e2el": outcome.seconds,
+    }
+
+
+def peak_concurrency(outcomes: Iterable[Outcome]) -> int:
+    changes = [(time, change) for o in outcomes for time, change in ((o.sent, 1), (o.ended, -1))]
+    in_flight = peak = 0
+    for _, change in sorted(changes):  # of one moment, ends come first
+        in_flight += change
+        peak = max(peak, in_flight)
+    return peak
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if values else None
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServeReport(Report):
+    """Prints its one result as vLLM does, so that tools which read that read this."""
+
+    def __str__(self) -> str:
+        (row,) = self.results
+        head = str(Report(self.benchmark, self.environment, self.settings, [{"": ""}])).rstrip()
+        return f"{head}\n\n{summary(row)}"
+
+
+def summary(row: Row) -> str:
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
+    for name, title in TITLES.items():
+        if name in row:
+            lines.append(_line(title, row[name]))
+        if name == "failed":
+            lines += [_line(f"  {kind}", count) for kind, count in row["failures"].items()]
+    for name, title in LATENCIES.items():
+        lines.append(f"{title:-^{WIDTH}}")
+        for kind in ("mean", "median", "p99"):
+            lines.append(_line(f"{kind.capitalize()} {name.upper()} (ms)", row[f"{kind}_{name}_ms"]))
+    lines.append("=" * WIDTH)
+    lines += [f"failed: {example}" for example in row["failure_examples"].values()]
+    return "\n".join(lines)
+
+
+def _line(title: str, value: float | None) -> str:
+    shown = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{title + ':':<{TITLE_WIDTH}} {shown:<9}".rstrip()

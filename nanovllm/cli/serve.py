@@ -1,0 +1,84 @@
+"""`nanovllm serve`: the model behind an HTTP API."""
+
+import argparse
+import dataclasses
+import ipaddress
+import os
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.cli.console import note
+from nanovllm.cli.options import _add_fields, _chosen, add_engine_options, engine_options
+from nanovllm.errors import ConfigError
+from nanovllm.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
+    from nanovllm.cli.parser import Parser
+
+SUMMARY = "serve a model over HTTP"
+USAGE = "[options] [MODEL]"
+DESCRIPTION = """\
+Serve a model with the API of OpenAI (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings) and that of
+Anthropic (/v1/messages). A chat page is at /, a view of the engine at /engine, metrics at /metrics.
+
+Ctrl-C or SIGTERM ends it: open requests are finished first; a second one does not wait for them.
+"""
+EPILOG = """\
+examples:
+  nanovllm serve
+  nanovllm serve path/to/Qwen3-0.6B --port 9000 --max-model-len 32768
+  NANOVLLM_API_KEY=secret nanovllm serve --host 0.0.0.0 --ssl-certfile cert.pem --ssl-keyfile key.pem
+"""
+KEY_VARIABLE = "NANOVLLM_API_KEY"  # kept from the list of processes, which shows command lines
+
+
+def add_arguments(parser: "Parser") -> None:
+    parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
+    names = [field.name for field in dataclasses.fields(ServerSettings)]
+    none_by_default = {"served_model_name": None, "api_key": None, "allowed_origins": None}
+    _add_fields(parser.add_argument_group("server options"), ServerSettings, names, none_by_default)
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings, engine = _settings(args), engine_options(args)
+    if args.served is not None and engine.setdefault("model", args.served) != args.served:
+        args.parser.error(f"two models: {args.served} and --model {engine['model']}; name one")
+    import asyncio
+
+    from nanovllm.server.lifecycle import listen, serve, url_of
+
+    with listen(settings) as listener:
+        _warn_if_open(settings)
+        print(f"Listening on {url_of(listener, settings)}", flush=True)
+        asyncio.run(serve(listener, settings, lambda: _load(engine)))
+    return 0
+
+
+async def _load(options: dict[str, Any]) -> "AsyncLLM":
+    from nanovllm.async_llm import AsyncLLM
+
+    engine = await AsyncLLM.start(**options)
+    note(f"Ready: {engine.model_name}, {engine.max_model_len} tokens of context")
+    return engine
+
+
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    parser: Parser = args.parser
+    given: dict[str, Any] = _chosen(args, ServerSettings)
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    if "api_key" not in given and os.environ.get(KEY_VARIABLE):
+        given["api_key"] = (os.environ[KEY_VARIABLE],)
+    try:
+        return ServerSettings(**given)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _warn_if_open(settings: ServerSettings) -> None:
+    try:
+        local = ipaddress.ip_address(settings.host).is_loopback
+    except ValueError:
+        local = settings.host == "localhost"
+    if not local and not settings.api_key:
+        note(f"Warning: anyone who reaches {settings.host} may use this server; --api-key asks for a key")

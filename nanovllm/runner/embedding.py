@@ -1,0 +1,55 @@
+"""One vector for a whole text: the model's hidden states, behind the last token or on average."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.backend import AttentionBackend, BatchGeometry, LayerCache
+from nanovllm.models.decoder import Decoder
+
+
+def embed(
+    model: Decoder,
+    backend: AttentionBackend,
+    caches: list[LayerCache],
+    token_ids: list[int],
+    block_table: list[int],
+    *,
+    pooling: str,  # "last" or "mean"
+    max_num_tokens: int,  # computed at once
+) -> Tensor:  # [hidden] float32
+    device = backend.shape.device
+    tokens = torch.tensor([token_ids], dtype=torch.int32, device=device)
+    blocks = torch.tensor([block_table], dtype=torch.int32, device=device)
+    total = torch.zeros(model.config.hidden_size, dtype=torch.float32, device=device)
+    last = total
+    for start in range(0, len(token_ids), max_num_tokens):
+        end = min(start + max_num_tokens, len(token_ids))
+        chunk = _one_chunk(start, end, block_table, blocks)
+        x = model.embed_tokens.of_rows(tokens, chunk.device_rows, chunk.device_positions)
+        x = model(x, caches, backend.prepare(chunk, lambda values: _upload(values, device)))
+        hidden = model.norm(x).float()
+        total, last = total + hidden.sum(dim=0), hidden[-1]
+    return last if pooling == "last" else total / len(token_ids)
+
+
+def _one_chunk(start: int, end: int, block_table: list[int], blocks: Tensor) -> BatchGeometry:
+    """Positions [start, end) of the only sequence there is; `blocks` is its table on the device, [1, num_blocks]."""
+    zero, rows, positions = np.zeros(1, dtype=np.int64), np.zeros(end - start, dtype=np.int64), np.arange(start, end)
+    return BatchGeometry(
+        num_decodes=0,
+        rows=zero,
+        starts=np.array([start]),
+        num_new=np.array([end - start]),
+        first_tokens=zero,
+        token_seqs=rows,
+        positions=positions,
+        block_tables=np.array([block_table]),
+        device_rows=_upload(rows, blocks.device),
+        device_positions=_upload(positions, blocks.device),
+        device_blocks=blocks,
+    )
+
+
+def _upload(values: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32)).to(device)

@@ -1,0 +1,1 @@
+"""The HTTP server: an ASGI app over an engine, in the words of the OpenAI and Anthropic APIs."""

@@ -1,0 +1,228 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from nanovllm.server.calls import Call
+from nanovllm.server.conversation import AnswerParser, Conversation, Prepared, call_deltas, prepare
+from nanovllm.server.errors import refuse
+from nanovllm.server.http import Frames
+from nanovllm.server.parsers.events import ContentDelta, Event, ReasoningDelta, collect, final_finish_reason
+from nanovllm.server.protocol import ChatRequest, understand
+from nanovllm.server.sampling import sampling_fields
+from nanovllm.server.scores import Speller, chat_logprobs, prompt_logprobs
+from nanovllm.server.service import Service
+from nanovllm.server.sse import DONE, ChunkWriter
+from nanovllm.server.structured import constraint
+
+if TYPE_CHECKING:
+    from nanovllm.engine.messages import Delta
+
+
+async def chat(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | Frames:
+    request = understand(body, ChatRequest)
+    model = service.check_model(request.model)
+    ready = await prepare(service, _conversation(request, service))
+    speller = Speller(service.engine.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+    answer = ChatAnswer(service, call, request, ready, model, speller)
+    return answer.stream() if request.stream else await answer.whole()
+
+
+def _conversation(request: ChatRequest, service: Service) -> Conversation:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise refuse("top_logprobs", "needs logprobs: true")
+    if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+        raise refuse("max_tokens", "differs from max_completion_tokens; give one of them")
+    sampling = sampling_fields(request, service.settings)
+    sampling["max_tokens"] = (
+        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    )
+    sampling["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    continued = bool(request.continue_final_message)
+    return Conversation(
+        messages=request.messages,
+        sampling=sampling,
+        tools=request.tools or [],
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        include_reasoning=request.include_reasoning is not False,
+        constraint=constraint(request.response_format, request.structured_outputs),
+        add_generation_prompt=not continued if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=continued,
+        add_special_tokens=bool(request.add_special_tokens),
+        template_kwargs=request.chat_template_kwargs or {},
+    )
+
+
+@dataclass
+class _Choice:
+    """One completion as far as it has come."""
+
+    parser: AnswerParser
+    text: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    has_calls: bool = False
+
+    def read(self, delta: "Delta") -> list[Event]:
+        """What the delta's text means; nothing where everything is content."""
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        if self.parser.passes_all:
+            return []
+        events = self.parser.feed(delta.text, finished=delta.finish_reason is not None)
+        self.has_calls = self.has_calls or bool(call_deltas(events))
+        return events
+
+    @property
+    def told_reason(self) -> str | None:
+        return final_finish_reason(self.finish_reason, has_tool_calls=self.has_calls)
+
+
+class ChatAnswer:
+    """One request's answer, in one piece or as a stream."""
+
+    def __init__(
+        self, service: Service, call: Call, request: ChatRequest, ready: Prepared, model: str, speller: Speller
+    ) -> None:
+        self._call = call
+        self._request = request
+        self._ready = ready
+        self._speller = speller
+        self._head = {"id": f"chatcmpl-{call.unique}", "created": call.created, "model": model}
+        self._choices = [_Choice(ready.parser.fresh()) for _ in range(ready.params.n)]
+        self._deltas = service.generate(
+            call, [ready.token_ids], ready.params, priority=request.priority or 0, cache_salt=request.cache_salt
+        )
+
+    # --- in one piece -------------------------------------------------------------------------------------------------
+
+    async def whole(self) -> dict[str, Any]:
+        of_prompt = None
+        async with aclosing(self._deltas) as deltas:
+            async for _, delta in deltas:
+                choice = self._choices[delta.index]
+                choice.text.append(delta.text)
+                choice.events += choice.read(delta)
+                choice.token_ids += delta.token_ids
+                choice.logprobs += self._logprobs(delta) or []
+                of_prompt = delta.prompt_logprobs or of_prompt
+        answer = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(number, choice) for number, choice in enumerate(self._choices)],
+            "usage": self._call.usage(),
+        }
+        if self._request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(of_prompt)
+        if self._request.return_token_ids:
+            answer["prompt_token_ids"] = self._ready.token_ids
+        return answer
+
+    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        told = {
+            "index": index,
+            "message": _message(choice),
+            "logprobs": {"content": choice.logprobs, "refusal": None} if self._request.logprobs else None,
+            "finish_reason": choice.told_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        return {**told, "token_ids": choice.token_ids} if self._request.return_token_ids else told
+
+    def _logprobs(self, delta: "Delta") -> list[dict[str, Any]] | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(delta.logprobs or [], self._speller, self._request.top_logprobs or 0)
+
+    # --- as a stream --------------------------------------------------------------------------------------------------
+
+    async def stream(self) -> Frames:
+        request = self._request
+        writer = ChunkWriter(
+            {**self._head, "object": "chat.completion.chunk"},
+            include_usage=request.include_usage,
+            running_usage=self._call.usage if request.continuous_usage else None,
+        )
+        begun: set[int] = set()
+        async with aclosing(self._deltas) as deltas:
+            async for _, delta in deltas:
+                frames = b""
+                if delta.index not in begun:
+                    frames = self._first_frame(writer, delta.index, first_of_all=not begun)
+                    begun.add(delta.index)
+                frames += b"".join(self._frames(writer, delta))
+                if frames:
+                    yield frames
+        if request.include_usage:
+            yield writer.usage(self._call.usage())
+        yield DONE
+
+    def _first_frame(self, writer: ChunkWriter, index: int, *, first_of_all: bool) -> bytes:
+        extra = b""
+        if first_of_all and self._request.return_token_ids:
+            extra = b',"prompt_token_ids":' + orjson.dumps(self._ready.token_ids)
+        return writer.chunk(_chunk_choice(index, b'{"role":"assistant","content":""}'), extra)
+
+    def _frames(self, writer: ChunkWriter, delta: "Delta") -> Iterator[bytes]:
+        choice = self._choices[delta.index]
+        events = choice.read(delta)
+        if choice.parser.passes_all:
+            told = [b'{"content":%b}' % orjson.dumps(delta.text)] if delta.text else []
+        else:
+            told = [orjson.dumps(_event_delta(event)) for event in events]
+        logprobs, token_ids = self._logprobs(delta), delta.token_ids if self._request.return_token_ids else None
+        if not told and (logprobs or token_ids):
+            told = [b'{"content":""}']
+        for number, part in enumerate(told):
+            if number:  # the tokens are told once
+                logprobs = token_ids = None
+            yield writer.chunk(_chunk_choice(delta.index, part, logprobs, token_ids))
+        if delta.finish_reason is not None:
+            yield writer.chunk(_last_choice(delta.index, choice))
+
+
+def _message(choice: _Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+    if choice.parser.passes_all:
+        return message
+    parsed = collect(choice.events)
+    message["content"] = parsed.content
+    if parsed.reasoning is not None:
+        message["reasoning"] = message["reasoning_content"] = parsed.reasoning
+    if parsed.tool_calls:
+        message["tool_calls"] = [
+            {"id": made.id, "type": "function", "function": {"name": made.name, "arguments": made.arguments}}
+            for made in parsed.tool_calls
+        ]
+    return message
+
+
+def _event_delta(event: Event) -> dict[str, Any]:
+    match event:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning": text, "reasoning_content": text}
+    return {"tool_calls": call_deltas([event])}
+
+
+def _chunk_choice(
+    index: int, delta: bytes, logprobs: list[dict[str, Any]] | None = None, token_ids: list[int] | None = None
+) -> bytes:
+    if logprobs is None and token_ids is None:
+        return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta)
+    scores = b"null" if logprobs is None else orjson.dumps({"content": logprobs, "refusal": None})
+    ids = b"" if token_ids is None else b',"token_ids":' + orjson.dumps(token_ids)
+    return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (index, delta, scores, ids)
+
+
+def _last_choice(index: int, choice: _Choice) -> bytes:
+    reasons = orjson.dumps(choice.told_reason), orjson.dumps(choice.stop_reason)
+    return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (index, *reasons)

@@ -1,0 +1,208 @@
+"""POST /v1/completions."""
+
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.calls import Call
+from nanovllm.server.errors import refuse
+from nanovllm.server.http import Frames
+from nanovllm.server.prompts import as_list, read_prompts
+from nanovllm.server.protocol import CompletionRequest, understand
+from nanovllm.server.sampling import make_params, sampling_fields
+from nanovllm.server.scores import CompletionLogprobs, Speller, joined, prompt_logprobs
+from nanovllm.server.service import Service
+from nanovllm.server.sse import DONE, ChunkWriter
+from nanovllm.server.structured import constraint, structured_outputs
+
+if TYPE_CHECKING:
+    from nanovllm.engine.messages import Delta, TokenScores
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+async def complete(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | Frames:
+    request = understand(body, CompletionRequest)
+    model = service.check_model(request.model)
+    params = _params(request, service)
+    prompts = await read_prompts(
+        service.engine,
+        request.prompt,
+        field="prompt",
+        add_special_tokens=request.add_special_tokens is not False,
+        max_prompts=service.settings.max_prompts_per_request,
+    )
+    answer = CompletionAnswer(service, call, request, prompts, params, model)
+    return answer.stream() if request.stream else await answer.whole()
+
+
+def _params(request: CompletionRequest, service: Service) -> SamplingParams:
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise refuse("best_of", "this server gives all n completions and chooses none; leave it out")
+    fields = sampling_fields(request, service.settings)
+    # Nothing but the prompt's own text and scores: a token has to be generated, and is not shown.
+    fields["max_tokens"] = 1 if _echoes_only(request) else DEFAULT_MAX_TOKENS
+    if request.max_tokens is not None and not _echoes_only(request):
+        fields["max_tokens"] = request.max_tokens
+    fields["logprobs"] = request.logprobs
+    if request.echo and request.logprobs is not None:
+        fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    structured = structured_outputs(constraint(request.response_format, request.structured_outputs))
+    return make_params(**fields, **({"structured_outputs": structured} if structured is not None else {}))
+
+
+def _echoes_only(request: CompletionRequest) -> bool:
+    return bool(request.echo) and request.max_tokens == 0
+
+
+@dataclass
+class _Choice:
+    """One completion as far as it has come, behind its prompt where that is to be echoed."""
+
+    logprobs: CompletionLogprobs
+    text: list[str] = field(default_factory=list)
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True)
+class _News:
+    """What one delta adds to a choice."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: dict[str, Any] | None
+
+
+class CompletionAnswer:
+    """One request's answer, in one piece or as a stream. Choices stand prompt by prompt."""
+
+    def __init__(
+        self,
+        service: Service,
+        call: Call,
+        request: CompletionRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        model: str,
+    ) -> None:
+        self._call = call
+        self._request = request
+        self._prompts = prompts
+        self._n = params.n
+        self._tokenizer = service.engine.tokenizer
+        self._speller = Speller(self._tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._head = {
+            "id": f"cmpl-{call.unique}",
+            "object": "text_completion",
+            "created": call.created,
+            "model": model,
+        }
+        self._choices = [_Choice(CompletionLogprobs(self._speller)) for _ in range(params.n * len(prompts))]
+        self._of_prompt: dict[int, list[TokenScores | None]] = {}  # by the prompt's number
+        self._begun: set[int] = set()
+        self._deltas = service.generate(
+            call, prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
+        )
+
+    # --- in one piece -------------------------------------------------------------------------------------------------
+
+    async def whole(self) -> dict[str, Any]:
+        async with aclosing(self._deltas) as deltas:
+            async for number, delta in deltas:
+                index = number * self._n + delta.index
+                choice = self._choices[index]
+                for news in self._news(number, index, delta):
+                    choice.text.append(news.text)
+                    choice.token_ids += news.token_ids
+                    choice.scores += [news.logprobs] if news.logprobs is not None else []
+        choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "index": index,
+            "text": "".join(choice.text),
+            "logprobs": joined(choice.scores) if choice.scores else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        number = index // self._n
+        if self._request.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(self._of_prompt.get(number))
+        if self._request.return_token_ids:
+            told |= {"prompt_token_ids": self._prompts[number], "token_ids": choice.token_ids}
+        return told
+
+    # --- as a stream --------------------------------------------------------------------------------------------------
+
+    async def stream(self) -> Frames:
+        request = self._request
+        writer = ChunkWriter(
+            self._head,
+            include_usage=request.include_usage,
+            running_usage=self._usage if request.continuous_usage else None,
+        )
+        async with aclosing(self._deltas) as deltas:
+            async for number, delta in deltas:
+                frames = b"".join(self._frames(writer, number, delta))
+                if frames:
+                    yield frames
+        if request.include_usage:
+            yield writer.usage(self._usage())
+        yield DONE
+
+    def _frames(self, writer: ChunkWriter, number: int, delta: "Delta") -> Iterator[bytes]:
+        index = number * self._n + delta.index
+        first = index not in self._begun
+        for news in self._news(number, index, delta):
+            ids = b""
+            if self._request.return_token_ids:
+                ids = b',"token_ids":' + orjson.dumps(news.token_ids)
+                ids += b',"prompt_token_ids":' + orjson.dumps(self._prompts[number]) if first else b""
+                first = False
+            if news.text or news.logprobs or ids:
+                parts = (index, orjson.dumps(news.text), orjson.dumps(news.logprobs), ids)
+                yield writer.chunk(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}' % parts)
+        if delta.finish_reason is not None:
+            choice = self._choices[index]
+            reasons = (index, orjson.dumps(choice.finish_reason), orjson.dumps(choice.stop_reason))
+            yield writer.chunk(b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}' % reasons)
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _news(self, number: int, index: int, delta: "Delta") -> Iterator[_News]:
+        """The prompt, if it is echoed and this is the beginning; then what was generated."""
+        choice = self._choices[index]
+        if delta.prompt_logprobs is not None:
+            self._of_prompt[number] = delta.prompt_logprobs
+        if index not in self._begun:
+            self._begun.add(index)
+            if self._request.echo:
+                yield self._echo(number, choice)
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        if not _echoes_only(self._request):
+            wanted = self._request.logprobs is not None and delta.token_ids
+            yield _News(delta.text, delta.token_ids, choice.logprobs.take(delta.logprobs or []) if wanted else None)
+
+    def _echo(self, number: int, choice: _Choice) -> _News:
+        token_ids, text = self._prompts[number], as_list(self._request.prompt, "prompt")[number]
+        if not isinstance(text, str):
+            text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        logprobs = None
+        if self._request.logprobs is not None:
+            logprobs = choice.logprobs.take(self._of_prompt.get(number, []), self._speller.one(token_ids[0]))
+        return _News(text, [], logprobs)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._call.usage()
+        if _echoes_only(self._request):
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage

@@ -1,0 +1,59 @@
+"""POST /v1/embeddings: the served model's last hidden states, pooled, as vectors of length 1."""
+
+import asyncio
+import base64
+import struct
+from typing import Any
+
+from nanovllm.server.calls import Call
+from nanovllm.server.errors import refuse
+from nanovllm.server.prompts import read_prompts
+from nanovllm.server.protocol import EmbeddingRequest, understand
+from nanovllm.server.service import Service
+
+POOLINGS = ("mean", "last")
+FORMATS = ("float", "base64")
+
+
+async def embed(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any]:
+    request = understand(body, EmbeddingRequest)
+    model = service.check_model(request.model)
+    pooling, encoding = request.pooling or "mean", request.encoding_format or "float"
+    if pooling not in POOLINGS:
+        raise refuse("pooling", f"must be one of {', '.join(POOLINGS)}")
+    if encoding not in FORMATS:
+        raise refuse("encoding_format", f"must be one of {', '.join(FORMATS)}")
+    hidden_size = service.engine.model_config.hidden_size
+    if request.dimensions not in (None, hidden_size):
+        raise refuse("dimensions", f"this model's vectors have {hidden_size}, and are not shortened")
+    prompts = await read_prompts(
+        service.engine,
+        request.input,
+        field="input",
+        add_special_tokens=request.add_special_tokens is not False,
+        max_prompts=service.settings.max_prompts_per_request,
+    )
+    call.num_prompt_tokens = sum(map(len, prompts))
+    vectors = await _embed_all(service, prompts, pooling)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _written(vector, encoding)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": call.num_prompt_tokens, "total_tokens": call.num_prompt_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
+
+
+async def _embed_all(service: Service, prompts: list[list[int]], pooling: str) -> list[list[float]]:
+    try:
+        with service.room_for(len(prompts)):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(service.engine.embed(token_ids, pooling)) for token_ids in prompts]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _written(vector: list[float], encoding: str) -> list[float] | str:
+    if encoding == "float":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,129 @@
+"""The server as a process: it listens, loads the model beside that, and ends when told to, open requests first."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from nanovllm.errors import ConfigError
+from nanovllm.server.app import build_app
+from nanovllm.server.engine import Engine
+from nanovllm.server.settings import ServerSettings
+from nanovllm.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+TICK_SECONDS = 1.0  # how often the Date header moves on; an idle server wakes for nothing else
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """Take the port, or say why not."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        place = f"{settings.host}:{settings.port}"
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {place}: {reason}; choose another --port (0 = any free one)") from None
+    return listener
+
+
+def url_of(listener: socket.socket, settings: ServerSettings) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'http' if settings.ssl_certfile is None else 'https'}://{shown}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers, and asleep while nothing happens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told_to_stop = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        while not self._told_to_stop.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._told_to_stop.wait()
+
+    def stop(self) -> None:
+        """Close the door and let open requests finish; told again, do not wait for them."""
+        self.force_exit = self._told_to_stop.is_set()
+        self.should_exit = True
+        self._told_to_stop.set()
+
+
+def _config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http="h11",  # the only one that bounds the headers
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=settings.h11_max_incomplete_event_size,
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+    try:
+        config.load()
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"the TLS files cannot be used: {error.strerror or error}") from None
+    return config
+
+
+async def serve(listener: socket.socket, settings: ServerSettings, load: Callable[[], Awaitable[Engine]]) -> None:
+    """Until SIGTERM or Ctrl-C. An error of `load` ends the server and is raised."""
+    app = build_app(None, settings)
+    service = app.state.service
+    server = Server(_config(app, settings))
+
+    def stop() -> None:
+        logger.info("shutting down: %d prompts are still to be answered", service.num_open)
+        service.drain()
+        server.stop()
+
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    loading = asyncio.ensure_future(load())
+    try:
+        await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            service.attach(loading.result())
+            await serving
+    finally:
+        service.drain()
+        server.stop()
+        await serving
+        await _close(loading)
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _close(loading: "asyncio.Future[Engine]") -> None:
+    """Give up what is still being loaded, or close what has been."""
+    loading.cancel()
+    await asyncio.wait([loading])
+    if not loading.cancelled() and loading.exception() is None:
+        await loading.result().close()

@@ -1,0 +1,76 @@
+"""What every request passes through: it gets an id, and a key is asked for."""
+
+import base64
+import binascii
+import re
+import secrets
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.server.errors import ApiError
+from nanovllm.server.http import send_json
+
+REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")  # of a client: it goes into logs and headers
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+class RequestIds:
+    """Names each request, by the client's X-Request-Id if there is a sound one, and says the name in the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header(scope, b"x-request-id")
+        name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope["nanovllm.request_id"] = name.decode()
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+class ApiKeys:
+    """Lets through who sends one of the keys: as a bearer token, as x-api-key, or as the password of a browser."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], pages: Iterable[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._pages = frozenset(pages)  # a browser that is refused there asks its user for a password
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(_sent_key(scope)):
+            await self._app(scope, receive, send)
+            return
+        asked = "Basic" if scope["path"] in self._pages else "Bearer"
+        headers = {"WWW-Authenticate": f'{asked} realm="nanovllm"'}
+        error = ApiError(401, "a valid API key is needed", code="invalid_api_key", headers=headers)
+        await send_json(send, error.status, error.body(), error.headers)
+
+    def _is_known(self, sent: bytes) -> bool:
+        """Looks at every key to its end, so that the time taken tells nothing."""
+        return any([secrets.compare_digest(sent, key) for key in self._keys])
+
+
+def _sent_key(scope: Scope) -> bytes:
+    scheme, _, credentials = header(scope, b"authorization").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return credentials.strip()
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(credentials, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return header(scope, b"x-api-key")
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")

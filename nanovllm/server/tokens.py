@@ -1,0 +1,49 @@
+"""POST /tokenize and /detokenize: what the model reads, without asking the model."""
+
+from typing import Any
+
+from nanovllm.server.calls import Call
+from nanovllm.server.errors import refuse
+from nanovllm.server.prompts import aside, check_length, render_chat, tokenizer_of
+from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest, understand
+from nanovllm.server.service import Service
+
+
+async def tokenize(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any]:
+    request = understand(body, TokenizeRequest)
+    service.check_model(request.model)
+    engine, tokenizer = service.engine, tokenizer_of(service.engine)
+    if (request.prompt is None) == (request.messages is None):
+        raise refuse("prompt", "give either prompt or messages")
+    if request.messages is not None:
+        continued = bool(request.continue_final_message)
+        _, token_ids = await render_chat(
+            engine,
+            request.messages,
+            tools=request.tools,
+            add_generation_prompt=not continued
+            if request.add_generation_prompt is None
+            else request.add_generation_prompt,
+            continue_final_message=continued,
+            add_special_tokens=bool(request.add_special_tokens),
+            template_kwargs=request.chat_template_kwargs,
+        )
+    else:
+        text = request.prompt or ""
+        check_length(engine, len(text), "prompt")
+        token_ids = await aside(len(text), lambda: tokenizer.encode(text, request.add_special_tokens is not False))
+    answer = {"count": len(token_ids), "max_model_len": engine.max_model_len, "tokens": token_ids, "token_strs": None}
+    if request.return_token_strs:
+        answer["token_strs"] = [tokenizer.id_to_token(token_id) for token_id in token_ids]
+    return answer
+
+
+async def detokenize(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any]:
+    request = understand(body, DetokenizeRequest)
+    service.check_model(request.model)
+    tokenizer = tokenizer_of(service.engine)
+    bad = next((token_id for token_id in request.tokens if not 0 <= token_id < tokenizer.vocab_size), None)
+    if bad is not None:
+        raise refuse("tokens", f"token id {bad} is outside the vocabulary of {tokenizer.vocab_size} tokens")
+    text = await aside(len(request.tokens), lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
+    return {"prompt": text}

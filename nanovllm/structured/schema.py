@@ -1,0 +1,77 @@
+"""What llguidance would take in a JSON schema and not hold to the letter: refused here, by name.
+
+Everything else that it cannot do it refuses itself.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from nanovllm.errors import RequestError
+
+# Answers are written with these escapes alone: with \\uXXXX a free key could spell the name of a known property.
+ESCAPES = '"\\bfnrt'
+_NEEDS_UNICODE_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_NEGATED_CLASS = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")
+_CONTROL_ESCAPE = re.compile(r"\\(?:0|v|a|c.|x[01]|x7f|x\{|u00[01]|u007f|u\{0*[01]?[0-9a-f]\})", re.IGNORECASE)
+
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NOT_SCHEMAS = ("const", "enum", "default", "examples", "required", "$comment", "title", "description")
+
+
+def check_schema(text: str) -> None:
+    schema = json.loads(text)
+    control = next((part for part in _strings(schema) if _NEEDS_UNICODE_ESCAPE.search(part)), None)
+    if control is not None:
+        raise RequestError(f"json: the schema's {control!r} has a control character, which answers cannot have")
+    for part in _subschemas(schema):
+        _check_patterns(part)
+        _check_num_properties(part)
+
+
+def _check_patterns(schema: dict[str, Any]) -> None:
+    named = schema.get("patternProperties")
+    patterns = [schema.get("pattern"), *(named if isinstance(named, dict) else ())]
+    for pattern in patterns:
+        if isinstance(pattern, str) and _CONTROL_ESCAPE.search(_NEGATED_CLASS.sub("", pattern)):
+            raise RequestError(f"json: pattern {pattern!r} asks for a control character, which answers cannot have")
+
+
+def _check_num_properties(schema: dict[str, Any]) -> None:
+    """Free keys may repeat, and a repeated one counts once."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    sure = max(1, len(required) if isinstance(required, list) else 0)
+    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    if isinstance(least, int | float) and least > sure and not closed:
+        raise RequestError(
+            f"json: minProperties={least} cannot be kept where keys are free: name properties in `required` instead"
+        )
+
+
+def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    stack = [schema]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack += part
+        elif isinstance(part, dict):
+            yield part
+            for key, value in part.items():
+                if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+                    stack += value.values()
+                elif key not in _NOT_SCHEMAS:
+                    stack.append(value)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    stack = [value]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list):
+            stack += part
+        elif isinstance(part, dict):
+            stack += part.values()
+            stack += part

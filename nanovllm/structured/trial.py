@@ -1,0 +1,105 @@
+"""A first try at a grammar in a process of its own: what takes too long there ends with it, and never gets here.
+
+llguidance bounds most of what compiling costs, but not all: `{"multipleOf": 99999999}` keeps it busy for ever, in code
+that no thread can be called back from.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import RequestError
+
+WORKER = Path(__file__).with_name("trial_worker.py")
+CPU_SECONDS = 1.0  # for one grammar
+MEMORY_BYTES = 2 << 30
+
+
+class Trial:
+    """Starts the process with the first grammar, and again after one that ended it. Safe to share between threads."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        special_tokens: Mapping[int, str],
+        eos_token_id: int,
+        limits: Mapping[str, Any],
+        cpu_seconds: float = CPU_SECONDS,
+    ) -> None:
+        self._settings = {
+            "vocab_size": vocab_size,
+            "special_tokens": dict(special_tokens),
+            "eos_token_id": eos_token_id,
+            "limits": dict(limits),
+            "cpu_seconds": cpu_seconds,
+            "memory_bytes": MEMORY_BYTES,
+        }
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def translate(self, kind: str, text: str, escapes: str) -> str:
+        """The grammar in llguidance's own form, known to compile within the limits; or a RequestError."""
+        with self._lock:
+            line = self._ask({"kind": kind, "text": text, "escapes": escapes})
+        if not line:
+            raise RequestError(
+                f"{kind}: compiling it takes more than {self._settings['cpu_seconds']:g} s of CPU time or "
+                f"{MEMORY_BYTES >> 30} GiB of memory: simplify it"
+            )
+        reply: dict[str, str] = json.loads(line)
+        if "refusal" in reply:
+            raise RequestError(f"{kind}: {_short(reply['refusal'])}")
+        return reply["grammar"]
+
+    def _ask(self, request: Mapping[str, str]) -> str:
+        """The worker's reply; empty if it ended instead."""
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = self._start()
+        _send(self._process, request)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._end()
+        return line
+
+    def _start(self) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,  # Ctrl-C is not for it; it ends when its input does
+        )
+        _send(process, self._settings)
+        return process
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.kill()
+        process.communicate()
+
+
+def _send(process: "subprocess.Popen[str]", message: Mapping[str, Any]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+
+
+def _short(message: str) -> str:
+    """One line of a refusal: without the grammar that it quotes at length, or options that exist elsewhere."""
+    line = " ".join(message.partition(" Enable 'coerce_one_of'")[0].replace("<non-verbose/>", "").split())
+    return line if len(line) <= 300 else line[:297] + "..."

@@ -1,0 +1,86 @@
+"""The other end of `Trial`, run as a script: translates grammars and compiles each once, within limits.
+
+A line of JSON in, a line of JSON out; the first line in says what the vocabulary's special tokens and the limits are.
+The vocabulary is otherwise single bytes: how long a grammar takes to compile does not depend on it.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+# One space, or a new line and its indentation: a model that has lost its way would write blanks for ever
+WHITESPACE = r" |\n[ \t]{0,40}"
+
+
+class Bytes:
+    """A vocabulary as llguidance wants to see one: single bytes, and special tokens under their own ids."""
+
+    bos_token_id = None
+
+    def __init__(self, vocab_size: int, special_tokens: dict[int, str], eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = list(special_tokens)
+        ordinary = (bytes([byte]) for byte in range(256))
+        self.tokens: Sequence[bytes] = [
+            special_tokens[token].encode() if token in special_tokens else next(ordinary, b"")
+            for token in range(max(vocab_size, 256 + len(special_tokens)))
+        ]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self.tokens.index(bytes([byte])) for byte in text]
+
+
+def translate(kind: str, text: str, escapes: str) -> str:
+    """The grammar in llguidance's own form."""
+    if kind == "json":
+        return LLMatcher.grammar_from_json_schema(
+            text,
+            defaults={"whitespace_pattern": WHITESPACE},
+            overrides={"lenient": False, "coerce_one_of": False, "json_allowed_escapes": escapes},
+        )
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "choice":
+        choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
+    return grammar_from("grammar", text)
+
+
+def compile_once(grammar: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+
+
+def answer(request: dict[str, str], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, str]:
+    try:
+        grammar = translate(request["kind"], request["text"], request["escapes"])
+        compile_once(grammar, tokenizer, limits)
+    except (ValueError, RecursionError) as error:
+        return {"refusal": str(error) or type(error).__name__}
+    return {"grammar": grammar}
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(sys.stdin.readline())
+    special = {int(token): text for token, text in settings["special_tokens"].items()}
+    vocabulary = Bytes(settings["vocab_size"], special, settings["eos_token_id"])
+    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), slices=[])
+    limits = LLParserLimits(**settings["limits"])
+    resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])  # its signal, unhandled, ends the process
+        reply = answer(json.loads(line), tokenizer, limits)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The app over a fake engine: called directly, or served on a port of this machine for real clients."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from nanovllm.server.app import build_app
+from nanovllm.server.settings import ServerSettings
+from tests.server.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with open_client(engine) as opened:
+        yield opened
+
+
+def open_client(engine: FakeEngine | None, **settings: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(build_app(engine, ServerSettings(**settings)), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+class LiveServer:
+    """uvicorn in a thread, as `nanovllm serve` sets it up."""
+
+    def __init__(self, engine: FakeEngine | None, settings: ServerSettings) -> None:
+        self.app = build_app(engine, settings)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(
+            self.app,
+            http="h11",
+            log_config=None,
+            lifespan="off",
+            h11_max_incomplete_event_size=settings.h11_max_incomplete_event_size,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._server.serve(sockets=[self._socket]))
+
+    def do(self, action: Callable[[], Any]) -> Any:
+        """Within the server's loop."""
+
+        async def act() -> Any:
+            return action()
+
+        return asyncio.run_coroutine_threadsafe(act(), self._loop).result(10)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Until something is so, looked at whenever the loop has come round."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(10):
+                while not holds():
+                    await asyncio.sleep(0.005)
+
+        asyncio.run_coroutine_threadsafe(wait(), self._loop).result(11)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., LiveServer]]:
+    opened: list[LiveServer] = []
+
+    def start(engine: FakeEngine | None, **settings: Any) -> LiveServer:
+        server = LiveServer(engine, ServerSettings(**settings))
+        opened.append(server)
+        return server
+
+    yield start
+    for server in opened:
+        server.close()

@@ -1,0 +1,144 @@
+"""An engine without a model: says what a test tells it to say, when the test lets it."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.messages import Delta, EngineStats, EngineView, RequestView, StepView, TokenScores
+from nanovllm.errors import EngineClosedError, EngineError, RequestError
+from nanovllm.model_config import ModelConfig, RopeConfig
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+TOKENIZER = Path(__file__).parent.parent / "data" / "tokenizer"
+VOCAB_SIZE = 600
+MODEL_CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=3,
+    intermediate_size=4,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=3,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=10000.0),
+    max_position=512,
+    tie_word_embeddings=True,
+    dtype="float32",
+    eos_token_ids=(2,),
+)
+STATS = EngineStats(1, 2, 10, 3, 5, 7, 100, 40, 1000, 500)
+
+
+class FakeEngine:
+    """Answers each prompt with `says`, or with the prompt's own text; ends with end-of-sequence or at max_tokens."""
+
+    def __init__(self, says: str | None = None, *, max_model_len: int = 512, max_num_seqs: int = 4) -> None:
+        self.tokenizer: Tokenizer | None = Tokenizer.from_dir(TOKENIZER)
+        self.config = Config(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self.model_config = MODEL_CONFIG
+        self.max_model_len = max_model_len
+        self.model_name = "fake"
+        self.says = says
+        self.refuses: str | None = None
+        self.ill: str | None = None
+        self.fails_after: int | None = None  # deltas, of each completion
+        self.ends_with = "stop"
+        self.cached = 0
+        self.gate: asyncio.Event | None = None  # nothing is said before it is set
+        self.holds_after = 0  # deltas that pass the closed gate
+        self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.open: set[str] = set()
+        self.aborted: list[str] = []
+        self.closed = False
+        self.death = asyncio.Event()
+
+    async def submit(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: Any = None,
+    ) -> AsyncGenerator[Delta, None]:
+        self.seen.append((token_ids, params, {"priority": priority, "cache_salt": cache_salt}))
+        if self.refuses is not None:
+            raise RequestError(self.refuses)
+        self.open.add(request_id)
+        finished = False
+        try:
+            for number, delta in enumerate(self._deltas(token_ids, params, request_id)):
+                await self._pass_gate(number)
+                if self.fails_after is not None and number >= self.fails_after:
+                    raise EngineClosedError("the engine died at /secret/path")
+                yield delta
+            finished = True
+        finally:
+            self.open.discard(request_id)
+            if not finished:
+                self.aborted.append(request_id)
+
+    async def _pass_gate(self, number: int) -> None:
+        if self.gate is None or number < self.holds_after:
+            await asyncio.sleep(0)
+            return
+        gate, death = asyncio.ensure_future(self.gate.wait()), asyncio.ensure_future(self.death.wait())
+        try:
+            await asyncio.wait({gate, death}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gate.cancel()
+            death.cancel()
+        if self.death.is_set():
+            raise EngineClosedError("the engine died at /secret/path")
+
+    def _deltas(self, token_ids: list[int], params: SamplingParams, request_id: str) -> list[Delta]:
+        tokenizer = self.tokenizer
+        answer = list(token_ids) if self.says is None or tokenizer is None else tokenizer.encode(self.says)
+        limit = self.max_model_len - len(token_ids)
+        limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
+        by_length = limit <= len(answer)
+        answer = answer[:limit]
+        deltas = []
+        for position, token_id in enumerate(answer):
+            for index in range(params.n):
+                text = "" if tokenizer is None else tokenizer.decode([token_id])
+                scores = None if params.logprobs is None else [self._scores(token_id, params.logprobs)]
+                delta = Delta(request_id, index, text, [token_id], scores, num_cached_tokens=self.cached)
+                if position == index == 0 and params.prompt_logprobs is not None:
+                    rest = [self._scores(token, params.prompt_logprobs) for token in token_ids[1:]]
+                    delta.prompt_logprobs = [None, *rest]
+                deltas.append(delta)
+        for delta in deltas[-params.n :]:
+            delta.finish_reason = "length" if by_length else self.ends_with
+        return deltas
+
+    def _scores(self, token_id: int, num_top: int) -> TokenScores:
+        token_ids = [token_id, *range(20, 20 + num_top)]
+        logprobs = [-0.25, *(-1.0 - number for number in range(num_top))]
+        tokens = [] if self.tokenizer is None else [self.tokenizer.decode_token(token) for token in token_ids]
+        return TokenScores(token_ids, logprobs, 1, tokens)
+
+    async def check_health(self) -> None:
+        if self.ill is not None:
+            raise EngineError(self.ill)
+
+    async def stats(self) -> EngineStats:
+        return STATS
+
+    async def view(self) -> AsyncGenerator[EngineView, None]:
+        yield EngineView(
+            STATS, bytes([0, 1, 2, 3]), [0, 0, 1, 1], [RequestView("a", 3, 2, 5, 1)], [], [StepView(0.5, 3, 1, 2.0)]
+        )
+        await self.death.wait()
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        if self.refuses is not None:
+            raise RequestError(self.refuses)
+        return [0.6 if pooling == "mean" else 0.8, 0.8, float(len(token_ids))]
+
+    async def close(self) -> None:
+        self.closed = True

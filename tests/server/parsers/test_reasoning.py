@@ -1,0 +1,103 @@
+"""Thinking is told from the answer in every shape models give it."""
+
+import pytest
+
+from nanovllm.errors import ConfigError
+from nanovllm.server.parsers import ChatParser, ContentDelta, ReasoningDelta, ends_in_thinking, make_parser
+
+
+def parser(reasoning: str | None, inside: bool = False) -> ChatParser:
+    return make_parser(
+        reasoning=reasoning, tools=None, tool_schemas=(), tool_choice=None, prompt_ends_in_thinking=inside
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>\nWhy?\n\nSo.\n</think>\n\nBecause.\n", "Why?\n\nSo.", "Because.\n"),
+        ("<think>a</think>b", "a", "b"),
+        ("\n<think>a</think>\n    indented", "a", "    indented"),
+        ("<think>\n\n</think>\n\nNo thought.", None, "No thought."),
+        ("<think>\nnever closed\n", "never closed\n", ""),
+        ("<think>\ncut in the tag</thi", "cut in the tag</thi", ""),
+        ("<think>a", "a", ""),
+        ("<think>", None, ""),
+        ("No thinking.\n", None, "No thinking.\n"),
+        ("  \n", None, "  \n"),
+        ("", None, ""),
+        ("<thi", None, "<thi"),
+        ("<thinker>", None, "<thinker>"),
+        ("A <think>b</think> c", None, "A <think>b</think> c"),
+        ("<think>a</think>b<think>c</think>", "a", "b<think>c</think>"),
+        ("<think>1 < 2 </ 3 </think ></think>x", "1 < 2 </ 3 </think >", "x"),
+    ],
+)
+def test_qwen3(text: str, reasoning: str | None, content: str) -> None:
+    message = parser("qwen3").parse(text)
+    assert (message.reasoning, message.content, message.tool_calls) == (reasoning, content, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("\nFirst.\n</think>\n\nThen.", "First.", "Then."),
+        ("<think>\nFirst.\n</think>\n\nThen.", "First.", "Then."),
+        ("still thinking", "still thinking", ""),
+        ("</think>Then.", None, "Then."),
+        ("<thi", "<thi", ""),
+    ],
+)
+@pytest.mark.parametrize(("name", "inside"), [("deepseek_r1", False), ("qwen3", True)])
+def test_answers_that_begin_inside_the_thinking(
+    name: str, inside: bool, text: str, reasoning: str | None, content: str
+) -> None:
+    message = parser(name, inside).parse(text)
+    assert (message.reasoning, message.content) == (reasoning, content)
+
+
+def test_without_a_reasoning_parser_tags_are_text() -> None:
+    assert parser(None).parse("<think>a</think>b").content == "<think>a</think>b"
+
+
+def test_text_leaves_as_soon_as_it_is_certain() -> None:
+    streamed = parser("qwen3")
+    pieces = ["<th", "ink>", "\nI ", "see", "\n", "</", "thin", "k>", "\n\n", "Yes", "\n", "no"]
+    assert [streamed.feed(piece) for piece in pieces] == [
+        [],
+        [],
+        [ReasoningDelta("I ")],
+        [ReasoningDelta("see")],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [ContentDelta("Yes")],
+        [ContentDelta("\n")],
+        [ContentDelta("no")],
+    ]
+    assert streamed.feed("", finished=True) == []
+
+
+def test_what_only_looked_like_a_tag_leaves_once_that_is_known() -> None:
+    streamed = parser("deepseek_r1")
+    assert streamed.feed("a\n</") == [ReasoningDelta("a")]
+    assert streamed.feed("b") == [ReasoningDelta("\n</b")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+    ],
+)
+def test_prompt_that_opens_the_thinking(prompt: str, inside: bool) -> None:
+    assert ends_in_thinking(prompt) is inside
+
+
+def test_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'r1'.*deepseek_r1, qwen3"):
+        parser("r1")

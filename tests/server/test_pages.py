@@ -1,0 +1,579 @@
+"""The chat page and the engine view in headless Chromium, against a server that plays a script."""
+
+import asyncio
+import base64
+import functools
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import LiveServer
+from tests.server.fake_engine import FakeEngine
+
+STATIC = Path(__file__).parents[2] / "nanovllm" / "server" / "static"
+PAGES = {"/": "chat.html", "/engine": "engine.html"}
+TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+CSP = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+ENTER, ESCAPE, SHIFT, ARROW_RIGHT, TAB = "\ue007", "\ue00c", "\ue008", "\ue014", "\ue004"  # WebDriver's names for keys
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which WebDriver names an element
+PACE = 0.02  # seconds between two events
+
+
+class Site(ThreadingHTTPServer):
+    """Serves the pages, and answers their requests from a script that the question names."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.api_key: str | None = None
+        self.bodies: list[dict[str, Any]] = []
+        self.disconnected = threading.Event()
+        self.watched = threading.Condition()
+        self.num_watchers = self.num_connections = 0
+        self.events_per_connection: int | None = None
+        self.views: list[dict[str, Any]] = [engine_view()]
+
+    def wait_for_watchers(self, number: int) -> bool:
+        with self.watched:
+            return self.watched.wait_for(lambda: self.num_watchers == number, timeout=10)
+
+    def wait_for_connections(self, number: int) -> bool:
+        with self.watched:
+            return self.watched.wait_for(lambda: self.num_connections >= number, timeout=10)
+
+    def count_watchers(self, change: int) -> None:
+        with self.watched:
+            self.num_watchers += change
+            self.num_connections += change > 0
+            self.watched.notify_all()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Site
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path = PAGES.get(self.path, self.path.removeprefix("/static/"))
+        if self.path == "/v1/models" and self.allowed():
+            self.reply(json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]}))
+        elif self.path == "/engine/events" and self.allowed():
+            self.stream_views()
+        elif (STATIC / path).is_file():
+            self.reply((STATIC / path).read_text(), TYPES[Path(path).suffix])
+        else:
+            self.reply(json.dumps({"error": {"message": "There is nothing here."}}), status=404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.allowed():
+            return
+        self.server.bodies.append(body)
+        script = SCRIPTS[body["messages"][-1]["content"]]
+        if isinstance(script, dict):
+            self.reply(json.dumps(script), status=400)
+        else:
+            self.stream(script())
+
+    def allowed(self) -> bool:
+        key = self.server.api_key
+        if key is None or self.headers["Authorization"] == f"Bearer {key}":
+            return True
+        self.reply(json.dumps({"error": {"message": "The API key is missing or wrong."}}), status=401)
+        return False
+
+    def reply(self, text: str, kind: str = "application/json", status: int = 200) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Security-Policy", CSP)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def stream(self, events: Iterator[str]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        try:
+            for event in events:
+                self.wfile.write(f"data: {event}\n\n".encode())
+                threading.Event().wait(PACE)
+        except (BrokenPipeError, ConnectionResetError):
+            self.server.disconnected.set()
+
+    def stream_views(self) -> None:
+        def views() -> Iterator[str]:
+            yield from map(json.dumps, self.server.views)
+            while True:
+                yield json.dumps({**self.server.views[-1], "steps": []})
+
+        self.server.count_watchers(1)
+        self.stream(itertools.islice(views(), self.server.events_per_connection))
+        self.server.count_watchers(-1)
+
+
+def chunk(finish_reason: str | None = None, **delta: str) -> str:
+    return json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]})
+
+
+def chunks(*pieces: str, finish_reason: str = "stop") -> Iterator[str]:
+    yield chunk(role="assistant", content="")
+    yield from (chunk(content=piece) for piece in pieces)
+    yield chunk(finish_reason=finish_reason)
+    details = {"cached_tokens": 16}
+    usage = {"prompt_tokens": 20, "completion_tokens": 42, "total_tokens": 62, "prompt_tokens_details": details}
+    yield json.dumps({"choices": [], "usage": usage})
+    yield "[DONE]"
+
+
+def reasoned() -> Iterator[str]:
+    yield chunk(role="assistant", content="")
+    yield chunk(reasoning="Let me ", reasoning_content="Let me ")
+    yield chunk(reasoning="think.", reasoning_content="think.")
+    yield from chunks("Done.")
+
+
+def endless() -> Iterator[str]:
+    yield chunk(role="assistant", content="")
+    while True:
+        yield chunk(content="on ")
+
+
+def broken() -> Iterator[str]:
+    yield chunk(content="half an ")
+    yield json.dumps({"error": {"message": "The engine stopped.", "type": "server_error"}})
+
+
+MARKUP = "<img src=x onerror=alert(1)> & <b>bold</b>"
+SCRIPTS: dict[str, Any] = {
+    "hello": lambda: chunks("Hello", ", ", "you."),
+    "two\nlines": lambda: chunks("Two."),
+    "code": lambda: chunks("Look:\n\n``", "`py\nprint('<i>')\n", "\nx = 1\n```\n", f"After.\n\n{MARKUP}"),
+    "think": reasoned,
+    "forever": endless,
+    "refused": {"error": {"message": "temperature must be at least 0", "param": "temperature"}},
+    "break": broken,
+    "cut": lambda: iter([chunk(content="cut")]),
+}
+
+
+def engine_view() -> dict[str, Any]:
+    """200 blocks: 40 in use by the first request, 20 of them shared with the second, which has 10 more; 30 cached."""
+    states = [2] * 20 + [3] * 20 + [2] * 10 + [1] * 30 + [0] * 120
+    owners = [1] * 40 + [2] * 10 + [0] * 150
+    stats = {"num_running": 2, "num_waiting": 1, "num_blocks": 200, "num_free_blocks": 120, "num_cached_blocks": 30}
+    stats |= {"num_preemptions": 3, "prefix_queries": 400, "prefix_hits": 100}
+    stats |= {"num_prompt_tokens": 900, "num_generation_tokens": 70}
+    return {
+        "stats": stats,
+        "blocks": base64.b64encode(bytes(states)).decode(),
+        "owners": owners,
+        "running": [["req-one", 600, 40, 640, 1], ["req-two", 300, 0, 128, 2]],
+        "waiting": [["req-three", 50, 0, 0, 0]],
+        "steps": [[i / 10, 128 * (i % 2), 2, 12.5] for i in range(250)],
+    }
+
+
+class Browser:
+    """One Chromium window, driven by plain WebDriver calls."""
+
+    def __init__(self, driver_url: str, *arguments: str) -> None:
+        quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"]
+        options = {"args": ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *quiet, *arguments]}
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}, "timeouts": {"script": 10000}}
+        self.url = f"{driver_url}/session"
+        self.url += "/" + self.call("POST", "", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        request = urllib.request.Request(self.url + path, method=method)
+        request.add_header("Content-Type", "application/json")
+        data = json.dumps(body or {}).encode() if method == "POST" else None
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(request, data, timeout=60) as response:
+            return json.loads(response.read())["value"]
+
+    def open(self, url: str) -> None:
+        self.call("POST", "/url", {"url": url})
+
+    def run(self, script: str) -> Any:
+        return self.call("POST", "/execute/sync", {"script": script, "args": []})
+
+    def until(self, condition: str) -> None:
+        """Returns as soon as the JavaScript expression is true; the script times out after ten seconds."""
+        poll = f"const done = arguments[0], poll = () => ({condition}) ? done() : setTimeout(poll, 10); poll();"
+        self.call("POST", "/execute/async", {"script": poll, "args": []})
+
+    def text(self, selector: str) -> str:
+        return self.run(f"return document.querySelector({selector!r}).innerText")
+
+    def click(self, selector: str) -> None:
+        found = self.call("POST", "/element", {"using": "css selector", "value": selector})
+        self.call("POST", f"/element/{found[ELEMENT]}/click")
+
+    def type(self, keys: str) -> None:
+        """Into what has the focus, as a person would; Shift holds for the one key after it."""
+        actions: list[dict[str, str]] = []
+        for held, key in re.findall(f"({SHIFT}?)(.)", keys, re.DOTALL):
+            press = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
+            shift = [{"type": kind, "value": SHIFT} for kind in ("keyDown", "keyUp")]
+            actions += [shift[0], *press, shift[1]] if held else press
+        self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+
+    def complaints(self) -> list[str]:
+        entries = self.call("POST", "/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+
+    def close(self) -> None:
+        self.call("DELETE", "")
+
+
+@pytest.fixture(scope="module")
+def driver_url() -> Iterator[str]:
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("needs Chromium and its driver (Debian: chromium, chromium-driver)")
+    command = ["chromedriver", "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        ports = (re.search(r"successfully on port (\d+)", line) for line in process.stdout)
+        port = next(found[1] for found in ports if found)
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
+
+
+@pytest.fixture(scope="module")
+def window(driver_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(driver_url, f"--user-data-dir={tmp_path_factory.mktemp('profile')}", "--window-size=1200,900")
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with Site() as site:
+        serving = threading.Thread(target=functools.partial(site.serve_forever, poll_interval=0.05))
+        serving.start()
+        yield site
+        site.shutdown()
+        serving.join()
+
+
+@pytest.fixture
+def browser(window: Browser, site: Site, serve: Callable[..., LiveServer]) -> Iterator[Browser]:
+    """The window, which leaves before the servers close; what a page complained of in the console fails the test."""
+    yield window
+    complaints = window.complaints()
+    window.open("about:blank")
+    assert complaints == []
+
+
+def ask(browser: Browser, question: str) -> None:
+    browser.run("document.getElementById('prompt').focus()")
+    browser.type(question.replace("\n", SHIFT + ENTER) + ENTER)
+
+
+def wait_for_answer(browser: Browser) -> None:
+    browser.until("document.querySelector('.turn:last-child .answer[aria-busy=false]')")
+
+
+ANSWER = ".turn:last-child .answer > .text"
+NUMBERS = ".turn:last-child .numbers"
+
+
+def test_an_answer_streams_in_and_tells_its_numbers(browser: Browser, site: Site) -> None:
+    browser.open(site.url)
+    browser.until("document.getElementById('model').value === 'tiny'")
+    assert browser.run("return document.activeElement.id") == "prompt"
+    ask(browser, "hello")
+    wait_for_answer(browser)
+    assert browser.text(ANSWER) == "Hello, you."
+    numbers = r"42 tokens · [\d.]+ tokens/s · first token after [\d.]+ m?s · 16 of 20 prompt tokens cached"
+    assert re.fullmatch(numbers, browser.text(NUMBERS))
+    asked = {"role": "user", "content": "hello"}
+    assert site.bodies == [
+        {"model": "tiny", "messages": [asked], "stream": True, "stream_options": {"include_usage": True}}
+    ]
+
+
+def test_the_next_question_carries_the_conversation(browser: Browser, site: Site) -> None:
+    browser.open(site.url)
+    ask(browser, "hello")
+    wait_for_answer(browser)
+    ask(browser, "two\nlines")
+    wait_for_answer(browser)
+    said = [(message["role"], message["content"]) for message in site.bodies[-1]["messages"]]
+    assert said == [("user", "hello"), ("assistant", "Hello, you."), ("user", "two\nlines")]
+    browser.click("#new")
+    ask(browser, "hello")
+    wait_for_answer(browser)
+    assert len(site.bodies[-1]["messages"]) == 1
+
+
+@pytest.mark.parametrize("by", ["button", "key"])
+def test_stopping_closes_the_request(browser: Browser, site: Site, by: str) -> None:
+    browser.open(site.url)
+    ask(browser, "forever")
+    browser.until("document.querySelector('.answer > .text')?.innerText.includes('on on')")
+    if by == "button":
+        browser.click("#stop")
+    else:
+        browser.type(ESCAPE)
+    wait_for_answer(browser)
+    assert site.disconnected.wait(10)
+    assert browser.text(ANSWER).startswith("on on")
+    assert re.fullmatch(r"about \d+ tokens · .* · stopped", browser.text(NUMBERS))
+    assert browser.run("return document.getElementById('send').checkVisibility()")
+
+
+def test_reasoning_stands_apart(browser: Browser, site: Site) -> None:
+    browser.open(site.url)
+    ask(browser, "think")
+    wait_for_answer(browser)
+    assert browser.text(ANSWER) == "Done."
+    assert not browser.run("return document.querySelector('.reasoning').open")
+    browser.click(".reasoning summary")
+    assert browser.text(".reasoning .text") == "Let me think."
+
+
+def test_code_is_set_apart_and_markup_stays_text(browser: Browser, site: Site) -> None:
+    browser.open(site.url)
+    ask(browser, "code")
+    wait_for_answer(browser)
+    assert browser.run("return [...document.querySelectorAll('.answer > .text p')].map(p => p.textContent)") == [
+        "Look:",
+        "After.",
+        MARKUP,
+    ]
+    assert browser.run("return document.querySelector('.code pre').textContent") == "print('<i>')\n\nx = 1"
+    assert browser.run("return document.querySelectorAll('.answer img, .answer b').length") == 0
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ("break", "The engine stopped."),
+        ("cut", "The connection ended before the answer did."),
+    ],
+)
+def test_an_error_stands_where_the_answer_would(browser: Browser, site: Site, question: str, message: str) -> None:
+    browser.open(site.url)
+    ask(browser, question)
+    wait_for_answer(browser)
+    assert browser.text(".answer .error") == message
+
+
+def test_a_refused_question_is_not_sent_again_with_the_next(browser: Browser, site: Site) -> None:
+    browser.open(site.url)
+    ask(browser, "refused")
+    wait_for_answer(browser)
+    assert browser.text(".answer .error") == "temperature must be at least 0"
+    ask(browser, "hello")
+    wait_for_answer(browser)
+    assert [message["content"] for message in site.bodies[-1]["messages"]] == ["hello"]
+    assert all("400" in complaint for complaint in browser.complaints())
+
+
+def test_parameters_are_sent_and_remembered(browser: Browser, site: Site) -> None:
+    browser.open(site.url)
+    browser.click("#settings-toggle")
+    browser.type(f"Be brief.{TAB}0.5{TAB}0.9{TAB}20{TAB}64{TAB}7")
+    browser.open(site.url)
+    ask(browser, "hello")
+    wait_for_answer(browser)
+    body = site.bodies[-1]
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+    assert [body[name] for name in names] == [0.5, 0.9, 20, 64, 7]
+    browser.click("#settings-toggle")
+    browser.click("#parameters button[type=reset]")
+
+
+def test_a_key_is_asked_for_and_sent(browser: Browser, site: Site) -> None:
+    site.api_key = "secret"
+    browser.open(site.url)
+    browser.until("document.activeElement.id === 'key'")
+    assert browser.text("#notice") == "The API key is missing or wrong."
+    browser.type("secret" + ENTER)
+    browser.until("document.getElementById('notice').hidden && document.getElementById('model').value")
+    ask(browser, "hello")
+    wait_for_answer(browser)
+    assert browser.text(ANSWER) == "Hello, you."
+    assert all("401" in complaint for complaint in browser.complaints())
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_the_theme_can_be_chosen(browser: Browser, site: Site, path: str) -> None:
+    background = "return getComputedStyle(document.body).backgroundColor"
+    browser.open(site.url + path)
+    seen = {}
+    for _ in range(3):
+        browser.click("#theme")
+        seen[browser.text("#theme")] = browser.run(background)
+    assert set(seen) == {"Theme: light", "Theme: dark", "Theme: auto"}
+    assert seen["Theme: light"] != seen["Theme: dark"]
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_small_screen_needs_no_sideways_scrolling(browser: Browser, site: Site, path: str) -> None:
+    browser.call("POST", "/window/rect", {"width": 500, "height": 800})
+    browser.open(site.url + path)
+    wide = browser.run("return document.documentElement.scrollWidth")
+    narrowest = browser.run(
+        "return Math.min(...[...document.querySelectorAll('header, main, #composer')].map(part => part.clientWidth))"
+    )
+    screen = browser.run("return innerWidth")
+    browser.call("POST", "/window/rect", {"width": 1200, "height": 900})
+    assert wide <= screen
+    assert narrowest > 0.9 * screen
+
+
+COLOURS = """
+    const canvas = document.getElementById('%s');
+    const pixels = new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+    return new Set(pixels).size;
+"""
+
+
+def watch(browser: Browser, site: Site) -> None:
+    browser.open(site.url + "/engine")
+    browser.until("document.querySelectorAll('#running li').length")
+
+
+def test_the_engine_is_drawn(browser: Browser, site: Site) -> None:
+    watch(browser, site)
+    assert browser.text("#usage") == "25.0 %"
+    assert browser.text("#hit-rate") == "25.0 %"
+    assert browser.text("#preemptions") == "3"
+    assert browser.text("#story").startswith("2 requests hold 50 of 200 blocks. 20 blocks are shared")
+    assert browser.run(COLOURS % "blocks") >= 5  # free, cached, two owners, the mark of shared blocks
+    assert browser.run(COLOURS % "steps") >= 3  # paper, prefill, decode
+    names = browser.run("return [...document.querySelectorAll('.queue .name')].map(name => name.textContent)")
+    assert names == ["req-one", "req-two", "req-three"]
+    assert "128 computed" in browser.run("return document.querySelector('#running li:nth-child(2)').ariaLabel")
+
+
+def test_blocks_and_steps_tell_what_they_are_by_keyboard(browser: Browser, site: Site) -> None:
+    watch(browser, site)
+    browser.run("document.querySelector('header a').focus()")
+    browser.type(TAB + TAB)
+    assert browser.text("#tooltip") == "Block 0: in use by req-one"
+    browser.type(ARROW_RIGHT * 20)
+    assert browser.text("#tooltip") == "Block 20: shared by several requests, req-one among them"
+    browser.run("document.getElementById('steps').focus()")
+    assert browser.text("#tooltip") == "12.5 ms: 128 prompt tokens, 2 decoded tokens"
+
+
+def test_a_block_tells_what_it_is_under_the_pointer(browser: Browser, site: Site) -> None:
+    watch(browser, site)
+    canvas = browser.call("POST", "/element", {"using": "css selector", "value": "#blocks"})
+    corner = browser.run(
+        "const b = document.getElementById('blocks'); return [-b.clientWidth / 2, -b.clientHeight / 2]"
+    )
+    move = {"type": "pointerMove", "origin": canvas, "x": int(corner[0]) + 5, "y": int(corner[1]) + 5}
+    browser.call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
+    browser.until("document.getElementById('tooltip').innerText === 'Block 0: in use by req-one'")
+
+
+def test_a_paused_or_hidden_page_asks_nothing_of_the_engine(browser: Browser, site: Site) -> None:
+    watch(browser, site)
+    assert site.wait_for_watchers(1)
+    browser.type("p")
+    assert site.wait_for_watchers(0)
+    assert browser.text("#status") == "Paused"
+    browser.type("p")
+    assert site.wait_for_watchers(1)
+    hide = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true});"
+    announce = "document.dispatchEvent(new Event('visibilitychange'))"
+    browser.run(hide % "true" + announce)
+    assert site.wait_for_watchers(0)
+    browser.run(hide % "false" + announce)
+    assert site.wait_for_watchers(1)
+
+
+def test_a_broken_connection_is_opened_again(browser: Browser, site: Site) -> None:
+    site.events_per_connection = 2
+    watch(browser, site)
+    assert site.wait_for_connections(2)
+
+
+def test_the_engine_view_asks_for_a_key(browser: Browser, site: Site) -> None:
+    site.api_key = "secret"
+    browser.open(site.url + "/engine")
+    browser.until("document.activeElement.id === 'key'")
+    browser.type("secret" + ENTER)
+    browser.until("document.querySelectorAll('#running li').length")
+    assert all("401" in complaint for complaint in browser.complaints())
+
+
+def test_a_hundred_thousand_blocks_fit_the_screen(browser: Browser, site: Site) -> None:
+    number = 100_000
+    view = engine_view()
+    view["stats"]["num_blocks"] = number
+    view |= {"blocks": base64.b64encode(bytes([2, 1, 0, 3] * (number // 4))).decode(), "owners": [1, 0, 0, 2] * 25_000}
+    site.views = [view]
+    watch(browser, site)
+    assert browser.run("return document.getElementById('blocks').clientHeight") <= 400
+    assert browser.run(COLOURS % "blocks") >= 5
+
+
+def test_the_chat_page_talks_to_the_real_server(browser: Browser, serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngine(says="Good evening."))
+    browser.open(server.url)
+    browser.until("document.getElementById('model').value === 'fake'")
+    ask(browser, "hello")
+    wait_for_answer(browser)
+    assert browser.text(ANSWER) == "Good evening."
+    assert re.match(r"\d+ tokens · .*first token after", browser.text(NUMBERS))
+
+
+def test_stopping_an_answer_of_the_real_server_aborts_it(browser: Browser, serve: Callable[..., LiveServer]) -> None:
+    engine = FakeEngine(says="Good evening.")
+    engine.gate, engine.holds_after = asyncio.Event(), 1
+    server = serve(engine)
+    browser.open(server.url)
+    ask(browser, "hello")
+    browser.until("document.querySelector('.answer > .text')?.innerText")
+    browser.type(ESCAPE)
+    wait_for_answer(browser)
+    server.wait_until(lambda: len(engine.aborted) == 1)
+    assert browser.text(NUMBERS).endswith("stopped")
+
+
+def test_the_real_servers_key_opens_both_pages(browser: Browser, serve: Callable[..., LiveServer]) -> None:
+    """The browser asks for it as a password; a first address that contains it stands for a person's answer."""
+    server = serve(FakeEngine(), api_key=("secret",))
+    browser.open(server.url.replace("//", "//user:secret@"))
+    browser.until("document.getElementById('model').value === 'fake'")
+    browser.complaints()
+    browser.open(server.url)
+    browser.until("document.getElementById('model').value === 'fake'")
+    browser.click("a[href=engine]")
+    browser.until("document.querySelectorAll('#running li').length")
+
+
+def test_the_engine_view_reads_the_real_servers_events(browser: Browser, serve: Callable[..., LiveServer]) -> None:
+    server = serve(FakeEngine())
+    browser.open(server.url + "/engine")
+    browser.until("document.querySelectorAll('#running li').length")
+    assert browser.text("#usage") == "50.0 %"
+    assert browser.text("#running .name") == "a"
+
+
+def test_nothing_comes_from_another_host() -> None:
+    """No address but relative ones, apart from the name of the SVG namespace."""
+    for file in STATIC.iterdir():
+        text = file.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert not re.search(r"https?:|[\"'(]//|innerHTML|eval\(", text), file.name

@@ -1,0 +1,192 @@
+"""Compiling: bounded in time and memory whatever is asked, shared between threads, and lasting."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import StructuredOutputs
+from nanovllm.structured import grammar as grammar_module
+from nanovllm.structured.compiler import Compiler, GrammarCache
+from nanovllm.tokenizer import Tokenizer
+from tests.helpers import TOKENIZER
+
+VOCAB_SIZE = 610  # ten more than the tokenizer has
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_dir(TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Iterator[Compiler]:
+    compiler = Compiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids={2, 0})
+    yield compiler
+    compiler.close()
+
+
+def allowed(mask: bytes | None) -> set[int]:
+    assert mask is not None
+    return {token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1}
+
+
+def test_mask_is_what_may_come(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    guide = compiler.compile(StructuredOutputs(choice=["ab", "a", "cé"])).guide()
+    pieces = tokenizer.pieces(skip_special_tokens=False)
+    assert {pieces[token] for token in allowed(guide.mask_behind(()))} <= {b"a", b"ab", b"c", b"c\xc3", "cé".encode()}
+    token = tokenizer.encode("a", False)[0]
+    assert {0, 2} < allowed(guide.mask_behind([token]))
+    assert allowed(guide.mask_behind(tokenizer.encode("b", False))) == {0, 2}
+    assert guide.num_tokens == 2
+
+
+def test_padded_ids_are_masked(compiler: Compiler) -> None:
+    mask = compiler.compile(StructuredOutputs(regex="(?s:.)*")).guide().mask_behind(())
+    assert max(allowed(mask)) < 600 and len(allowed(mask)) > 500
+
+
+HOSTILE = {
+    "remainders": StructuredOutputs(json={"type": "integer", "multipleOf": 99999999}),
+    "remainders in a grammar": StructuredOutputs(
+        grammar='start: <[5]> %json {"type": "integer", "multipleOf": 99999999}'
+    ),
+    "intersections": StructuredOutputs(
+        json={"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrst"]}
+    ),
+    "properties": StructuredOutputs(json={"properties": {f"property{i}": {"type": "integer"} for i in range(6000)}}),
+    "alternatives": StructuredOutputs(
+        json={"allOf": [{"anyOf": [{"minimum": i}, {"maximum": j}]} for i in range(30) for j in range(30)]}
+    ),
+    "references": StructuredOutputs(json={"$ref": "#"}),
+    "doubling references": StructuredOutputs(
+        json={
+            "$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+            | {"d40": {"type": "string"}},
+            "$ref": "#/$defs/d0",
+        }
+    ),
+    "counters": StructuredOutputs(regex="(.{1,50}){1,50}&"),
+    "stars": StructuredOutputs(regex="((((.*)*)*)*)*x" * 50),
+    "optional": StructuredOutputs(regex="(a?){1000}a{1000}"),
+    "parentheses": StructuredOutputs(regex="(" * 4000 + ")" * 4000),
+    "ambiguity": StructuredOutputs(grammar='start: x\nx: x x x | x x | "a" | ""'),
+    "long rule": StructuredOutputs(grammar="root ::= " + ' "a"' * 15000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_form_costs_bounded_time(name: str, compiler: Compiler) -> None:
+    """Refused or not: the limit is a second of the trial's CPU time, and what passes takes as long here again."""
+    began = time.process_time()
+    try:
+        guide = compiler.compile(HOSTILE[name]).guide()
+        for _ in range(20):
+            mask = guide.mask_behind(())
+            if mask is None or allowed(mask) <= {0, 2}:
+                break
+            guide.mask_behind([min(allowed(mask) - {0, 2})])
+    except RequestError as error:
+        assert len(str(error)) < 400
+    assert time.process_time() - began < 5
+    assert compiler.compile(StructuredOutputs(choice=[name])), "the next one compiles as if nothing had been"
+
+
+def test_refusal_is_remembered(compiler: Compiler) -> None:
+    spec = StructuredOutputs(json={"type": "integer", "multipleOf": 88888889})
+    with pytest.raises(RequestError, match="CPU time"):
+        compiler.compile(spec)
+    began = time.perf_counter()
+    with pytest.raises(RequestError, match="CPU time"):
+        compiler.compile(spec)
+    assert time.perf_counter() - began < 0.5
+
+
+def test_cache_is_bounded_in_bytes(tokenizer: Tokenizer) -> None:
+    compiler = Compiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids={2}, cache_bytes=1 << 20)
+    grammars = [compiler.compile(StructuredOutputs(choice=[f"text {i}"])) for i in range(40)]
+    cache = compiler._cache
+    assert 2 < len(cache) < 20 and cache.num_bytes <= 1 << 20
+    assert compiler.compile(StructuredOutputs(choice=["text 39"])) is grammars[39]
+    assert compiler.compile(StructuredOutputs(choice=["text 0"])) is not grammars[0]
+    guide = compiler.compile(StructuredOutputs(regex="x*")).guide()
+    for _ in range(400):
+        guide.mask_behind(())
+    compiler.compile(StructuredOutputs(choice=["another"]))
+    assert len(cache) == 1, "what grew with use pushes out the others, and itself when it is the oldest"
+    compiler.close()
+
+
+def test_cache_keeps_what_was_asked_for_last() -> None:
+    cache = GrammarCache(40)
+    for name in "abc":
+        cache.put(("choice", name), "refused")
+        cache.get(("choice", "a"))
+    assert cache.get(("choice", "a")) == "refused" and cache.get(("choice", "b")) is None
+
+
+def test_threads_share_a_compiler(compiler: Compiler) -> None:
+    found: dict[int, set[int]] = {}
+
+    def work(number: int) -> None:
+        for i in range(8):
+            compiler.compile(StructuredOutputs(regex=f"{i}-[0-9]+"))
+        found[number] = allowed(compiler.compile(StructuredOutputs(regex="[ab]")).guide().mask_behind(()))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(tokens == found[0] for tokens in found.values())
+
+
+def test_full_lexer_is_renewed(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of a lexer are shared by all guides of a grammar and limited; a used-up one must not end them."""
+    monkeypatch.setitem(grammar_module.LIMITS, "max_lexer_states", 600)
+    compiler = Compiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids={2})
+    grammar = compiler.compile(StructuredOutputs(regex="[a-z]{0,400}X"))
+    token = tokenizer.encode("q", False)
+    first, second = grammar.guide(), grammar.guide()
+    for _ in range(300):
+        assert first.mask_behind(token) is not None
+        assert second.mask_behind(token) is not None
+    assert first.num_tokens == 300
+    compiler.close()
+
+
+def test_whitespace_is_bounded(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    def accepted(text: str) -> bool:
+        guide = compiler.compile(StructuredOutputs(json_object=True)).guide()
+        return guide.mask_behind(tokenizer.encode(text, False)) is not None
+
+    assert accepted(json.dumps({"a": [1, {"b": None}]}, indent=4))
+    assert accepted('{"a": 1, "b": 2}') and accepted('{"a":1}')
+    assert not accepted("{" + " " * 60) and not accepted("{\n\n\n")
+
+
+def test_free_key_cannot_spell_a_known_one(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    spec = StructuredOutputs(json={"properties": {"a": {"type": "integer"}}, "type": "object"})
+    assert compiler.compile(spec).guide().mask_behind(tokenizer.encode('{"a":1,"b":"x"}', False)) is not None
+    for text in ('{"a":1,"\\u0061":"x"', '{"a":1,"a":"x"'):
+        assert compiler.compile(spec).guide().mask_behind(tokenizer.encode(text, False)) is None
+
+
+def test_trial_comes_back_after_its_end(tokenizer: Tokenizer) -> None:
+    compiler = Compiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids={2})
+    compiler.compile(StructuredOutputs(choice=["a"]))
+    process = compiler._trial._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    compiler.compile(StructuredOutputs(choice=["b"]))
+    compiler.close()
+    compiler.close()
+
+
+def test_model_without_an_end_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="end-of-sequence"):
+        Compiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=())
