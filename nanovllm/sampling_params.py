@@ -144,8 +144,9 @@ class StructuredOutputs:
 
     def __repr__(self) -> str:
         """One line of a log, however long the schema is."""
-        kind, text = self.source
-        return f"StructuredOutputs({kind}={text if len(text) <= 80 else text[:77] + '...'!r})"
+        kind, value = next((f.name, v) for f in fields(self) if (v := getattr(self, f.name)) not in (None, False))
+        told = repr(value)
+        return f"StructuredOutputs({kind}={told if len(told) <= 80 else told[:77] + '...'})"
 
 
 @dataclass(frozen=True, kw_only=True)

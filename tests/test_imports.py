@@ -18,6 +18,7 @@ models -> layers -> attention, quantization -> kernels
 runner -> utils.loader -> formats
 executor, layers -> distributed
 server, bench, llm, engine -> tokenizer -> formats, chat_template
+server, engine -> structured -> tokenizer
 models -> formats
 """
 # Imported by all; they import nothing of ours but each other.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.sampling_params import MAX_LOGPROBS, MAX_N, BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import MAX_LOGPROBS, MAX_N, BeamSearchParams, SamplingParams, StructuredOutputs
 
 NAN, INF = math.nan, math.inf
 
@@ -271,6 +271,92 @@ def test_repr_tells_what_differs_and_can_be_read_back() -> None:
     full = SamplingParams(**EVERY_FIELD)
     assert all(f"{field}=" in repr(full) for field in EVERY_FIELD)
     assert eval(repr(full), {"SamplingParams": SamplingParams}) == full
+
+
+# --- structured outputs -----------------------------------------------------------------------------------------------
+
+FORMS = [
+    ({"json": {"type": "object"}}, ("json", '{"type": "object"}')),
+    ({"json": ' {"type":"object"}'}, ("json", ' {"type":"object"}')),
+    ({"json_object": True}, ("json", '{"type": "object"}')),
+    ({"regex": "a+é"}, ("regex", "a+é")),
+    ({"choice": ["b", "a", "b"]}, ("choice", '["b", "a"]')),
+    ({"grammar": 'start: "a"'}, ("grammar", 'start: "a"')),
+]
+
+
+@pytest.mark.parametrize("options, source", FORMS, ids=str)
+def test_structured_outputs(options: dict[str, Any], source: tuple[str, str]) -> None:
+    form = StructuredOutputs(**options)
+    assert form.source == source
+    assert hash(form) == hash(StructuredOutputs(**options))
+    params = SamplingParams(structured_outputs=form)
+    assert params.clone(seed=1).structured_outputs is form
+    names = {"SamplingParams": SamplingParams, "StructuredOutputs": StructuredOutputs}
+    assert eval(repr(params), names) == params
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "options, rule",
+    [
+        ({}, "nothing is set"),
+        ({"regex": "a", "choice": ["a"]}, "regex, choice are set"),
+        ({"json_object": 1}, "True or False"),
+        ({"json": {}, "json_object": True}, "json, json_object are set"),
+        ({"json": "{"}, "not a JSON schema"),
+        ({"json": "[]"}, "a JSON schema is an object"),
+        ({"json": "true"}, "a JSON schema is an object"),
+        ({"json": 5}, "a JSON schema is an object"),
+        ({"json": {"const": NAN}}, "not a JSON schema"),
+        ({"json": '{"const": Infinity}'}, "Infinity is not JSON"),
+        ({"json": {"const": {1, 2}}}, "not a JSON schema"),
+        ({"json": nested(65)}, "deeper than 64"),
+        ({"json": '{"items":' * 50_000}, "262144"),
+        ({"json": "[" * 200_000}, "deeper than 64"),
+        ({"json": {"const": "a" * 262_144}}, "at most 262144"),
+        ({"json": {"const": "\ud800"}}, "surrogate"),
+        ({"regex": ""}, "non-empty string"),
+        ({"regex": 5}, "non-empty string"),
+        ({"regex": "é" * 4097}, "8194 bytes, and at most 8192"),
+        ({"regex": "\ud800"}, "surrogate"),
+        ({"grammar": "a" * 65_537}, "at most 65536"),
+        ({"choice": []}, "between 1 and 1024"),
+        ({"choice": "ab"}, "list of strings"),
+        ({"choice": ["a", ""]}, "non-empty string"),
+        ({"choice": ["a", 1]}, "non-empty string"),
+        ({"choice": [str(i) for i in range(1025)]}, "between 1 and 1024"),
+        ({"choice": ["a" * 65_537]}, "at most 65536"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_structured_outputs_refused(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValueError) as error:
+        StructuredOutputs(**options)
+    assert rule in str(error.value)
+
+
+def test_structured_outputs_at_their_limits() -> None:
+    StructuredOutputs(json=nested(64))
+    StructuredOutputs(regex="a" * 8192)
+    StructuredOutputs(grammar="a" * 65_536)
+    StructuredOutputs(choice=[str(i) for i in range(1024)])
+
+
+def test_long_form_has_a_short_repr() -> None:
+    assert len(repr(StructuredOutputs(regex="a" * 8000))) < 120
+
+
+@pytest.mark.parametrize("value", [{"regex": "a"}, "a", True])
+def test_structured_outputs_must_be_their_class(value: Any) -> None:
+    with pytest.raises(ValueError, match="must be a StructuredOutputs"):
+        SamplingParams(structured_outputs=value)
 
 
 # --- beams ------------------------------------------------------------------------------------------------------------

@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from nanovllm.server.calls import Call
-from nanovllm.server.conversation import AnswerParser, Conversation, Prepared, call_deltas, prepare
+from nanovllm.server.conversation import AnswerParser, Conversation, Prepared, prepare
 from nanovllm.server.errors import refuse
 from nanovllm.server.http import Frames
-from nanovllm.server.parsers.events import ContentDelta, Event, ReasoningDelta, collect, final_finish_reason
+from nanovllm.server.parsers.events import (
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    collect,
+    final_finish_reason,
+)
 from nanovllm.server.protocol import ChatRequest, understand
 from nanovllm.server.sampling import sampling_fields
 from nanovllm.server.scores import Speller, chat_logprobs, prompt_logprobs
@@ -78,7 +86,7 @@ class _Choice:
         if self.parser.passes_all:
             return []
         events = self.parser.feed(delta.text, finished=delta.finish_reason is not None)
-        self.has_calls = self.has_calls or bool(call_deltas(events))
+        self.has_calls = self.has_calls or any(isinstance(event, ToolCallStart) for event in events)
         return events
 
     @property
@@ -176,7 +184,7 @@ class ChatAnswer:
         if choice.parser.passes_all:
             told = [b'{"content":%b}' % orjson.dumps(delta.text)] if delta.text else []
         else:
-            told = [orjson.dumps(_event_delta(event)) for event in events]
+            told = [_event_delta(event) for event in events]
         logprobs, token_ids = self._logprobs(delta), delta.token_ids if self._request.return_token_ids else None
         if not told and (logprobs or token_ids):
             told = [b'{"content":""}']
@@ -204,13 +212,20 @@ def _message(choice: _Choice) -> dict[str, Any]:
     return message
 
 
-def _event_delta(event: Event) -> dict[str, Any]:
-    match event:
-        case ContentDelta(text):
-            return {"content": text}
-        case ReasoningDelta(text):
-            return {"reasoning": text, "reasoning_content": text}
-    return {"tool_calls": call_deltas([event])}
+def _event_delta(event: Event) -> bytes:
+    if isinstance(event, ContentDelta):
+        return b'{"content":%b}' % orjson.dumps(event.text)
+    if isinstance(event, ReasoningDelta):
+        text = orjson.dumps(event.text)
+        return b'{"reasoning":%b,"reasoning_content":%b}' % (text, text)
+    return orjson.dumps({"tool_calls": [_call_delta(event)]})
+
+
+def _call_delta(event: ToolCallStart | ToolCallArguments) -> dict[str, Any]:
+    if isinstance(event, ToolCallArguments):
+        return {"index": event.index, "function": {"arguments": event.text}}
+    function = {"name": event.name, "arguments": ""}
+    return {"index": event.index, "id": event.id, "type": "function", "function": function}
 
 
 def _chunk_choice(

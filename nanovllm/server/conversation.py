@@ -1,6 +1,5 @@
 """A conversation made ready for the engine: prompt, parameters, and the answer's parser. Every chat API uses it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +50,7 @@ class AnswerParser:
         self._parser = parser
         self._reasoning = reasoning
         self._parallel_calls = parallel_calls
+        self._wants_all = reasoning and parallel_calls
 
     @property
     def passes_all(self) -> bool:
@@ -64,7 +64,8 @@ class AnswerParser:
 
     def feed(self, text: str, *, finished: bool) -> list[Event]:
         assert self._parser is not None
-        return [event for event in self._parser.feed(text, finished=finished) if self._is_wanted(event)]
+        events = self._parser.feed(text, finished=finished)
+        return events if self._wants_all else [event for event in events if self._is_wanted(event)]
 
     def _is_wanted(self, event: Event) -> bool:
         if isinstance(event, ReasoningDelta):
@@ -133,16 +134,3 @@ def _marked(engine: Engine, marks: dict[str, str]) -> str | None:
     if tokenizer is None:
         return None
     return next((name for mark, name in marks.items() if tokenizer.backend.token_to_id(mark) is not None), None)
-
-
-def call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """OpenAI's `tool_calls` deltas of these events."""
-    deltas: list[dict[str, Any]] = []
-    for event in events:
-        match event:
-            case ToolCallStart(index, id, name):
-                function = {"name": name, "arguments": ""}
-                deltas.append({"index": index, "id": id, "type": "function", "function": function})
-            case ToolCallArguments(index, text):
-                deltas.append({"index": index, "function": {"arguments": text}})
-    return deltas

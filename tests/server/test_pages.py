@@ -110,7 +110,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             for event in events:
-                self.wfile.write(f"data: {event}\n\n".encode())
+                lines = "".join(f"data: {line}\n" for line in event.splitlines())
+                self.wfile.write(f": a comment\n\n{lines}\n".encode())
                 threading.Event().wait(PACE)
         except (BrokenPipeError, ConnectionResetError):
             self.server.disconnected.set()
@@ -155,7 +156,7 @@ def endless() -> Iterator[str]:
 
 def broken() -> Iterator[str]:
     yield chunk(content="half an ")
-    yield json.dumps({"error": {"message": "The engine stopped.", "type": "server_error"}})
+    yield json.dumps({"error": {"message": "The engine stopped.", "type": "server_error"}}, indent=1)
 
 
 MARKUP = "<img src=x onerror=alert(1)> & <b>bold</b>"
@@ -440,11 +441,22 @@ def test_a_small_screen_needs_no_sideways_scrolling(browser: Browser, site: Site
     assert narrowest > 0.9 * screen
 
 
-COLOURS = """
-    const canvas = document.getElementById('%s');
-    const pixels = new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer);
-    return new Set(pixels).size;
+NUM_PIXELS = """
+    const canvas = document.getElementById(arguments[0]);
+    const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', { willReadFrequently: true });
+    copy.drawImage(canvas, 0, 0);
+    const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+    const wanted = arguments[1];
+    let count = 0;
+    for (let i = 0; i < data.length; i += 4) count += wanted === `rgb(${data[i]}, ${data[i + 1]}, ${data[i + 2]})`;
+    return count;
 """
+
+
+def num_pixels(browser: Browser, canvas: str, selector: str, style: str = "backgroundColor") -> int:
+    """How much of a canvas has the colour of an element, as a swatch of the legend."""
+    colour = browser.run(f"return getComputedStyle(document.querySelector('{selector}')).{style}")
+    return browser.call("POST", "/execute/sync", {"script": NUM_PIXELS, "args": [canvas, colour]})
 
 
 def watch(browser: Browser, site: Site) -> None:
@@ -458,8 +470,11 @@ def test_the_engine_is_drawn(browser: Browser, site: Site) -> None:
     assert browser.text("#hit-rate") == "25.0 %"
     assert browser.text("#preemptions") == "3"
     assert browser.text("#story").startswith("2 requests hold 50 of 200 blocks. 20 blocks are shared")
-    assert browser.run(COLOURS % "blocks") >= 5  # free, cached, two owners, the mark of shared blocks
-    assert browser.run(COLOURS % "steps") >= 3  # paper, prefill, decode
+    free, cached = (num_pixels(browser, "blocks", f"#swatch-{state}") for state in ("free", "cached"))
+    assert free / cached == pytest.approx(120 / 30)
+    assert num_pixels(browser, "blocks", "body", "color") > 20 * 40  # the outlines of shared blocks
+    assert num_pixels(browser, "steps", "#swatch-prefill") > 1000
+    assert num_pixels(browser, "steps", "#swatch-decode") > 1000
     names = browser.run("return [...document.querySelectorAll('.queue .name')].map(name => name.textContent)")
     assert names == ["req-one", "req-two", "req-three"]
     assert "128 computed" in browser.run("return document.querySelector('#running li:nth-child(2)').ariaLabel")
@@ -526,7 +541,8 @@ def test_a_hundred_thousand_blocks_fit_the_screen(browser: Browser, site: Site) 
     site.views = [view]
     watch(browser, site)
     assert browser.run("return document.getElementById('blocks').clientHeight") <= 400
-    assert browser.run(COLOURS % "blocks") >= 5
+    assert num_pixels(browser, "blocks", "#swatch-free") == 4 * number // 4  # two by two pixels each
+    assert num_pixels(browser, "blocks", "body", "color") == number // 4  # one of the four pixels of a shared block
 
 
 def test_the_chat_page_talks_to_the_real_server(browser: Browser, serve: Callable[..., LiveServer]) -> None:

@@ -104,10 +104,11 @@ def test_a_killed_engine_is_told_to_everyone(serve: Callable[..., Process]) -> N
     for thread in threads:
         thread.start()
     with httpx.stream("POST", server.url + CHAT, json=ENDLESS, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         for child in psutil.Process(server.process.pid).children():
             child.kill()
-        assert "engine_dead" in "".join(response.iter_lines())
+        assert "engine_dead" in "".join(lines)
     for thread in threads:
         thread.join(30)
     assert len(answers) == 3 and all("[DONE]" in text or "engine_dead" in text for text in answers)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling_params import StructuredOutputs
-from tests.helpers import TEXT_MODEL, VOCAB_SIZE, open_llm, prompt_of, scheduler_of
+from tests.helpers import (
+    TEXT_MODEL,
+    TOKENIZER,
+    VOCAB_SIZE,
+    copy_of,
+    edit_config,
+    open_llm,
+    prompt_of,
+    scheduler_of,
+)
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -264,16 +274,12 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
     assert all(next(iter(entry.values())).logprob < -0.01 for entry in found.logprobs)
 
 
-def test_padded_ids_are_never_drawn(tmp_path: Path) -> None:
-    """A model with a larger vocabulary than its tokenizer."""
-    from tests.helpers import TOKENIZER, copy_of, copytree
-
+def test_tokens_that_the_model_lacks_are_never_drawn(tmp_path: Path) -> None:
     folder = copy_of("llama", tmp_path)
     copytree(TOKENIZER, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, lambda config: config.update(eos_token_id=2))
     with open_llm(folder) as llm:
-        assert llm.model_config.vocab_size == VOCAB_SIZE < 600  # here the tokenizer is the larger one
+        assert llm.tokenizer is not None and llm.tokenizer.vocab_size > llm.model_config.vocab_size == VOCAB_SIZE
         params = SamplingParams(seed=1, n=3, max_tokens=30, structured_outputs=StructuredOutputs(regex="[a-z ]{5,9}"))
         found = answers(llm, [[5, 6, 7]], params)
     assert all(re.fullmatch("[a-z ]{5,9}", part.text) for part in found)

@@ -107,7 +107,7 @@ class BlockGrid {
       return;
     }
     context.strokeStyle = colours.ink;
-    context.lineWidth = 1.5 * scale;
+    context.lineWidth = 2 * scale;
     context.strokeRect(x + scale, y + scale, size - 2 * scale, size - 2 * scale);
     context.beginPath();
     context.moveTo(x + scale, y + size - scale);

@@ -1,0 +1,35 @@
+"""Packed masks on the device: the bits mean what they say, and the other stages cannot undo them."""
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.runner.logits import NEVER, Masks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("vocab_size", [1, 8, 37, 600])
+def test_bits_refuse_what_they_do_not_allow(vocab_size: int) -> None:
+    generator = np.random.default_rng(vocab_size)
+    allowed = generator.random((3, vocab_size)) < 0.3
+    packed = [np.packbits(row, bitorder="little").tobytes() + bytes(8) for row in allowed]
+    rows = (9, 4, 7, 2)  # row 7 has no mask
+    logits = torch.randn(4, vocab_size)
+    before = logits.clone()
+    Masks({4: packed[1], 9: packed[0], 2: packed[2]}, rows, vocab_size, CPU).refuse(logits)
+    for index, expected in ((0, allowed[0]), (1, allowed[1]), (3, allowed[2])):
+        assert torch.equal(logits[index] == NEVER, torch.from_numpy(~expected))
+        assert torch.equal(logits[index, expected], before[index, expected])
+    assert torch.equal(logits[2], before[2])
+
+
+def test_stages_are_undone_only_where_they_leave_nothing() -> None:
+    masks = Masks({1: bytes([0b0101]), 2: bytes([0b0010])}, (1, 2, 3), 4, CPU)
+    logits = torch.arange(12.0).view(3, 4)
+    masks.refuse(logits)
+    logits[0, 2] = NEVER  # one of two is left
+    logits[1, 1] = NEVER  # the only one is not
+    logits[2] = NEVER  # no business of a grammar
+    masks.restore(logits)
+    assert logits.tolist() == [[0.0, NEVER, NEVER, NEVER], [NEVER, 5.0, NEVER, NEVER], [NEVER] * 4]
