@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from nanovllm.errors import NanoError
     from nanovllm.llm import LLM
     from nanovllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
-    from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+    from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
 
 _HOMES = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
     "SamplingParams": "nanovllm.sampling_params",
     "BeamSearchParams": "nanovllm.sampling_params",
+    "StructuredOutputs": "nanovllm.sampling_params",
     "RequestOutput": "nanovllm.outputs",
     "CompletionOutput": "nanovllm.outputs",
     "BeamSearchOutput": "nanovllm.outputs",
@@ -40,6 +41,7 @@ __all__ = [
     "NanoError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
 ]
 
 

@@ -34,12 +34,12 @@ METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
 def add_engine_options(parser: Parser) -> None:
-    _add_fields(parser.add_argument_group("engine options"), Config, [field.name for field in fields(Config)], {})
+    add_fields(parser.add_argument_group("engine options"), Config, [field.name for field in fields(Config)], {})
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was set of `Config`'s fields, checked before anything heavy is loaded; keyword arguments of `LLM`."""
-    options = _chosen(args, Config)
+    options = chosen_fields(args, Config)
     try:
         Config.from_options(options.get("model"), {name: options[name] for name in options if name != "model"})
     except ConfigError as error:
@@ -53,7 +53,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def add_sampling_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     """Options for how to answer, with this command's own defaults."""
     group = parser.add_argument_group("sampling options")
-    _add_fields(group, SamplingParams, SAMPLING_FIELDS, defaults)
+    add_fields(group, SamplingParams, SAMPLING_FIELDS, defaults)
     group.add_argument(
         "--chat-template-kwargs",
         type=_json_object,
@@ -65,7 +65,7 @@ def add_sampling_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
 
 def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
     parser: Parser = args.parser
-    chosen = {**defaults, "seed": _chosen(args, Config).get("seed"), **_chosen(args, SamplingParams)}
+    chosen = {**defaults, "seed": chosen_fields(args, Config).get("seed"), **chosen_fields(args, SamplingParams)}
     try:
         return SamplingParams(**chosen)
     except ValueError as error:
@@ -75,7 +75,7 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Sa
 # --- fields to options and back ---------------------------------------------------------------------------------------
 
 
-def _add_fields(group: argparse._ArgumentGroup, cls: type, names: Collection[str], defaults: Mapping[str, Any]) -> None:
+def add_fields(group: argparse._ArgumentGroup, cls: type, names: Collection[str], defaults: Mapping[str, Any]) -> None:
     comments, hints = _comments(cls), get_type_hints(cls)
     for field in fields(cls):
         if field.name in names:
@@ -92,7 +92,7 @@ def _dest(cls: type, name: str) -> str:
     return f"{cls.__name__}.{name}"
 
 
-def _chosen(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+def chosen_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     found = vars(args)
     return {f.name: found[_dest(cls, f.name)] for f in fields(cls) if _dest(cls, f.name) in found}
 

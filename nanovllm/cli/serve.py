@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.console import note
-from nanovllm.cli.options import _add_fields, _chosen, add_engine_options, engine_options
+from nanovllm.cli.options import add_engine_options, add_fields, chosen_fields, engine_options
 from nanovllm.errors import ConfigError
 from nanovllm.server.settings import ServerSettings
 
@@ -36,7 +36,7 @@ def add_arguments(parser: "Parser") -> None:
     parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
     names = [field.name for field in dataclasses.fields(ServerSettings)]
     none_by_default = {"served_model_name": None, "api_key": None, "allowed_origins": None}
-    _add_fields(parser.add_argument_group("server options"), ServerSettings, names, none_by_default)
+    add_fields(parser.add_argument_group("server options"), ServerSettings, names, none_by_default)
     add_engine_options(parser)
 
 
@@ -65,7 +65,7 @@ async def _load(options: dict[str, Any]) -> "AsyncLLM":
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
     parser: Parser = args.parser
-    given: dict[str, Any] = _chosen(args, ServerSettings)
+    given: dict[str, Any] = chosen_fields(args, ServerSettings)
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     if "api_key" not in given and os.environ.get(KEY_VARIABLE):
         given["api_key"] = (os.environ[KEY_VARIABLE],)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.engine.messages import Delta
@@ -25,7 +25,6 @@ from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
-    from nanovllm.executor.uniproc import UniprocExecutor
     from nanovllm.structured.compiler import Compiler, Grammar
 
 POOLINGS = ("last", "mean")
@@ -275,7 +274,7 @@ class LLMEngine:
         if not blocks.allocate(seq):
             return None
         try:
-            return cast("UniprocExecutor", self._core.executor).embed(token_ids, seq.block_table, pooling)
+            return self._core.executor.embed(token_ids, seq.block_table, pooling)
         finally:
             blocks.free(seq)
 

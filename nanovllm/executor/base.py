@@ -28,6 +28,10 @@ class Executor(Protocol):
         """Queue a step behind those launched before it."""
         ...
 
+    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
+        """The pooled hidden state of a text, computed in blocks that the caller lends."""
+        ...
+
     def close(self) -> None:
         """Give back the device's memory and any processes."""
         ...

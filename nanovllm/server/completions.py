@@ -36,6 +36,11 @@ async def complete(service: Service, call: Call, body: dict[str, Any]) -> dict[s
         add_special_tokens=request.add_special_tokens is not False,
         max_prompts=service.settings.max_prompts_per_request,
     )
+    if params.n * len(prompts) > service.settings.max_prompts_per_request:
+        limit = service.settings.max_prompts_per_request
+        raise refuse(
+            "n", f"{params.n} for each of {len(prompts)} prompts; at most {limit} completions are given at once"
+        )
     answer = CompletionAnswer(service, call, request, prompts, params, model)
     return answer.stream() if request.stream else await answer.whole()
 

@@ -20,6 +20,11 @@ logger = get_logger(__name__)
 
 Frames = AsyncGenerator[bytes, None]  # server-sent events, each ready to be written
 Handler = Callable[[Service, Call, dict[str, Any]], Awaitable[dict[str, Any] | Frames]]
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy is not to collect events
+]
 GONE = 499  # nginx's number for a client that hung up; only the log sees it
 
 
@@ -108,8 +113,7 @@ class _Answer:
     async def send_frame(self, frame: bytes) -> None:
         if not self._streaming:
             self._streaming, self.status = True, 200
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         await self._send({"type": "http.response.body", "body": frame, "more_body": True})
 
     async def end(self) -> None:

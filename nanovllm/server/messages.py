@@ -11,7 +11,7 @@ from nanovllm.server.calls import Call
 from nanovllm.server.conversation import Conversation, Prepared, prepare
 from nanovllm.server.errors import ApiError, refuse
 from nanovllm.server.http import Dialect, Frames
-from nanovllm.server.protocol import REFUSED, understand
+from nanovllm.server.protocol import REFUSED, Int, understand
 from nanovllm.server.sampling import check_stop
 from nanovllm.server.service import Service
 from nanovllm.server.sse import named_event
@@ -21,23 +21,23 @@ ERROR_TYPES = {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_e
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
     messages: list[dict[str, Any]]
-    max_tokens: int
+    max_tokens: Int
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     stop_sequences: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
-    priority: int | None = None
+    priority: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CountRequest(MessagesRequest, kw_only=True):
-    max_tokens: int = 1
+    max_tokens: Int = 1
 
 
 REFUSED[MessagesRequest] = REFUSED[CountRequest] = {

@@ -85,7 +85,7 @@ def _post(kind: type, summary: str, stream: bool) -> dict[str, Any]:
 def _responses(*, stream: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     refusals = {str(code): {"description": "Refused or failed", "content": error} for code in ERROR_CODES}
     return {"200": {"description": "Done", "content": content}, **refusals}

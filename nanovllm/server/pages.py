@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.server.bodies import ClientGone
-from nanovllm.server.http import while_connected
+from nanovllm.server.http import STREAM_HEADERS, while_connected
 from nanovllm.server.service import Service
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class EngineEvents:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         views = self._service.engine.view()
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             await while_connected(receive, self._send_until_drained(views, send))
         except ClientGone:

@@ -11,7 +11,7 @@ from nanovllm.server.errors import ApiError, refuse
 from nanovllm.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
-QUICK_CHARS = 20_000  # of text: tokenized within a few milliseconds; more is given to a thread
+QUICK_CHARS = 8_000  # of text: tokenized within a few milliseconds; more is given to a thread
 MAX_CHARS_PER_TOKEN = 256  # generous: a text longer than this for every token that fits cannot fit
 
 
@@ -36,7 +36,11 @@ async def read_prompts(
     items = as_list(prompts, field)
     if len(items) > max_prompts:
         raise refuse(field, f"{len(items)} prompts; at most {max_prompts} are taken in one request")
-    return [await read_prompt(engine, item, field=field, add_special_tokens=add_special_tokens) for item in items]
+    size = sum(len(item) for item in items if isinstance(item, str))
+    read = await aside(size, lambda: [_read_prompt(engine, item, field, add_special_tokens) for item in items])
+    for token_ids in read:
+        _check_tokens(engine, token_ids, field)
+    return read
 
 
 def as_list(prompts: Any, field: str) -> list[Any]:
@@ -51,17 +55,17 @@ def as_list(prompts: Any, field: str) -> list[Any]:
     return list(prompts)
 
 
-async def read_prompt(engine: Engine, prompt: Any, *, field: str, add_special_tokens: bool) -> list[int]:
+def _read_prompt(engine: Engine, prompt: Any, field: str, add_special_tokens: bool) -> list[int]:
     if not isinstance(prompt, str):
-        token_ids = prompt
-    else:
-        tokenizer = tokenizer_of(engine)
-        check_length(engine, len(prompt), field)
-        token_ids = await aside(len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens))
+        return prompt
+    check_length(engine, len(prompt), field)
+    return tokenizer_of(engine).encode(prompt, add_special_tokens)
+
+
+def _check_tokens(engine: Engine, token_ids: list[int], field: str) -> None:
     if not token_ids:
         raise refuse(field, "is empty")
     check_context(engine, len(token_ids), field)
-    return token_ids
 
 
 def check_length(engine: Engine, num_chars: int, field: str) -> None:
@@ -103,9 +107,9 @@ async def render_chat(
     size = sum(len(message["content"]) for message in plain)
     check_length(engine, size, "messages")
     extra = template_kwargs or {}
-    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+    for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message"):
         if name in extra:
-            raise refuse("chat_template_kwargs", f"{name} is a field of the request itself")
+            raise refuse("chat_template_kwargs", f"{name} cannot be set here")
 
     def render() -> tuple[str, list[int]]:
         text = tokenizer.render_chat(

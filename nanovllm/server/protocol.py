@@ -6,7 +6,7 @@ that changes nothing; so does null, always. Any other field is unknown and passe
 
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -14,6 +14,10 @@ from nanovllm.server.errors import ApiError, refuse
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 NAMED = re.compile(r"(?:\$\.|required field `)(\w+)")  # the field in msgspec's messages
+# Bounds of what can be told to the engine; whether a number makes sense is said elsewhere.
+Int = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Neutral = Mapping[str, tuple[Any, ...]]  # field -> the values that ask for nothing
 
 
@@ -29,30 +33,30 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
+    n: Int | None = None
+    max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    min_tokens: Int | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Int | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    priority: int | None = None
+    priority: Int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -68,9 +72,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
 class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -81,17 +85,17 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Int | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    input: str | list[str | int | list[int]]
+    input: str | list[str | TokenId | list[TokenId]]
     model: str | None = None
     encoding_format: str | None = None
-    dimensions: int | None = None
+    dimensions: Int | None = None
     pooling: str | None = None
     add_special_tokens: bool | None = None
 
@@ -109,7 +113,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 

@@ -9,7 +9,7 @@ from nanovllm.server.calls import Call
 from nanovllm.server.conversation import Conversation, Prepared, prepare
 from nanovllm.server.errors import refuse
 from nanovllm.server.http import Frames
-from nanovllm.server.protocol import REFUSED, GenerationRequest, understand
+from nanovllm.server.protocol import REFUSED, GenerationRequest, Int, understand
 from nanovllm.server.sampling import sampling_fields
 from nanovllm.server.service import Service
 from nanovllm.server.sse import named_event
@@ -19,7 +19,7 @@ from nanovllm.server.structured import constraint
 class ResponsesRequest(GenerationRequest, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

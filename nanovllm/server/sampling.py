@@ -7,6 +7,7 @@ from nanovllm.server.errors import bad_request, refuse
 from nanovllm.server.protocol import GenerationRequest
 from nanovllm.server.settings import ServerSettings
 
+MAX_STOP_CHARS = 1024
 # Fields of the same name and meaning on both sides; null means the default.
 SHARED = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -45,5 +46,8 @@ def check_limits(request: GenerationRequest, settings: ServerSettings) -> None:
 
 
 def check_stop(stop: str | list[str] | None, settings: ServerSettings, name: str = "stop") -> None:
-    if isinstance(stop, list) and len(stop) > settings.max_stop_strings:
-        raise refuse(name, f"{len(stop)} strings; at most {settings.max_stop_strings} are taken")
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if len(strings) > settings.max_stop_strings:
+        raise refuse(name, f"{len(strings)} strings; at most {settings.max_stop_strings} are taken")
+    if any(len(string) > MAX_STOP_CHARS for string in strings):
+        raise refuse(name, f"a string of more than {MAX_STOP_CHARS} characters is not taken")

@@ -26,7 +26,6 @@ TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/j
 CSP = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 ENTER, ESCAPE, SHIFT, ARROW_RIGHT, TAB = "\ue007", "\ue00c", "\ue008", "\ue014", "\ue004"  # WebDriver's names for keys
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which WebDriver names an element
-PACE = 0.02  # seconds between two events
 
 
 class Site(ThreadingHTTPServer):
@@ -43,6 +42,7 @@ class Site(ThreadingHTTPServer):
         self.watched = threading.Condition()
         self.num_watchers = self.num_connections = 0
         self.events_per_connection: int | None = None
+        self.pace = 0.02  # seconds between two events
         self.views: list[dict[str, Any]] = [engine_view()]
 
     def wait_for_watchers(self, number: int) -> bool:
@@ -112,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
             for event in events:
                 lines = "".join(f"data: {line}\n" for line in event.splitlines())
                 self.wfile.write(f": a comment\n\n{lines}\n".encode())
-                threading.Event().wait(PACE)
+                threading.Event().wait(self.server.pace)
         except (BrokenPipeError, ConnectionResetError):
             self.server.disconnected.set()
 
@@ -538,7 +538,7 @@ def test_a_hundred_thousand_blocks_fit_the_screen(browser: Browser, site: Site) 
     view = engine_view()
     view["stats"]["num_blocks"] = number
     view |= {"blocks": base64.b64encode(bytes([2, 1, 0, 3] * (number // 4))).decode(), "owners": [1, 0, 0, 2] * 25_000}
-    site.views = [view]
+    site.views, site.pace = [view], 0.5
     watch(browser, site)
     assert browser.run("return document.getElementById('blocks').clientHeight") <= 400
     assert num_pixels(browser, "blocks", "#swatch-free") == 4 * number // 4  # two by two pixels each

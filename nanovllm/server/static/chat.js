@@ -48,7 +48,12 @@ async function answer(turn) {
 
 async function receive(body, signal, view) {
   const headers = { "Content-Type": "application/json" };
-  const response = await request("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers,
+    body: JSON.stringify(body),
+    signal,
+  });
   for await (const data of readEvents(response)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
@@ -107,7 +112,10 @@ class AnswerView {
     this.numbers = element("span", "numbers", "Waiting for the first token…");
     this.actions = element("span", "actions");
     this.actions.hidden = true;
-    this.actions.append(copyButton(() => this.text), button("Again", () => answering || again(), "again"));
+    this.actions.append(
+      copyButton(() => this.text),
+      button("Again", () => answering || again(), "again"),
+    );
     const foot = element("div", "foot");
     foot.append(this.numbers, this.actions);
     this.node.append(this.thoughts, this.body, foot);
@@ -227,7 +235,10 @@ function newBlock(kind) {
   if (kind === "pre") {
     const pre = element("pre");
     pre.tabIndex = 0; // long lines scroll by keyboard
-    block.append(pre, copyButton(() => pre.textContent));
+    block.append(
+      pre,
+      copyButton(() => pre.textContent),
+    );
   }
   return block;
 }
@@ -249,7 +260,10 @@ function copyButton(text) {
 
 async function copy(text) {
   if (navigator.clipboard) {
-    return navigator.clipboard.writeText(text).then(() => true, () => false);
+    return navigator.clipboard.writeText(text).then(
+      () => true,
+      () => false,
+    );
   }
   const area = element("textarea", "hidden"); // over plain http from another host there is no clipboard object
   area.value = text;

@@ -55,7 +55,7 @@ export async function* readEvents(response) {
       }
     }
   } finally {
-    await reader.cancel().catch(() => {}); // a stream that broke cannot be cancelled, and its error is already on its way
+    await reader.cancel().catch(() => {}); // a stream that broke cannot be cancelled; its error is on its way
   }
 }
 

@@ -12,6 +12,7 @@ const RATE_WINDOW_MS = 3000;
 const at = (id) => document.getElementById(id);
 
 let view = null; // the newest report, blocks decoded
+let frame = null; // the drawing that is due
 let followed = 0; // the owner whose blocks stand out; 0 for none
 
 // ---- colours: fixed ones are read from the legend, so that they stand in the style sheet only ----
@@ -285,10 +286,8 @@ function fillRow(row, { numPrompt, numGenerated, numComputed, owner }, longest) 
     if (i !== 1) bar.children[i].style.backgroundColor = owner ? ownerColour(owner) : "";
   });
   counter.textContent = `${numPrompt.toLocaleString()} + ${numGenerated.toLocaleString()}`;
-  row.setAttribute(
-    "aria-label",
-    `${row.title}: ${count(numPrompt, "prompt token")}, ${computed.toLocaleString()} computed, ${numGenerated.toLocaleString()} generated`,
-  );
+  const progress = `${computed.toLocaleString()} computed, ${numGenerated.toLocaleString()} generated`;
+  row.ariaLabel = `${row.title}: ${count(numPrompt, "prompt token")}, ${progress}`;
 }
 
 // ---- numbers and words ----
@@ -324,17 +323,21 @@ function countStates(blocks) {
 
 function story(stats, [free, cached, used, shared]) {
   if (!stats.num_running && !stats.num_waiting) {
-    const kept = cached ? `The cached text of earlier requests fills ${count(cached, "block")}, ready for the next one that begins alike.` : "Send it a message and watch the blocks fill.";
+    const kept = cached
+      ? `The cached text of earlier requests fills ${count(cached, "block")}, ready for the next one that begins alike.`
+      : "Send it a message and watch the blocks fill.";
     return `The engine is idle. ${kept}`;
   }
-  const held = used + shared;
-  const sentences = [
-    `${count(stats.num_running, "request")} ${stats.num_running === 1 ? "holds" : "hold"} ${held.toLocaleString()} of ${count(stats.num_blocks, "block")}.`,
-  ];
-  if (shared) sentences.push(`${count(shared, "block")} ${shared === 1 ? "is" : "are"} shared: text that several requests begin with is stored once.`);
-  if (stats.num_waiting) {
-    const why = free + cached < stats.num_blocks / 50 ? "until blocks come free" : "for a place in the batch";
-    sentences.push(`${count(stats.num_waiting, "request")} ${stats.num_waiting === 1 ? "waits" : "wait"} ${why}.`);
+  const { num_running: numRunning, num_waiting: numWaiting, num_blocks: numBlocks } = stats;
+  const held = `${(used + shared).toLocaleString()} of ${count(numBlocks, "block")}`;
+  const sentences = [`${count(numRunning, "request")} ${numRunning === 1 ? "holds" : "hold"} ${held}.`];
+  if (shared) {
+    const why = "text that several requests begin with is stored once";
+    sentences.push(`${count(shared, "block")} ${shared === 1 ? "is" : "are"} shared: ${why}.`);
+  }
+  if (numWaiting) {
+    const why = free + cached < numBlocks / 50 ? "until blocks come free" : "for a place in the batch";
+    sentences.push(`${count(numWaiting, "request")} ${numWaiting === 1 ? "waits" : "wait"} ${why}.`);
   }
   return sentences.join(" ");
 }
@@ -354,12 +357,19 @@ function show(report) {
   chart.add(report.steps);
   generation.add(report.stats.num_generation_tokens);
   prompts.add(report.stats.num_prompt_tokens);
-  draw();
+  frame ??= requestAnimationFrame(draw); // of reports that come faster than frames, the last is drawn
 }
 
-const named = ([id, numPrompt, numGenerated, numComputed, owner]) => ({ id, numPrompt, numGenerated, numComputed, owner });
+const named = ([id, numPrompt, numGenerated, numComputed, owner]) => ({
+  id,
+  numPrompt,
+  numGenerated,
+  numComputed,
+  owner,
+});
 
 function draw() {
+  frame = null;
   if (!view) return;
   const { stats } = view;
   if (!view.running.some(({ owner }) => owner === followed)) followed = 0; // it ended under the pointer
@@ -431,7 +441,10 @@ const pointer = {
 
 for (const drawing of [grid, chart]) {
   const { canvas } = drawing;
-  canvas.addEventListener("pointermove", (event) => view && pointer.show(drawing, drawing.indexAt(event.offsetX, event.offsetY)));
+  canvas.addEventListener(
+    "pointermove",
+    (event) => view && pointer.show(drawing, drawing.indexAt(event.offsetX, event.offsetY)),
+  );
   canvas.addEventListener("pointerleave", () => pointer.hide());
   canvas.addEventListener("blur", () => pointer.hide());
   canvas.addEventListener("focus", () => {
