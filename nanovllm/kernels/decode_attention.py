@@ -9,13 +9,14 @@ parts.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels import launch
+from nanovllm.kernels.prefill_attention import paged_prefill_reference
+from nanovllm.kernels.rope_store import rope_store_reference
 
 FP8_MAX = tl.constexpr(448.0)
 MIN_SCALE = tl.constexpr(1e-10)
@@ -29,15 +30,13 @@ class DecodeConfig:
     """How a batch is cut: tokens a tile, programs in the grid, warps a program, depth of the load pipeline.
 
     `splits` > 0 gives every (sequence, kv head) that many programs, `num_programs` in all, and needs no plan; 0 shares
-    all tiles among `num_programs`. These should be resident at once; `max_registers` a thread makes room for that
-    (None: as many as help).
+    all tiles among `num_programs`, which should be resident at once.
     """
 
     tile: int
     num_programs: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
     splits: int = 0
 
 
@@ -103,51 +102,40 @@ def paged_decode_reference(
     cos_sin: torch.Tensor,  # [max_position, head_dim] float32
     window: int | None,
 ) -> torch.Tensor:  # [batch, heads * head_dim]
-    _, _, kv_heads, block_size, head_dim = cache.shape
+    """Store, then attend: a chunk of one token each."""
+    batch, kv_heads = qkv.shape[0], cache.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
-    out = qkv.new_zeros(qkv.shape[0], heads * head_dim)
-    for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-        if position < 0:
-            continue
-        q, k, v = qkv[i].split([heads, kv_heads, kv_heads])
-        q = _norm_rotate_reference(q, q_norm, eps, cos_sin[position])
-        k = _norm_rotate_reference(k, k_norm, eps, cos_sin[position])
-        block, slot = int(blocks[row, position // block_size]), position % block_size
-        for which, new in enumerate((k, v)):
-            if scales is None:
-                cache[which, block, :, slot] = new.to(cache.dtype)
-            else:
-                values, scale = _quantize_reference(new)
-                cache[which, block, :, slot] = values
-                scales[which, block, :, slot] = scale
-        first = max(0, position - window + 1) if window is not None else 0
-        seen = torch.arange(first, position + 1, device=qkv.device)
-        at = blocks[row, seen // block_size].long()
-        kv = cache[:, at, :, seen % block_size].float()  # [tokens, 2, kv_heads, head_dim]
-        if scales is not None:
-            kv *= scales[:, at, :, seen % block_size].float()[..., None]
-        keys, values = kv.double().repeat_interleave(heads // kv_heads, dim=2).unbind(1)  # [tokens, heads, head_dim]
-        scores = torch.einsum("hd,thd->ht", q.double(), keys) * head_dim**-0.5
-        out[i] = torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten().to(out.dtype)
+    out = qkv.new_zeros(batch, heads * cache.shape[4])
+    qkv = qkv.clone()
+    rope_store_reference(
+        qkv,
+        cache,
+        scales,
+        rows=rows,
+        positions=positions,
+        blocks=blocks,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        cos_sin=cos_sin,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+    )
+    paged_prefill_reference(
+        qkv,
+        cache,
+        scales,
+        chunk_rows=rows,
+        chunk_starts=positions,
+        chunk_first_tokens=torch.arange(batch),
+        chunk_num_new=torch.ones(batch, dtype=torch.int64),
+        blocks=blocks,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        window=window,
+        out=out,
+    )
     return out
-
-
-def _norm_rotate_reference(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor
-) -> torch.Tensor:
-    y = x.float()  # [heads, head_dim]
-    if weight is not None:
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
-    y1, y2 = y.chunk(2, dim=-1)
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    return torch.cat([y1 * cos - y2 * sin, y2 * cos + y1 * sin], dim=-1).to(x.dtype)
-
-
-def _quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.float()  # [kv_heads, head_dim]
-    scale = (x.abs().amax(-1) / FP8_MAX.value).clamp(min=MIN_SCALE.value).to(torch.bfloat16)
-    values = (x / scale.float()[:, None]).clamp(-FP8_MAX.value, FP8_MAX.value)
-    return values.to(torch.float8_e4m3fn), scale
 
 
 @triton.jit
@@ -652,14 +640,13 @@ def _decode_kernel(
     TILE: tl.constexpr,
     BATCH_COLS: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     DOT_ROWS: tl.constexpr = 16  # the fewest tl.dot takes
     HEADS: tl.constexpr = GROUP * KV_HEADS
     scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)
     value_offset = scale_offset * HEAD_DIM
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -673,8 +660,7 @@ def _decode_kernel(
         head = pair % KV_HEADS
         position = tl.load(positions + seq)
         row = tl.load(rows + seq)
-        if not EARLY:
-            q, q_swapped, k, k_swapped, v = _new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
+        q, q_swapped, k, k_swapped, v = _new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
         table = blocks + row.to(tl.int64) * blocks_stride
         first, tiles = _tile_span(position, TILE, WINDOW)
         tiles = tl.where(position < 0, 0, tiles)
@@ -687,10 +673,6 @@ def _decode_kernel(
             cache, value_offset, table, tile_begin, tile_end, head, first, position,
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED,
         )  # fmt: skip
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-            q, q_swapped, k, k_swapped, v = _new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
         if begin < end:
             acc, maximum, total_weight = _attend(
                 q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, cos_sin, eps,
@@ -729,10 +711,6 @@ def _decode_kernel(
                 cache, value_offset, table, from_tile * TILE, to_tile * TILE, first_head, first, position,
                 KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED,
             )  # fmt: skip
-            if EARLY:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
-
             for head in range(first_head, last_head + 1):
                 head_begin = seq_begin + head * tiles
                 head_end = head_begin + tiles
@@ -760,9 +738,6 @@ def _decode_kernel(
                     2, GROUP, HEAD_DIM, DOT_ROWS,
                 )  # fmt: skip
             unit = seq_end
-        if EARLY:
-            # Programs without work must wait as well: what follows this kernel counts on all that came before it.
-            tl.extra.cuda.gdc_wait()
 
 
 def paged_decode(
@@ -783,14 +758,8 @@ def paged_decode(
     out: torch.Tensor,  # [batch, heads * head_dim]; padding rows are left as they are
     config: DecodeConfig,
     pdl: bool,
-    early: bool = False,
 ) -> torch.Tensor:
-    """Attends each sequence's newest token to its cache, and writes that token's key and value there.
-
-    `early` (with `pdl`) reads the plan and tables and fetches the first tiles while the previous kernel still runs.
-    It may be set if some kernel between the last writer of those and this one starts its dependents only after
-    its own wait.
-    """
+    """Attends each sequence's newest token to its cache, and writes that token's key and value there."""
     _, num_blocks, kv_heads, block_size, head_dim = cache.shape
     batch = qkv.shape[0]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -804,9 +773,6 @@ def paged_decode(
         grid, slots = (config.num_programs, 1), 2 * config.num_programs
     assert workspace.acc.shape[0] >= slots and workspace.acc.shape[1:] == (heads // kv_heads, head_dim)
     assert workspace.arrived.shape[0] >= batch * kv_heads
-    options: dict[str, Any] = {"pdl": pdl}
-    if config.max_registers is not None:
-        options["maxnreg"] = config.max_registers
     launch(
         _decode_kernel,
         grid,
@@ -837,10 +803,9 @@ def paged_decode(
         TILE=config.tile,
         BATCH_COLS=1 if config.splits else _padded_batch(batch),
         INTERPRETED=not isinstance(_decode_kernel, triton.JITFunction),
-        EARLY=pdl and early,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **options,
+        pdl=pdl,
     )
     return out

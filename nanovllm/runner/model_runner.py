@@ -1,7 +1,8 @@
 """The device side of the engine, put together: model, KV cache, request table, sampler; one step after another."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from nanovllm.runner.upload import Upload
 from nanovllm.runner.warm_up import largest_step, peak_memory, score_everything
 from nanovllm.utils.loader import checkpoint_tensors, fill_dummy, load_weights
 
+Sent = TypeVar("Sent")
 PROMPT_ROWS = 128  # prompt tokens scored at once: [rows, vocab] in float32 is large
 
 
@@ -157,7 +159,7 @@ class ModelRunner:
             self._sampling = None  # a row may have been filled anew
         if self._decode is not None and not plan.chunks:
             return self._launch_decode(plan, self._decode)
-        batch = self._send(plan)
+        batch = self._send(lambda: build_batch(plan, self.table, self.backend, self._upload))
         x = self.model.embed_tokens.of_rows(self.table.tokens, batch.rows, batch.positions)
         hidden = self.model(x, self.caches, batch.attn)
         prompt_logprobs = self._score_prompts(plan, batch, hidden)
@@ -174,20 +176,18 @@ class ModelRunner:
         return GuidedStep(finish) if plan.guided_rows else finish({})
 
     def _launch_decode(self, plan: StepPlan, decode: DecodeStep) -> PendingStep | GuidedStep:
+        n, size = len(plan.decode_rows), decode.size_for(len(plan.decode_rows))
         if plan.decode_rows is not self._decoding.planned:
             self._decoding = Decoding.of(plan.decode_rows, self.table.host_length)
-            self.table.set_decode_rows(self._decoding.rows, size=decode.size_for(len(plan.decode_rows)))
-        n, sampling = len(plan.decode_rows), self._sampling_batch(self._decoding.rows)
+            self.table.set_decode_rows(self._decoding.rows, size=size)
         if self.table.num_changes:
-            self._upload.start(extra=2 * self.table.num_changes)
-            changes = self.table.pack(self._upload)
-            self._upload.send()
-            self.table.flush(changes)
+            self._send(lambda: None)
+        sampling = self._sampling_batch(self._decoding.rows)
         ending = Ending.LOGITS
         if sampling.plain and not plan.guided_rows:
             ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
         balanced = uneven(self.table.host_length[sampling.host_rows])
-        drawn_or_logits = decode.run(StepKind(decode.size_for(n), ending, balanced), self.caches)[:n]
+        drawn_or_logits = decode.run(StepKind(size, ending, balanced), self.caches)[:n]
         order = self._decoding.order
 
         def finish(masks: Mapping[int, bytes]) -> PendingStep:
@@ -200,15 +200,15 @@ class ModelRunner:
 
         return GuidedStep(finish) if plan.guided_rows else finish({})
 
-    def _send(self, plan: StepPlan) -> ForwardBatch:
-        """All that the device must know of a step, in one copy."""
+    def _send(self, build: Callable[[], Sent]) -> Sent:
+        """All that the device must know of a step, in one copy: the table's changes and what `build` adds."""
         self._upload.start(extra=2 * self.table.num_changes)
         changes = self.table.pack(self._upload) if self.table.num_changes else None
-        batch = build_batch(plan, self.table, self.backend, self._upload)
+        built = build()
         self._upload.send()
         if changes is not None:
             self.table.flush(changes)
-        return batch
+        return built
 
     def _sampling_batch(self, rows: tuple[int, ...]) -> SamplingBatch:
         if self._sampling is None or self._sampling.rows != rows:

@@ -99,9 +99,7 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     )
 
 
-def check(
-    case: Case, workspace: DecodeWorkspace | None = None, seed: int = 0, pdl: bool = False, early: bool = False
-) -> None:
+def check(case: Case, workspace: DecodeWorkspace | None = None, seed: int = 0, pdl: bool = False) -> None:
     inputs = Inputs(case, seed)
     workspace = workspace or make_workspace(case)
     batch = len(case.lengths)
@@ -123,7 +121,6 @@ def check(
         out=out,
         config=case.config,
         pdl=pdl,
-        early=early,
     )
 
     expected[inputs.positions < 0] = 5.0
@@ -255,13 +252,12 @@ def test_a_workspace_serves_many_calls() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("early", [False, True])
-def test_dependent_launch(early: bool) -> None:
+def test_dependent_launch() -> None:
     case = Case(lengths=(1, 700, 0, 300, 64), heads=8, kv_heads=2, dtype=torch.bfloat16, programs=132, tile=32)
     for splits in (0, 4):
         case = replace(case, splits=splits)
-        check(case, pdl=True, early=early)
-        check(replace(case, head_dim=80, cache_dtype=torch.float8_e4m3fn, dtype=torch.float16), pdl=True, early=early)
+        check(case, pdl=True)
+        check(replace(case, head_dim=80, cache_dtype=torch.float8_e4m3fn, dtype=torch.float16), pdl=True)
 
 
 def test_configs_fit_the_machine() -> None:
