@@ -58,7 +58,9 @@ class CompileAhead:
     def submit(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
         key = (id(kernel), *map(_kind, args), *sorted((name, _kind(value)) for name, value in options.items()))
         if key not in self.jobs:
-            self.jobs[key] = self._pool.submit(kernel.warmup, *args, grid=grid, **options)
+            job = self.jobs[key] = self._pool.submit(kernel.warmup, *args, grid=grid, **options)
+            if len(self.jobs) == 1:
+                job.result()  # Triton first reads all of itself for its cache's key: once, and not in every thread
 
 
 def _kind(value: Any) -> str:

@@ -51,13 +51,12 @@ def decode_config(
         tile = max(16, min(128, 16384 // row_bytes))
         return DecodeConfig(tile=tile, num_programs=2 * num_sms, num_warps=4, num_stages=3)
     pairs = batch * kv_heads
-    splits = 2 * num_sms // pairs
-    if splits > 4:
-        splits = min(splits // 2, 16)  # more are slow to merge
-    splits = max(splits, 1)
-    most = 8192 if splits > 8 else 16384  # bytes of keys in a tile: smaller ones where there is little to stream
-    tile = 16 if cache_dtype == torch.float32 else max(16, min(128, most // row_bytes))
-    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
+    splits = max(1, min(2 * num_sms // pairs, 16))  # more are slow to merge
+    if cache_dtype == torch.float32:
+        return DecodeConfig(tile=16, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
+    # Small programs, many of them on a multiprocessor: one's start and end run beside the stream of another.
+    tile = max(16, min(64, 8192 // row_bytes))
+    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=3, splits=splits)
 
 
 class DecodeWorkspace:
@@ -457,56 +456,62 @@ def _attend(
         new_score = tl.sum(q.to(tl.float32) * k_kept[None, :], 1) * LOG2_SCALE
 
     maximum = new_score
-    weight_sums = tl.zeros((DOT_ROWS, TILE), tl.float32)  # added up across the tile after the loop
+    # The products are transposed: few queries are the tensor cores' columns, which come by eights, not by sixteens.
+    weight_sums = tl.zeros((TILE, DOT_ROWS), tl.float32)  # added up across the tile after the loop
     q = q.to(DOT_TYPE)
     if FP8:
         q, odd_q = tl.split(tl.reshape(q, (DOT_ROWS, LOAD_COLS, 2)))
+        odd_q = tl.trans(odd_q)
         v_even, v_odd = tl.split(tl.reshape(v_kept, (LOAD_COLS, 2)))
-        acc = tl.zeros((DOT_ROWS, LOAD_COLS), tl.float32) + v_even[None, :]
-        odd_acc = tl.zeros((DOT_ROWS, LOAD_COLS), tl.float32) + v_odd[None, :]
+        acc = tl.zeros((LOAD_COLS, DOT_ROWS), tl.float32) + v_even[:, None]
+        odd_acc = tl.zeros((LOAD_COLS, DOT_ROWS), tl.float32) + v_odd[:, None]
     else:
-        acc = tl.zeros((DOT_ROWS, LOAD_COLS), tl.float32) + v_kept[None, :]
+        acc = tl.zeros((LOAD_COLS, DOT_ROWS), tl.float32) + v_kept[:, None]
+    q = tl.trans(q)
     for tile_at in range(tile_begin, tl.minimum(tile_end, position), TILE):
         seen = _is_seen(tile_at + token, first, position, WINDOW)
         slots = _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS)
-        mask = seen[:, None]
+        key_mask, value_mask = seen[:, None], seen[None, :]
         if LOAD_COLS != LOAD_DIM:
-            mask = mask & (load_col < LOAD_DIM)[None, :]
-        item = loads + slots[:, None] * LOAD_DIM + load_col[None, :]
-        keys = tl.load(item, mask=mask, other=0)
-        values = tl.load(item + load_value_offset, mask=mask, other=0)
+            key_mask = key_mask & (load_col < LOAD_DIM)[None, :]
+            value_mask = value_mask & (load_col < LOAD_DIM)[:, None]
+        keys = tl.load(loads + slots[:, None] * LOAD_DIM + load_col[None, :], mask=key_mask, other=0)
+        value_item = loads + load_value_offset + slots[None, :] * LOAD_DIM + load_col[:, None]
+        values = tl.load(value_item, mask=value_mask, other=0)  # [LOAD_COLS, TILE]
         block = _block_numbers(table, tile_at + TILE, last_block, TILE, BLOCK_SIZE)
 
         if FP8:
             keys, odd_keys = _unpack(keys, DOT_TYPE, INTERPRETED)
-            scores = tl.dot(q, tl.trans(keys))  # [DOT_ROWS, TILE]
-            scores = tl.dot(odd_q, tl.trans(odd_keys), scores)
-            scores = scores * (k_scales.to(tl.float32) * LOG2_SCALE)[None, :]
+            scores = tl.dot(keys, q)  # [TILE, DOT_ROWS]
+            scores = tl.dot(odd_keys, odd_q, scores)
+            scores = scores * (k_scales.to(tl.float32) * LOG2_SCALE)[:, None]
         else:
-            scores = tl.dot(q, tl.trans(keys.to(DOT_TYPE)), input_precision="ieee") * LOG2_SCALE
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_maximum[:, None])
+            scores = tl.dot(keys.to(DOT_TYPE), q, input_precision="ieee") * LOG2_SCALE
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+        weights = tl.exp2(scores - new_maximum[None, :])
         decay = tl.exp2(maximum - new_maximum)
-        weight_sums = weight_sums * decay[:, None] + weights
+        weight_sums = weight_sums * decay[None, :] + weights
         maximum = new_maximum
         if FP8:
-            weights = (weights * (v_scales.to(tl.float32) * LIFT)[None, :]).to(DOT_TYPE)
+            weights = (weights * (v_scales.to(tl.float32) * LIFT)[:, None]).to(DOT_TYPE)
             slots = _slots(block, tile_at + TILE, head, TILE, BLOCK_SIZE, KV_HEADS)
             later = _is_seen(tile_at + TILE + token, first, position, WINDOW)
             k_scales = tl.load(scales + slots, mask=later, other=0.0)
             v_scales = tl.load(scales + scale_offset + slots, mask=later, other=0.0)
             values, odd_values = _unpack(values, DOT_TYPE, INTERPRETED)
-            acc = tl.dot(weights, values, acc * decay[:, None])
-            odd_acc = tl.dot(weights, odd_values, odd_acc * decay[:, None])
+            acc = tl.dot(values, weights, acc * decay[None, :])
+            odd_acc = tl.dot(odd_values, weights, odd_acc * decay[None, :])
         else:
             weights = weights.to(DOT_TYPE)
-            acc = tl.dot(weights, values.to(DOT_TYPE), acc * decay[:, None], input_precision="ieee")
+            acc = tl.dot(values.to(DOT_TYPE), weights, acc * decay[None, :], input_precision="ieee")
 
-    total_weight = tl.sum(weight_sums, 1) + tl.exp2(new_score - maximum)
+    total_weight = tl.sum(weight_sums, 0) + tl.exp2(new_score - maximum)
     if FP8:
         total_weight = total_weight * LIFT
-        acc = tl.reshape(tl.join(acc, odd_acc), (DOT_ROWS, COLS))
+        acc = tl.reshape(tl.join(tl.trans(acc), tl.trans(odd_acc)), (DOT_ROWS, COLS))
+    else:
+        acc = tl.trans(acc)
     return acc, maximum, total_weight
 
 
@@ -642,7 +647,7 @@ def _decode_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    DOT_ROWS: tl.constexpr = 16  # the fewest tl.dot takes
+    DOT_ROWS: tl.constexpr = max(8, triton.next_power_of_2(GROUP))  # the fewest tl.dot takes
     HEADS: tl.constexpr = GROUP * KV_HEADS
     scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)
     value_offset = scale_offset * HEAD_DIM
