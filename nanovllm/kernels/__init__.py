@@ -39,7 +39,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
 @contextmanager
 def compile_ahead() -> Iterator[None]:
     """Within, launches do not run: their kernels are compiled, side by side, and ready at the end."""
-    with ThreadPoolExecutor() as pool:
+    import torch
+
+    # the device that kernels are loaded onto is each thread's own affair
+    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)) as pool:
         ahead = CompileAhead(pool)
         token = _ahead.set(ahead)
         try:
@@ -58,9 +61,14 @@ class CompileAhead:
     def submit(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
         key = (id(kernel), *map(_kind, args), *sorted((name, _kind(value)) for name, value in options.items()))
         if key not in self.jobs:
-            job = self.jobs[key] = self._pool.submit(kernel.warmup, *args, grid=grid, **options)
+            job = self.jobs[key] = self._pool.submit(_prepare, kernel, grid, args, options)
             if len(self.jobs) == 1:
                 job.result()  # Triton first reads all of itself for its cache's key: once, and not in every thread
+
+
+def _prepare(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Any:
+    """Compile a kernel, and by asking for its `run` also the piece of C that launches it."""
+    return kernel.warmup(*args, grid=grid, **options).run
 
 
 def _kind(value: Any) -> str:
