@@ -2,18 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, Self, cast
 from uuid import uuid4
 
 from nanovllm.chat_template import Message
 from nanovllm.config import Config
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.llm_engine import Prompt, load_tokenizer, read_prompt
-from nanovllm.engine.messages import AddRequest, Delta, EngineStats, EngineView
+from nanovllm.engine.messages import AddRequest, Delta, EngineStats, EngineView, Ready
 from nanovllm.engine.request import logprobs_of
 from nanovllm.errors import RequestError
 from nanovllm.model_config import ModelConfig
@@ -26,6 +26,32 @@ from nanovllm.utils.hub import DEFAULT_MODEL, resolve_model
 LONG_TEXT = 4096  # characters that take longer to tokenize, about a millisecond, than to hand to a thread
 
 
+class Client(Protocol):
+    """The way to the engine: `EngineClient` leads to one, the `Fleet` of `nanovllm.replicas` to several."""
+
+    @property
+    def ready(self) -> Ready: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def stream(self, request: AddRequest) -> AsyncGenerator[list[Delta], None]: ...
+
+    def abort(self, request_ids: Iterable[str]) -> None: ...
+
+    def check_health(self) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]: ...
+
+    def view(self) -> AsyncGenerator[EngineView, None]: ...
+
+    async def close(self) -> None: ...
+
+
 class AsyncLLM:
     """Made by `start`; belongs to the event loop it was started in. Close it, or use it in `async with`.
 
@@ -34,14 +60,13 @@ class AsyncLLM:
             print(output["text"])
     """
 
-    def __init__(
-        self, client: EngineClient, config: Config, model_config: ModelConfig, tokenizer: Tokenizer | None
-    ) -> None:
+    def __init__(self, client: Client, config: Config, model_config: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self._client = client
         self.config = config
         self.model_config = model_config
         self.model_name = config.model or DEFAULT_MODEL
         self.max_model_len = client.ready.max_model_len
+        self.max_num_seqs = config.max_num_seqs  # that run at once
         self.tokenizer = tokenizer
 
     @classmethod
@@ -59,11 +84,14 @@ class AsyncLLM:
         """
         config = Config.from_options(None if model is None else str(model), options)
         path = await asyncio.to_thread(resolve_model, config.model)
-        starting = asyncio.ensure_future(
-            EngineClient.start(str(path), options, in_process=in_process, stall_seconds=stall_seconds)
-        )
+        connecting = EngineClient.start(str(path), options, in_process=in_process, stall_seconds=stall_seconds)
+        return await cls._over(connecting, config, path)
+
+    @classmethod
+    async def _over(cls, connecting: Coroutine[Any, Any, Client], config: Config, path: Path) -> Self:
+        starting = asyncio.ensure_future(connecting)
         try:  # this process reads what it needs while the engine loads
-            model_config, tokenizer = await asyncio.to_thread(_describe, path, config)
+            model_config, tokenizer = await asyncio.to_thread(describe_model, path, config)
             return cls(await starting, config, model_config, tokenizer)
         except BaseException:
             await _undo(starting)
@@ -245,14 +273,15 @@ def _copy(part: CompletionOutput) -> CompletionOutput:
     return replace(part, token_ids=list(part.token_ids), logprobs=logprobs)
 
 
-def _describe(path: Path, config: Config) -> tuple[ModelConfig, Tokenizer | None]:
+def describe_model(path: Path, config: Config) -> tuple[ModelConfig, Tokenizer | None]:
+    """What is known of a model without loading it, and its tokenizer unless that is not wanted."""
     description = describe(path)
     if config.skip_tokenizer_init:
         return description.config, None
     return description.config, load_tokenizer(path, description, config.tokenizer)
 
 
-async def _undo(starting: "asyncio.Future[EngineClient]") -> None:
+async def _undo(starting: asyncio.Future[Client]) -> None:
     """Stop an engine that may have started by now."""
     starting.cancel()
     await asyncio.wait([starting])

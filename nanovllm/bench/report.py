@@ -53,6 +53,11 @@ def environment(llm: "LLM") -> Row:
     }
 
 
+def machine() -> Row:
+    """The same for a benchmark without a model."""
+    return {"device": _cpu_name(), "nanovllm": __version__, "python": platform.python_version()}
+
+
 def medians_of(rows: list[Row]) -> Row:
     """The median of every measured column."""
     from statistics import median

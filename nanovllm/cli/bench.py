@@ -6,7 +6,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from nanovllm.bench import compare_transformers, latency, profile, serve, startup, throughput
+from nanovllm.bench import compare_transformers, latency, profile, serve, server_overhead, startup, throughput
 from nanovllm.bench.shapes import shape_names, with_shape
 from nanovllm.cli.options import add_engine_options, engine_options
 
@@ -32,7 +32,9 @@ BENCHMARKS: dict[str, ModuleType] = {
     "profile": profile,
     "compare-transformers": compare_transformers,
     "serve": serve,
+    "server-overhead": server_overhead,
 }
+WITHOUT_ENGINE = (serve, server_overhead)  # it runs elsewhere, or there is none
 
 
 def add_arguments(parser: "Parser") -> None:
@@ -44,7 +46,7 @@ def add_arguments(parser: "Parser") -> None:
         command.add_argument("--json", action="store_true", help="print one JSON document")
         module.add_arguments(command)
         command.set_defaults(run=partial(_run_benchmark, module))
-        if module is serve:  # whose engine runs elsewhere
+        if module in WITHOUT_ENGINE:
             continue
         if module is not compare_transformers:  # which writes its random weights down, for both sides to read
             _add_model_shape(command)
@@ -66,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_benchmark(module: ModuleType, args: argparse.Namespace) -> int:
-    if module is serve:
-        report = serve.run(args)
+    if module in WITHOUT_ENGINE:
+        report = module.run(args)
     else:
         report = module.run(args, with_shape(engine_options(args), getattr(args, "model_shape", None)))
     print(report.to_json() if args.json else report)

@@ -1,13 +1,14 @@
 """The user's side of an engine that runs in a child process or a thread: streams of deltas, answers, and its health."""
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from itertools import count
 from typing import Any, Protocol
 
@@ -61,13 +62,17 @@ class Host(Protocol):
 
 
 class ProcessHost:
-    """A child process; what it prints goes to this one's stderr."""
+    """A child process; what it prints goes to this one's stderr. `environment` is added to what it inherits."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, environment: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", "nanovllm.engine.service", str(sock.fileno())]
         with sock:
             self._process = subprocess.Popen(
-                command, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, stdout=sys.__stderr__
+                command,
+                pass_fds=[sock.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__,
+                env={**os.environ, **environment},
             )
         self.pid: int | None = self._process.pid
 
@@ -111,7 +116,7 @@ class DeltaStream:
         self._unfinished = set(range(num_completions))
         self._pending: dict[int, Delta] = {}
         self._error: NanoError | None = None
-        self._news = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # the consumer, for news
 
     def put(self, delta: Delta) -> None:
         waiting = self._pending.get(delta.index)
@@ -121,7 +126,11 @@ class DeltaStream:
             _merge(waiting, delta)
         if delta.finish_reason is not None:
             self._unfinished.discard(delta.index)
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     @property
     def finished(self) -> bool:
@@ -134,7 +143,7 @@ class DeltaStream:
     def fail(self, error: NanoError) -> None:
         """What came before can still be taken."""
         self._error = error
-        self._news.set()
+        self._wake()
 
     async def take(self) -> list[Delta]:
         """All that is new, at most one delta a completion; an empty list once all have finished."""
@@ -143,8 +152,8 @@ class DeltaStream:
                 raise self._error
             if self.finished:
                 return []
-            self._news.clear()
-            await self._news.wait()
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         taken, self._pending = self._pending, {}
         return list(taken.values())
 
@@ -228,13 +237,25 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, model: str | None, options: dict[str, Any], *, in_process: bool = False, stall_seconds: float = 30.0
+        cls,
+        model: str | None,
+        options: dict[str, Any],
+        *,
+        in_process: bool = False,
+        stall_seconds: float = 30.0,
+        environment: Mapping[str, str] | None = None,
     ) -> "EngineClient":
         """Returns when the model is loaded, and raises what the engine raised if it could not be."""
         ours, theirs = socket.socketpair()
-        client = cls((ThreadHost if in_process else ProcessHost)(theirs), stall_seconds)
+        client = cls(ThreadHost(theirs) if in_process else ProcessHost(theirs, environment or {}), stall_seconds)
         reader = _Reader(client._on_event, client._on_end)
-        client._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=ours)
+        try:
+            client._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=ours)
+        except BaseException:
+            client._started.cancel()  # nobody waits for it
+            client._host.kill()
+            await asyncio.to_thread(client._host.wait, SECONDS_TO_STOP)
+            raise
         client._send(Start(model, options))
         try:
             client.ready = await client._started
@@ -444,6 +465,10 @@ class EngineClient:
         task.add_done_callback(self._tasks.discard)
 
     # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def ended(self) -> None:
+        """Returns when the engine has hung up: it was closed, has failed, or was killed."""
+        await self._disconnected.wait()
 
     async def close(self) -> None:
         """End the engine, by force if it does not follow within seconds. Closing twice is fine."""

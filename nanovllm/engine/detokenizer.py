@@ -18,7 +18,7 @@ from nanovllm.tokenizer import Tokenizer, TokenPieces
 
 
 class Detokenizer:
-    """Feed tokens with `append`, read `text`, and `finish` when no more come."""
+    """Feed tokens with `append`, read the whole `text` or `take_new`, and `finish` when no more come."""
 
     __slots__ = (
         "_at_start",
@@ -58,11 +58,17 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """What may be shown now; it only ever grows."""
+        """What may be shown now, less what `take_new` gave away; it only ever grows."""
         if self._fresh:
             self._text += "".join(self._fresh)
             self._fresh.clear()
         return self._text
+
+    def take_new(self) -> str:
+        """What may be shown and was not taken yet. It is not kept: so it costs the same however long the text is."""
+        new = "".join(self._fresh)
+        self._fresh.clear()
+        return new
 
     def append(self, token_ids: Iterable[int]) -> str | None:
         """Take in sampled tokens; the stop string they complete, if any, ends the text and leaves later tokens out."""

@@ -37,6 +37,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     stop_reason: int | str | None = None  # the stop string or stop token id; None for end-of-sequence
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     prompt_logprobs: list[TokenScores | None] | None = None  # on a request's first delta, where asked for
+    queue_seconds: float | None = None  # on a request's first delta: from its arrival to its first step
 
 
 # --- what an engine says of itself ------------------------------------------------------------------------------------

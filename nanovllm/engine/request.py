@@ -20,8 +20,7 @@ class Completion:
         self._tokenizer = tokenizer if params.detokenize else None
         self.num_read = 0  # tokens already reported or turned into text
         self._logprobs: list[dict[int, Logprob]] = []  # the sequence's, as the user sees them, as far as reported
-        self._num_told_tokens = 0  # by deltas, as the two below
-        self._num_told_characters = 0
+        self._num_told_tokens = 0  # by deltas
         self._told_end = False
         self.detokenizer: Detokenizer | None = None
         if incremental and self._tokenizer is not None:
@@ -76,25 +75,27 @@ class Completion:
         return None if by_eos else reason
 
     def delta(self, eos_token_ids: frozenset[int]) -> Delta | None:
-        """What is new since the last call; it costs the same however long the completion is."""
+        """What is new since the last call; it costs the same however long the completion is.
+
+        A completion is read by `delta` or by `output`, not by both: text that a delta told is not kept.
+        """
         seq = self.seq
         if self._told_end or (not seq.finished and seq.num_completion_tokens == self._num_told_tokens):
             return None
         self._show_held_text()
-        text = "" if self.detokenizer is None else self.detokenizer.text
         scores = None
         if seq.params.logprobs is not None:
             scores = [to_scores(entry, self._tokenizer) for entry in seq.logprobs[self._num_told_tokens :]]
         delta = Delta(
             request_id=seq.request_id,
             index=seq.index,
-            text=text[self._num_told_characters :],
+            text="" if self.detokenizer is None else self.detokenizer.take_new(),
             token_ids=seq.token_ids[seq.num_prompt_tokens + self._num_told_tokens :],
             logprobs=scores,
             finish_reason=seq.finish_reason,
             stop_reason=self._stop_reason(eos_token_ids),
         )
-        self._num_told_tokens, self._num_told_characters = seq.num_completion_tokens, len(text)
+        self._num_told_tokens = seq.num_completion_tokens
         self._told_end = seq.finished
         return delta
 
@@ -133,7 +134,7 @@ class Request:
         self.completions = [Completion(seq, tokenizer, incremental=stream or bool(params.stop)) for seq in seqs]
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self._tokenizer = tokenizer
-        self._told_prompt_logprobs = params.prompt_logprobs is None
+        self._has_told = False  # a delta
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -160,11 +161,17 @@ class Request:
         found = [delta for part in self.completions if (delta := part.delta(eos_token_ids)) is not None]
         for delta in found:
             delta.num_cached_tokens = self.completions[0].seq.num_cached_tokens
-        if found and not self._told_prompt_logprobs:
-            entries = self.completions[0].seq.prompt_logprobs
-            found[0].prompt_logprobs = [None, *(to_scores(entry, self._tokenizer) for entry in entries)]
-            self._told_prompt_logprobs = True
+        if found and not self._has_told:
+            self._has_told = True
+            self._add_news_of_prompt(found[0])
         return found
+
+    def _add_news_of_prompt(self, first: Delta) -> None:
+        if self.params.prompt_logprobs is not None:
+            entries = self.completions[0].seq.prompt_logprobs
+            first.prompt_logprobs = [None, *(to_scores(entry, self._tokenizer) for entry in entries)]
+        if self.metrics.first_scheduled_time is not None:
+            first.queue_seconds = self.metrics.first_scheduled_time - self.metrics.arrival_time
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.params.prompt_logprobs is None:

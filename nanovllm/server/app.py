@@ -19,7 +19,7 @@ from nanovllm.server.info import Info
 from nanovllm.server.messages import ANTHROPIC, count_message_tokens, create_message
 from nanovllm.server.middleware import ApiKeys, RequestIds
 from nanovllm.server.openapi import document
-from nanovllm.server.pages import PAGES, page_routes
+from nanovllm.server.pages import PAGES, STATIC, page_routes
 from nanovllm.server.responses import create_response
 from nanovllm.server.service import Service
 from nanovllm.server.settings import ServerSettings
@@ -84,7 +84,7 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
             )
         )
     if settings.api_key:
-        layers.append(Middleware(ApiKeys, keys=settings.api_key, pages=PAGES))
+        layers.append(Middleware(ApiKeys, keys=settings.api_key, open_paths=PAGES, open_folder=f"{STATIC}/"))
     return layers
 
 

@@ -63,6 +63,7 @@ async def steps(service: Service, call: Call, ready: Prepared, *, priority: int 
             if parser.passes_all:
                 events: list[Event] = [ContentDelta(delta.text)] if delta.text else []
             else:
+                call.num_reasoning_tokens += parser.count_thoughts(delta.token_ids)
                 events = parser.feed(delta.text, finished=finished)
             for event in events:
                 for step in writer.take(event):

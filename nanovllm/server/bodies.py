@@ -9,6 +9,9 @@ from starlette.types import Receive, Scope
 from nanovllm.server.errors import ApiError
 from nanovllm.server.settings import ServerSettings
 
+# What is still to come will not be read: the connection cannot be used again.
+HANG_UP = {"Connection": "close"}
+
 
 class ClientGone(Exception):
     """The client hung up; there is nobody to answer."""
@@ -54,11 +57,9 @@ async def _read(length: bytes | None, receive: Receive, settings: ServerSettings
                 if not message.get("more_body"):
                     return bytes(body)
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {settings.body_timeout:g} seconds") from None
+        told = f"the body did not arrive within {settings.body_timeout:g} seconds"
+        raise ApiError(408, told, code="body_timeout", headers=HANG_UP) from None
 
 
 def _too_large(limit: int) -> ApiError:
-    # What is still to come will not be read: the connection cannot be used again.
-    return ApiError(
-        413, f"the body is larger than {limit} bytes", code="body_too_large", headers={"Connection": "close"}
-    )
+    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large", headers=HANG_UP)

@@ -16,6 +16,7 @@ class Call:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0  # of these
     first_token_at: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
 
@@ -25,6 +26,7 @@ class Call:
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
     def log_line(self, status: int) -> str:

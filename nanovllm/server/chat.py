@@ -30,6 +30,8 @@ from nanovllm.server.structured import constraint
 if TYPE_CHECKING:
     from nanovllm.engine.messages import Delta
 
+MARK = b"\0"  # where a template's text comes
+
 
 async def chat(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | Frames:
     request = understand(body, ChatRequest)
@@ -118,7 +120,7 @@ class ChatAnswer:
             async for _, delta in deltas:
                 choice = self._choices[delta.index]
                 choice.text.append(delta.text)
-                choice.events += choice.read(delta)
+                choice.events += self._read(delta)
                 choice.token_ids += delta.token_ids
                 choice.logprobs += self._logprobs(delta) or []
                 of_prompt = delta.prompt_logprobs or of_prompt
@@ -144,6 +146,11 @@ class ChatAnswer:
         }
         return {**told, "token_ids": choice.token_ids} if self._request.return_token_ids else told
 
+    def _read(self, delta: "Delta") -> list[Event]:
+        choice = self._choices[delta.index]
+        self._call.num_reasoning_tokens += choice.parser.count_thoughts(delta.token_ids)
+        return choice.read(delta)
+
     def _logprobs(self, delta: "Delta") -> list[dict[str, Any]] | None:
         if not self._request.logprobs:
             return None
@@ -158,14 +165,21 @@ class ChatAnswer:
             include_usage=request.include_usage,
             running_usage=self._call.usage if request.continuous_usage else None,
         )
+        templates = [self._template(writer, index) for index in range(len(self._choices))]
         begun: set[int] = set()
         async with aclosing(self._deltas) as deltas:
             async for _, delta in deltas:
+                index = delta.index
                 frames = b""
-                if delta.index not in begun:
-                    frames = self._first_frame(writer, delta.index, first_of_all=not begun)
-                    begun.add(delta.index)
-                frames += b"".join(self._frames(writer, delta))
+                if index not in begun:
+                    frames = self._first_frame(writer, index, first_of_all=not begun)
+                    begun.add(index)
+                template = templates[index]
+                only_text = delta.finish_reason is None and delta.text and self._choices[index].parser.passes_rest
+                if template is not None and only_text:
+                    frames += template[0] + orjson.dumps(delta.text) + template[1]
+                else:
+                    frames += b"".join(self._frames(writer, delta))
                 if frames:
                     yield frames
         if request.include_usage:
@@ -178,9 +192,16 @@ class ChatAnswer:
             extra = b',"prompt_token_ids":' + orjson.dumps(self._ready.token_ids)
         return writer.chunk(_chunk_choice(index, b'{"role":"assistant","content":""}'), extra)
 
+    def _template(self, writer: ChunkWriter, index: int) -> tuple[bytes, bytes] | None:
+        """What stands around a text that is all there is to tell of a delta; None where there always is more."""
+        if self._request.logprobs or self._request.return_token_ids:
+            return None
+        before, after = _chunk_choice(index, b'{"content":%b}' % MARK).split(MARK)
+        return writer.template(before, after)
+
     def _frames(self, writer: ChunkWriter, delta: "Delta") -> Iterator[bytes]:
         choice = self._choices[delta.index]
-        events = choice.read(delta)
+        events = self._read(delta)
         if choice.parser.passes_all:
             told = [b'{"content":%b}' % orjson.dumps(delta.text)] if delta.text else []
         else:

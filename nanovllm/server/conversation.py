@@ -6,7 +6,16 @@ from typing import Any
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.engine import Engine
 from nanovllm.server.errors import refuse
-from nanovllm.server.parsers import ChatParser, check_parsers, check_tools, ends_in_thinking, make_parser, tool_grammar
+from nanovllm.server.parsers import (
+    CLOSE,
+    OPEN,
+    ChatParser,
+    check_parsers,
+    check_tools,
+    ends_in_thinking,
+    make_parser,
+    tool_grammar,
+)
 from nanovllm.server.parsers.events import Event, ReasoningDelta, ToolCallArguments, ToolCallStart
 from nanovllm.server.prompts import render_chat
 from nanovllm.server.sampling import make_params
@@ -46,8 +55,17 @@ class Prepared:
 class AnswerParser:
     """Splits answers into thinking, content and tool calls, less what the client does not want."""
 
-    def __init__(self, parser: ChatParser | None, *, reasoning: bool, parallel_calls: bool) -> None:
+    def __init__(
+        self,
+        parser: ChatParser | None,
+        *,
+        reasoning: bool,
+        parallel_calls: bool,
+        tags: tuple[int | None, int | None],  # the tokens that open and close the thinking
+    ) -> None:
         self._parser = parser
+        self._tags = tags
+        self._counter = None if parser is None else parser.counter(*tags)
         self._reasoning = reasoning
         self._parallel_calls = parallel_calls
         self._wants_all = reasoning and parallel_calls
@@ -57,15 +75,24 @@ class AnswerParser:
         """Is everything content, so that nothing need be looked at?"""
         return self._parser is None
 
+    @property
+    def passes_rest(self) -> bool:
+        """Is all that comes content, whatever came before?"""
+        return self._parser is None or self._parser.passes_rest
+
     def fresh(self) -> "AnswerParser":
         """For one more completion, from its beginning."""
         parser = None if self._parser is None else self._parser.fresh()
-        return AnswerParser(parser, reasoning=self._reasoning, parallel_calls=self._parallel_calls)
+        return AnswerParser(parser, reasoning=self._reasoning, parallel_calls=self._parallel_calls, tags=self._tags)
 
     def feed(self, text: str, *, finished: bool) -> list[Event]:
         assert self._parser is not None
         events = self._parser.feed(text, finished=finished)
         return events if self._wants_all else [event for event in events if self._is_wanted(event)]
+
+    def count_thoughts(self, token_ids: list[int]) -> int:
+        """How many of an answer's next tokens are thinking."""
+        return 0 if self._counter is None else self._counter.feed(token_ids)
 
     def _is_wanted(self, event: Event) -> bool:
         if isinstance(event, ReasoningDelta):
@@ -97,7 +124,12 @@ async def prepare(service: Service, asked: Conversation) -> Prepared:
     return Prepared(
         token_ids,
         make_params(**asked.sampling, **structured),
-        AnswerParser(parser, reasoning=asked.include_reasoning, parallel_calls=asked.parallel_tool_calls),
+        AnswerParser(
+            parser,
+            reasoning=asked.include_reasoning,
+            parallel_calls=asked.parallel_tool_calls,
+            tags=(_token_id(service.engine, OPEN), _token_id(service.engine, CLOSE)),
+        ),
     )
 
 
@@ -130,7 +162,8 @@ def reasoning_parser(settings: ServerSettings, engine: Engine) -> str | None:
 
 
 def _marked(engine: Engine, marks: dict[str, str]) -> str | None:
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        return None
-    return next((name for mark, name in marks.items() if tokenizer.backend.token_to_id(mark) is not None), None)
+    return next((name for mark, name in marks.items() if _token_id(engine, mark) is not None), None)
+
+
+def _token_id(engine: Engine, token: str) -> int | None:
+    return None if engine.tokenizer is None else engine.tokenizer.backend.token_to_id(token)

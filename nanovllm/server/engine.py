@@ -1,4 +1,4 @@
-"""What the server needs of an engine: `AsyncLLM` has it, and so has the fake of the tests."""
+"""What the server needs of an engine: `AsyncLLM` has it, and so have `Replicas`, Ray's and the fake of the tests."""
 
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
@@ -24,6 +24,9 @@ class Engine(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def max_num_seqs(self) -> int: ...
 
     @property
     def model_name(self) -> str: ...

@@ -22,8 +22,8 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-# SamplingParams and Config write "field=value: rule", the engine's checks "field: rule".
-FIELD = re.compile(r"([a-z_]+)(?:\[[^\]]*\]| token)?(?:=|: )")
+# SamplingParams and Config write "field=value: rule", the engine's checks "field: rule", those of tools a sentence.
+FIELD = re.compile(r"(tools|tool_choice)\b|([a-z_]+)(?:\[[^\]]*\]| token)?(?:=|: )")
 
 
 class ApiError(Exception):
@@ -79,4 +79,4 @@ def as_api_error(error: Exception) -> ApiError:
 def bad_request(error: ValueError) -> ApiError:
     """A refusal by the engine or by `SamplingParams`, which begin with the field's name."""
     named = FIELD.match(str(error))
-    return ApiError(400, str(error), param=named[1] if named else None)
+    return ApiError(400, str(error), param=named[1] or named[2] if named else None)

@@ -71,10 +71,7 @@ class JsonPost:
             if isinstance(result, dict):
                 await answer.send_json(200, result)
                 return
-            async with aclosing(result):
-                async for frame in result:
-                    await answer.send_frame(frame)
-            await answer.end()
+            await answer.send_frames(result)
 
 
 async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
@@ -110,19 +107,20 @@ class _Answer:
         await send_json(self._send, status, value, headers)
         self.status = status
 
-    async def send_frame(self, frame: bytes) -> None:
-        if not self._streaming:
-            self._streaming, self.status = True, 200
-            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        await self._send({"type": "http.response.body", "body": frame, "more_body": True})
-
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def send_frames(self, frames: Frames) -> None:
+        """The status is told with the first frame: until then it may still be an error's."""
+        send = self._send
+        async with aclosing(frames):
+            async for frame in frames:
+                if not self._streaming:
+                    self._streaming, self.status = True, 200
+                    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
         if self._streaming:
-            await self.send_frame(self._dialect.frame(error))
-            await self.end()
+            await self._send({"type": "http.response.body", "body": self._dialect.frame(error), "more_body": False})
             self.status = error.status
         elif not self.status:
             await self.send_json(error.status, self._dialect.body(error), error.headers)

@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
 
 from nanovllm.errors import ConfigError
 from nanovllm.server.app import build_app
+from nanovllm.server.connection import Connection
 from nanovllm.server.engine import Engine
 from nanovllm.server.settings import ServerSettings
 from nanovllm.utils.logging import get_logger
@@ -68,10 +72,16 @@ class Server(uvicorn.Server):
         self._told_to_stop.set()
 
 
-def _config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
+def web_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
+    """How the app is served. h11 reads the requests: the only parser here that bounds their headers."""
+    connection = partial(
+        Connection,
+        header_timeout=settings.header_timeout,
+        max_head_bytes=settings.h11_max_incomplete_event_size,
+    )
     config = uvicorn.Config(
         app,
-        http="h11",  # the only one that bounds the headers
+        http=cast(type[asyncio.Protocol], connection),
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -79,7 +89,6 @@ def _config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        h11_max_incomplete_event_size=settings.h11_max_incomplete_event_size,
         timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
@@ -95,7 +104,7 @@ async def serve(listener: socket.socket, settings: ServerSettings, load: Callabl
     """Until SIGTERM or Ctrl-C. An error of `load` ends the server and is raised."""
     app = build_app(None, settings)
     service = app.state.service
-    server = Server(_config(app, settings))
+    server = Server(web_config(app, settings))
 
     def stop() -> None:
         logger.info("shutting down: %d prompts are still to be answered", service.num_open)
@@ -111,6 +120,7 @@ async def serve(listener: socket.socket, settings: ServerSettings, load: Callabl
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             service.attach(loading.result())
+            gc.freeze()  # what is there now stays: a collection that looked through it would hold every stream up
             await serving
     finally:
         service.drain()

@@ -70,6 +70,9 @@ class Metrics:
             "A completion's mean time per token behind the first.",
             SECONDS,
         )
+        self.queue_time = Histogram(
+            "vllm:request_queue_time_seconds", "From a request's arrival in the engine to its first step.", SECONDS
+        )
         self.end_to_end = Histogram(
             "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", SECONDS
         )
@@ -80,6 +83,7 @@ class Metrics:
         common = f'model_name="{_escape(model)}",engine="0"'
         lines = [line for metric in vars(self).values() for line in metric.lines(common)]
         lines += _one("nanovllm:uptime_seconds", "gauge", "Since the server began.", time.monotonic() - started, common)
+        lines += _process_lines()
         if stats is not None:
             lines += _engine_lines(stats, common)
         return "\n".join(lines) + "\n"
@@ -101,6 +105,12 @@ def _engine_lines(stats: "EngineStats", common: str) -> list[str]:
     return [
         line for name, kind, about, value in table for line in _one(f"vllm:{name}", kind, about, float(value), common)
     ]
+
+
+def _process_lines() -> list[str]:
+    """Of the server's own process, under the names that every Prometheus client gives them."""
+    name = "process_cpu_seconds_total"
+    return [*_head(name, "counter", "CPU time of the server's process."), f"{name} {time.process_time()}"]
 
 
 def _one(name: str, kind: str, about: str, value: float, common: str) -> list[str]:

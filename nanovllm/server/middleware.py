@@ -1,7 +1,5 @@
 """What every request passes through: it gets an id, and a key is asked for."""
 
-import base64
-import binascii
 import re
 import secrets
 import uuid
@@ -39,21 +37,27 @@ class RequestIds:
 
 
 class ApiKeys:
-    """Lets through who sends one of the keys: as a bearer token, as x-api-key, or as the password of a browser."""
+    """Lets through who sends one of the keys, as a bearer token or as x-api-key.
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], pages: Iterable[str]) -> None:
+    The pages are everyone's: they hold nothing of the engine's, and ask their user for the key that their calls need.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Iterable[str], open_folder: str) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
-        self._pages = frozenset(pages)  # a browser that is refused there asks its user for a password
+        self._open_paths = OPEN_PATHS.union(open_paths)
+        self._open_folder = open_folder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(_sent_key(scope)):
+        if scope["type"] != "http" or self._is_open(scope["path"]) or self._is_known(_sent_key(scope)):
             await self._app(scope, receive, send)
             return
-        asked = "Basic" if scope["path"] in self._pages else "Bearer"
-        headers = {"WWW-Authenticate": f'{asked} realm="nanovllm"'}
+        headers = {"WWW-Authenticate": 'Bearer realm="nanovllm"'}
         error = ApiError(401, "a valid API key is needed", code="invalid_api_key", headers=headers)
         await send_json(send, error.status, error.body(), error.headers)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open_paths or path.startswith(self._open_folder)
 
     def _is_known(self, sent: bytes) -> bool:
         """Looks at every key to its end, so that the time taken tells nothing."""
@@ -64,11 +68,6 @@ def _sent_key(scope: Scope) -> bytes:
     scheme, _, credentials = header(scope, b"authorization").partition(b" ")
     if scheme.lower() == b"bearer":
         return credentials.strip()
-    if scheme.lower() == b"basic":
-        try:
-            return base64.b64decode(credentials, validate=True).partition(b":")[2]
-        except binascii.Error:
-            return b""
     return header(scope, b"x-api-key")
 
 

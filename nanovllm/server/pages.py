@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.messages import EngineView
 
 FOLDER = Path(__file__).parent / "static"
+STATIC = "/static"
 PAGES = {"/": "chat.html", "/engine": "engine.html"}
 # The pages take nothing from other hosts, and no other host may put them into a frame.
 POLICY = {
@@ -36,7 +37,7 @@ def page_routes(service: Service) -> list[BaseRoute]:
     routes: list[BaseRoute] = [Route("/engine/events", EngineEvents(service), methods=["GET"])]
     if FOLDER.is_dir():
         routes += [Route(path, _page(FOLDER / file), methods=["GET"]) for path, file in PAGES.items()]
-        routes.append(Mount("/static", StaticFiles(directory=FOLDER)))
+        routes.append(Mount(STATIC, StaticFiles(directory=FOLDER)))
     return routes
 
 

@@ -12,6 +12,8 @@ from nanovllm.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 QUICK_CHARS = 8_000  # of text: tokenized within a few milliseconds; more is given to a thread
+CHARS_AROUND_MESSAGE = 32  # that a template may write
+MAX_TEMPLATE_KWARGS = 64
 MAX_CHARS_PER_TOKEN = 256  # generous: a text longer than this for every token that fits cannot fit
 
 
@@ -103,10 +105,14 @@ async def render_chat(
 ) -> tuple[str, list[int]]:
     """The conversation as the template writes it, and its token ids."""
     tokenizer = tokenizer_of(engine)
+    if len(messages) > engine.max_model_len:
+        raise _too_long(engine, f"{len(messages)} messages", "messages")
     plain = plain_messages(messages)
     size = sum(len(message["content"]) for message in plain)
     check_length(engine, size, "messages")
     extra = template_kwargs or {}
+    if len(extra) > MAX_TEMPLATE_KWARGS:
+        raise refuse("chat_template_kwargs", f"{len(extra)} entries; at most {MAX_TEMPLATE_KWARGS} are taken")
     for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message"):
         if name in extra:
             raise refuse("chat_template_kwargs", f"{name} cannot be set here")
@@ -119,9 +125,10 @@ async def render_chat(
             continue_final_message=continue_final_message,
             **extra,
         )
+        check_length(engine, len(text), "messages")
         return text, tokenizer.encode(text, add_special_tokens)
 
-    text, token_ids = await aside(size, render)
+    text, token_ids = await aside(size + CHARS_AROUND_MESSAGE * len(plain), render)
     if not token_ids:
         raise refuse("messages", "the chat template made nothing of them")
     check_context(engine, len(token_ids), "messages")

@@ -83,7 +83,7 @@ class Service:
 
     @property
     def capacity(self) -> int:
-        return self.engine.config.max_num_seqs + self.settings.max_queued_requests
+        return self.engine.max_num_seqs + self.settings.max_queued_requests
 
     def check_room(self, num_prompts: int = 1) -> None:
         if self.draining.is_set():
@@ -123,48 +123,67 @@ class Service:
             call.num_prompt_tokens += sum(map(len, prompts))
             submit = partial(self.engine.submit, params=params, priority=priority, cache_salt=cache_salt)
             streams = [
-                self._watch(call, number, token_ids, submit(token_ids, request_id=f"{call.unique}-{number}"))
-                for number, token_ids in enumerate(prompts)
+                submit(token_ids, request_id=f"{call.unique}-{number}") for number, token_ids in enumerate(prompts)
             ]
-            async with aclosing(streams[0] if len(streams) == 1 else merge(streams)) as deltas:
-                async for item in deltas:
-                    yield item
+            watches = [Watch(self.metrics, call, len(token_ids)) for token_ids in prompts]
+            if len(streams) == 1:  # without the work of a merge
+                async with aclosing(streams[0]) as deltas:
+                    async for delta in deltas:
+                        watches[0].saw(delta)
+                        yield 0, delta
+                return
+            async with aclosing(merge(streams)) as items:
+                async for number, delta in items:
+                    watches[number].saw(delta)
+                    yield number, delta
 
-    async def _watch(
-        self, call: Call, number: int, token_ids: list[int], stream: "AsyncGenerator[Delta, None]"
-    ) -> "AsyncGenerator[tuple[int, Delta], None]":
-        """Pass on what one prompt brings, and count it."""
-        metrics = self.metrics
-        first_at: dict[int, float] = {}
-        last_at: dict[int, float] = {}
-        num_tokens: dict[int, int] = {}
-        async with aclosing(stream):
-            async for delta in stream:
-                now, index = time.monotonic(), delta.index
-                if not last_at:
-                    call.num_cached_tokens += delta.num_cached_tokens
-                    metrics.prompt_tokens.observe(len(token_ids))
-                    metrics.time_to_first_token.observe(now - call.started)
-                    call.first_token_at = call.first_token_at or now
-                if index in last_at:
-                    metrics.inter_token_latency.observe(now - last_at[index])
-                else:
-                    first_at[index], num_tokens[index] = now, 0
-                last_at[index] = now
-                num_tokens[index] += len(delta.token_ids)
-                call.num_output_tokens += len(delta.token_ids)
-                if delta.finish_reason is not None:
-                    self._count_finished(call, delta.finish_reason, now, first_at[index], num_tokens[index])
-                yield number, delta
 
-    def _count_finished(self, call: Call, reason: str, now: float, first: float, num_tokens: int) -> None:
+class Watch:
+    """Counts what one prompt brings."""
+
+    def __init__(self, metrics: Metrics, call: Call, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._call = call
+        self._num_prompt_tokens = num_prompt_tokens
+        # by the completion's index
+        self._first_at: dict[int, float] = {}
+        self._last_at: dict[int, float] = {}
+        self._num_tokens: dict[int, int] = {}
+
+    def saw(self, delta: "Delta") -> None:
+        """Raises if it says that the completion has failed."""
+        now, index, num_new = time.monotonic(), delta.index, len(delta.token_ids)
+        last_at = self._last_at.get(index)
+        if last_at is None:
+            self._saw_first(delta, now)
+        else:
+            self._metrics.inter_token_latency.observe(now - last_at)
+        self._last_at[index] = now
+        self._num_tokens[index] += num_new
+        self._call.num_output_tokens += num_new
+        if delta.finish_reason is not None:
+            self._saw_last(delta.finish_reason, now, self._first_at[index], self._num_tokens[index])
+
+    def _saw_first(self, delta: "Delta", now: float) -> None:
+        call, metrics = self._call, self._metrics
+        if not self._first_at:
+            call.num_cached_tokens += delta.num_cached_tokens
+            call.first_token_at = call.first_token_at or now
+            metrics.prompt_tokens.observe(self._num_prompt_tokens)
+            metrics.time_to_first_token.observe(now - call.started)
+            if delta.queue_seconds is not None:
+                metrics.queue_time.observe(delta.queue_seconds)
+        self._first_at[delta.index], self._num_tokens[delta.index] = now, 0
+
+    def _saw_last(self, reason: str, now: float, first_at: float, num_tokens: int) -> None:
+        call, metrics = self._call, self._metrics
         call.finish_reasons.append(reason)
         if reason == "error":
             raise ApiError(500, "the engine could not finish this request", code="engine_error")
         if reason == "abort":
             raise ApiError(500, "the request was aborted", code="aborted")
-        self.metrics.succeeded.add(label=reason)
-        self.metrics.end_to_end.observe(now - call.started)
-        self.metrics.generation_tokens.observe(num_tokens)
+        metrics.succeeded.add(label=reason)
+        metrics.end_to_end.observe(now - call.started)
+        metrics.generation_tokens.observe(num_tokens)
         if num_tokens > 1:
-            self.metrics.time_per_output_token.observe((now - first) / (num_tokens - 1))
+            metrics.time_per_output_token.observe((now - first_at) / (num_tokens - 1))

@@ -29,6 +29,7 @@ class ServerSettings:
     max_stop_strings: int = 16  # of a request
     max_logit_bias: int = 1024  # entries of a request
     request_timeout: float = 1800.0  # seconds after which a request is given up
+    header_timeout: float = 30.0  # seconds for a client to send a request's headers
     body_timeout: float = 60.0  # seconds for a client to send a request's body
     shutdown_timeout: float = 60.0  # seconds that open requests have to finish after SIGTERM
 
@@ -37,7 +38,7 @@ class ServerSettings:
             self._check(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("max_queued_requests", "max_stop_strings", "max_logit_bias"):
             self._check(name, getattr(self, name) >= 0, "must be at least 0")
-        for name in ("request_timeout", "body_timeout", "shutdown_timeout"):
+        for name in ("request_timeout", "header_timeout", "body_timeout", "shutdown_timeout"):
             self._check(name, math.isfinite(getattr(self, name)) and getattr(self, name) > 0, "must be above 0")
         self._check("port", 0 <= self.port < 1 << 16, "must be a port, 0 to 65535")
         if "" in self.api_key:

@@ -26,6 +26,12 @@ class ChunkWriter:
             return b"%b%b]%b%b" % (self._head, choice, extra, self._tail[1:])
         return self._head + choice + self._tail
 
+    def template(self, before: bytes, after: bytes) -> tuple[bytes, bytes] | None:
+        """What stands around the part of a choice that changes; None where more than that changes."""
+        if self._running_usage is not None:
+            return None
+        return self._head + before, after + self._tail
+
     def usage(self, usage: dict[str, Any]) -> bytes:
         return b'%b],"usage":%b}\n\n' % (self._head, orjson.dumps(usage))
 

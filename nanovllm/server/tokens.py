@@ -4,6 +4,7 @@ from typing import Any
 
 from nanovllm.server.calls import Call
 from nanovllm.server.errors import refuse
+from nanovllm.server.parsers import check_tools
 from nanovllm.server.prompts import aside, check_length, render_chat, tokenizer_of
 from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest, understand
 from nanovllm.server.service import Service
@@ -16,6 +17,7 @@ async def tokenize(service: Service, call: Call, body: dict[str, Any]) -> dict[s
     if (request.prompt is None) == (request.messages is None):
         raise refuse("prompt", "give either prompt or messages")
     if request.messages is not None:
+        check_tools(request.tools or [])
         continued = bool(request.continue_final_message)
         _, token_ids = await render_chat(
             engine,
@@ -42,6 +44,8 @@ async def detokenize(service: Service, call: Call, body: dict[str, Any]) -> dict
     request = understand(body, DetokenizeRequest)
     service.check_model(request.model)
     tokenizer = tokenizer_of(service.engine)
+    if len(request.tokens) > service.engine.max_model_len:
+        raise refuse("tokens", f"{len(request.tokens)} tokens; the model holds {service.engine.max_model_len}")
     bad = next((token_id for token_id in request.tokens if not 0 <= token_id < tokenizer.vocab_size), None)
     if bad is not None:
         raise refuse("tokens", f"token id {bad} is outside the vocabulary of {tokenizer.vocab_size} tokens")

@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.structured.grammar import LIMITS, Grammar
+from nanovllm.structured.lark import check_lark
 from nanovllm.structured.schema import ESCAPES, check_schema
 from nanovllm.structured.trial import Trial
 from nanovllm.tokenizer import Tokenizer
@@ -59,6 +60,8 @@ class Compiler:
     def _build(self, kind: str, text: str) -> Grammar:
         if kind == "json":
             check_schema(text)
+        if kind == "grammar":
+            check_lark(text)
         translated = self._trial.translate(kind, text, ESCAPES)
         try:
             grammar = Grammar(

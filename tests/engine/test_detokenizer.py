@@ -132,6 +132,21 @@ def test_any_tokens_in_any_chunks(tokenizer, skip_special_tokens, data):
 
 
 @given(data=st.data())
+def test_what_is_taken_adds_up_and_is_not_kept(data):
+    ids = draw_ids(data, SMALL, max_size=24)
+    whole, taken = Detokenizer(SMALL), Detokenizer(SMALL)
+    text = ""
+    for chunk in draw_chunks(data, ids):
+        whole.append(chunk)
+        taken.append(chunk)
+        text += taken.take_new()
+        assert text == whole.text and taken.take_new() == taken.text == ""
+    whole.finish()
+    taken.finish()
+    assert text + taken.take_new() == whole.text
+
+
+@given(data=st.data())
 def test_every_whole_character_is_shown_at_once(data):
     ids = draw_ids(data, SMALL, max_size=24)
     detokenizer = Detokenizer(SMALL)

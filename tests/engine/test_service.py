@@ -186,6 +186,16 @@ def test_one_message_a_step_for_all_requests(peer: Peer) -> None:
     assert isinstance(peer.receive(), Pong), "no step is made for nobody"
 
 
+def test_the_first_delta_of_a_request_tells_how_long_it_waited() -> None:
+    peer = Peer(max_num_seqs=1)
+    peer.send(request("a"), request("bb", n=1), GetStats(0))
+    events = [event for event in (peer.receive() for _ in range(1 + 1 + 8)) if isinstance(event, StepDone)]
+    told = {name: [d.queue_seconds for d in deltas_of(events) if d.request_id == name] for name in ("a", "bb")}
+    assert [seconds is None for seconds in told["a"]] == [False, True, True, True]
+    assert 0 <= told["a"][0] < told["bb"][0], "which could not begin before the other had ended"
+    peer.close()
+
+
 def test_a_step_without_tokens_is_a_sign_of_life_too() -> None:
     peer = Peer(max_num_batched_tokens=8)
     peer.receive()

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from nanovllm.server.app import build_app
+from nanovllm.server.lifecycle import web_config
 from nanovllm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 
@@ -44,14 +45,8 @@ class LiveServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(
-            self.app,
-            http="h11",
-            log_config=None,
-            lifespan="off",
-            h11_max_incomplete_event_size=settings.h11_max_incomplete_event_size,
-            timeout_graceful_shutdown=1,
-        )
+        config = web_config(self.app, settings)
+        config.timeout_graceful_shutdown = 1
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run)

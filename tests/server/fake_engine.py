@@ -41,6 +41,7 @@ class FakeEngine:
         self.config = Config(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         self.model_config = MODEL_CONFIG
         self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
         self.model_name = "fake"
         self.says = says
         self.refuses: str | None = None
@@ -108,6 +109,8 @@ class FakeEngine:
                 text = "" if tokenizer is None else tokenizer.decode([token_id])
                 scores = None if params.logprobs is None else [self._scores(token_id, params.logprobs)]
                 delta = Delta(request_id, index, text, [token_id], scores, num_cached_tokens=self.cached)
+                if position == index == 0:
+                    delta.queue_seconds = 0.125
                 if position == index == 0 and params.prompt_logprobs is not None:
                     rest = [self._scores(token, params.prompt_logprobs) for token in token_ids[1:]]
                     delta.prompt_logprobs = [None, *rest]

@@ -40,6 +40,7 @@ async def test_an_answer_in_one_piece(engine: FakeEngine, client: httpx.AsyncCli
         "completion_tokens": num_output,
         "total_tokens": len(prompt) + num_output,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -171,6 +172,22 @@ async def test_thinking_and_calls_are_split_from_the_text(engine: FakeEngine, cl
     assert parts[0]["function"]["name"] == "add" and parts[0]["id"]
     assert json.loads("".join(part["function"]["arguments"] for part in parts)) == {"a": 2}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_tokens_of_thinking_are_counted(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+    """Those between the tags, of all completions."""
+    engine.says = "<think>\nHm.\n</think>\n\nYes."
+    expected = len(engine.tokenizer.encode("\nHm.\n"))
+    for n in (1, 2):
+        usage = (await client.post(PATH, json={"messages": HELLO, "n": n})).json()["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": n * expected}
+        body = {"messages": HELLO, "n": n, "stream": True, "stream_options": {"include_usage": True}}
+        assert chunks_of(await client.post(PATH, json=body))[-1]["usage"] == usage
+    usage = (await client.post("/v1/responses", json={"input": "Hello"})).json()["usage"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": expected}
+    engine.says = "Yes </think> or no"
+    usage = (await client.post(PATH, json={"messages": HELLO})).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 async def test_reasoning_can_be_left_out(engine: FakeEngine, client: httpx.AsyncClient) -> None:

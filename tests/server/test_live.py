@@ -46,6 +46,22 @@ def post_bytes(body: dict[str, Any], path: str = CHAT) -> bytes:
     return head.encode() + content
 
 
+def receive_object(connection: socket.socket) -> bytes:
+    """An answer whose body is a JSON object."""
+    received = b""
+    while not received.endswith(b"}"):
+        received += connection.recv(4096)
+    return received
+
+
+def receive_all(connection: socket.socket) -> bytes:
+    """Until the server hangs up."""
+    received = b""
+    while data := connection.recv(4096):
+        received += data
+    return received
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(serve: Serve, engine: FakeEngine, path: str, stream: bool) -> None:
@@ -85,7 +101,46 @@ def test_a_body_that_never_ends_is_given_up(serve: Serve, engine: FakeEngine) ->
     server = serve(engine, body_timeout=0.2)
     with connected(server) as connection:
         connection.sendall(post_bytes(HELLO)[:-5])
-        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+        received = receive_all(connection)
+        assert received.startswith(b"HTTP/1.1 408") and b"body_timeout" in received
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_headers_that_never_end_are_given_up(serve: Serve, engine: FakeEngine, before: bytes) -> None:
+    """Of a connection's first request and of a later one, though a byte may come now and then."""
+    server = serve(engine, header_timeout=0.5)
+    with connected(server) as connection:
+        if before:
+            connection.sendall(before)
+            assert receive_object(connection).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /version HTTP/1.1\r\n")
+        connection.sendall(b"X-Slow: 1\r\n")
+        assert receive_all(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_that_says_nothing_is_hung_up_on(serve: Serve, engine: FakeEngine) -> None:
+    with connected(serve(engine, header_timeout=0.2)) as connection:
+        assert connection.recv(100) == b""
+
+
+def test_a_body_that_nobody_reads_does_not_keep_the_connection(serve: Serve, engine: FakeEngine) -> None:
+    with connected(serve(engine, header_timeout=0.2)) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        assert receive_object(connection).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"x")
+        assert connection.recv(100) == b""
+
+
+def test_a_slow_answer_is_no_slow_request(serve: Serve, engine: FakeEngine) -> None:
+    server = serve(engine, header_timeout=0.2, body_timeout=0.2)
+    with connected(server) as connection:
+        connection.sendall(post_bytes(HELLO))
+        connection.settimeout(0.6)
+        with pytest.raises(TimeoutError):
+            connection.recv(100)
+        release(server, engine)
+        connection.settimeout(10)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
 def test_endless_headers_are_cut_off(serve: Serve, engine: FakeEngine) -> None:

@@ -60,7 +60,7 @@ async def test_draining_refuses_what_is_new(engine: FakeEngine) -> None:
 
 async def test_keys(engine: FakeEngine) -> None:
     async with open_client(engine, api_key=("secret", "other")) as client:
-        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/", "/nowhere", "/static/chat.js"):
+        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/engine/events", "/nowhere", "/static"):
             assert (await client.get(path)).status_code == 401, path
         assert (await client.post(CHAT, json=HELLO)).status_code == 401
         assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
@@ -71,12 +71,21 @@ async def test_keys(engine: FakeEngine) -> None:
         ]
         for headers in good:
             assert (await client.get("/v1/models", headers=headers)).status_code == 200, headers
-        assert (await client.get("/v1/models", auth=("anyone", "secret"))).status_code == 200
         bad: list[Any] = [{"Authorization": "Bearer secre"}, {"Authorization": "secret"}, {"Authorization": "Basic !"}]
         for headers in [*bad, {"Authorization": "Bearer \u00e9".encode()}, {"x-api-key": ""}]:
             response = await client.get("/v1/models", headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key"), headers
-        assert (await client.get("/")).headers["www-authenticate"].startswith("Basic")
+        refused = await client.get("/v1/models", auth=("anyone", "secret"))
+        assert refused.headers["www-authenticate"].startswith("Bearer")
+
+
+async def test_pages_are_open_and_nothing_else_can_be_reached_as_one(engine: FakeEngine) -> None:
+    """They ask for the key themselves, which their calls need."""
+    async with open_client(engine, api_key=("secret",)) as client:
+        for path in ("/", "/engine", "/static/chat.js", "/static/style.css"):
+            assert (await client.get(path)).status_code == 200, path
+        for path in ("/static/%2e%2e/v1/models", "/static/..%2f..%2fapp.py", "/static//v1/models"):
+            assert (await client.get(path)).status_code == 404, path
 
 
 def test_an_empty_key_is_no_key() -> None:
@@ -169,6 +178,15 @@ async def test_logs_have_numbers_and_no_text(
     assert "request_id=mine-7" in caplog.text and "status=200" in caplog.text and "finish=stop" in caplog.text
 
 
+READ_BY_DASHBOARDS = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total"),
+    *("generation_tokens_total", "request_success_total", "num_preemptions_total", "prefix_cache_queries_total"),
+    *("prefix_cache_hits_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+    *("request_time_per_output_token_seconds_bucket", "e2e_request_latency_seconds_bucket"),
+    *("request_queue_time_seconds_bucket", "request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+}
+
+
 async def test_metrics_are_read_by_prometheus(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     engine.says = "one two three"
     await client.post(CHAT, json=HELLO)
@@ -188,11 +206,16 @@ async def test_metrics_are_read_by_prometheus(engine: FakeEngine, client: httpx.
     assert value("nanovllm:request_errors_total", status="400") == 1
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
         assert value(f"vllm:{name}_count") == value(f"vllm:{name}_bucket", le="+Inf") == 2
+    assert value("vllm:request_queue_time_seconds_count") == 2
+    assert value("vllm:request_queue_time_seconds_sum") == pytest.approx(0.25)
+    assert value("process_cpu_seconds_total") > 0
     assert value("vllm:request_generation_tokens_sum") == len(engine.tokenizer.encode("one two three")) + 1
     assert value("vllm:num_requests_running") == 1 and value("vllm:num_requests_waiting") == 2
     assert value("vllm:kv_cache_usage_perc") == pytest.approx(0.2)
     assert value("vllm:prefix_cache_hits_total") == 40 and value("vllm:generation_tokens_total") == 500
     assert 'model_name="fake"' in response.text
+    names = {name.removeprefix("vllm:") for name, *_ in samples}
+    assert READ_BY_DASHBOARDS - names == set()
 
 
 # --- small routes -----------------------------------------------------------------------------------------------------

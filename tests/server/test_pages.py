@@ -569,13 +569,13 @@ def test_stopping_an_answer_of_the_real_server_aborts_it(browser: Browser, serve
 
 
 def test_the_real_servers_key_opens_both_pages(browser: Browser, serve: Callable[..., LiveServer]) -> None:
-    """The browser asks for it as a password; a first address that contains it stands for a person's answer."""
+    """The chat asks for it; the engine's page in the same tab knows it already."""
     server = serve(FakeEngine(), api_key=("secret",))
-    browser.open(server.url.replace("//", "//user:secret@"))
-    browser.until("document.getElementById('model').value === 'fake'")
-    browser.complaints()
     browser.open(server.url)
+    browser.until("document.activeElement.id === 'key'")
+    browser.type("secret" + ENTER)
     browser.until("document.getElementById('model').value === 'fake'")
+    assert all("401" in complaint for complaint in browser.complaints())
     browser.click("a[href=engine]")
     browser.until("document.querySelectorAll('#running li').length")
 

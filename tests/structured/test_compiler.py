@@ -95,6 +95,36 @@ def test_hostile_form_costs_bounded_time(name: str, compiler: Compiler) -> None:
     assert compiler.compile(StructuredOutputs(choice=[name])), "the next one compiles as if nothing had been"
 
 
+@pytest.mark.parametrize(
+    ("attributes", "named"),
+    [
+        ("temperature=0.5", "temperature"),
+        ("max_tokens=3, temperature=0.5", "temperature"),
+        ('stop="]", temperature=0.5', "temperature"),
+        ("capture", "capture"),
+        ('capture="name"', "capture"),
+        ('suffix="b", stop_capture="name"', "stop_capture"),
+    ],
+)
+def test_attribute_without_effect_is_refused_by_name(attributes: str, named: str, compiler: Compiler) -> None:
+    for head in (f"number[{attributes}]:", f"  !number [{attributes}] :"):
+        with pytest.raises(RequestError, match=f"^grammar: the attribute '{named}'"):
+            compiler.compile(StructuredOutputs(grammar=f"start: number\n{head} /[0-9]+/"))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: number\nnumber[max_tokens=3]: /[0-9]+/",
+        'start: number\nnumber[stop="capture"]: /[0-9a-z]+/',
+        'start: "x[temperature=1]:" number\nnumber: /[0-9]+/',
+        'root ::= "a" number\nnumber ::= [capture]',
+    ],
+)
+def test_other_attributes_and_texts_pass(grammar: str, compiler: Compiler) -> None:
+    assert compiler.compile(StructuredOutputs(grammar=grammar))
+
+
 def test_refusal_is_remembered(compiler: Compiler) -> None:
     spec = StructuredOutputs(json={"type": "integer", "multipleOf": 88888889})
     with pytest.raises(RequestError, match="CPU time"):

@@ -13,10 +13,12 @@ from nanovllm.server.parsers.events import (
     collect,
     final_finish_reason,
 )
-from nanovllm.server.parsers.reasoning import REASONING_PARSERS, ends_in_thinking
+from nanovllm.server.parsers.reasoning import CLOSE, OPEN, REASONING_PARSERS, ends_in_thinking
 from nanovllm.server.parsers.tools import TOOL_PARSERS
 
 __all__ = [
+    "CLOSE",
+    "OPEN",
     "REASONING_PARSERS",
     "TOOL_PARSERS",
     "ChatParser",

@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.server.parsers.choice import ToolChoice, call_format, resolve_choice, tool_names
 from nanovllm.server.parsers.events import ContentDelta, Event, ParsedMessage, ReasoningDelta, collect
-from nanovllm.server.parsers.reasoning import REASONING_PARSERS, ThinkingSplitter
+from nanovllm.server.parsers.reasoning import REASONING_PARSERS, ThinkingCounter, ThinkingSplitter
 from nanovllm.server.parsers.tools import FORCED_CALL, TOOL_PARSERS, CallFormat, CallSplitter
 
 
@@ -35,6 +35,17 @@ class ChatParser:
         if self._calls:
             return events + self._calls.feed(rest, finished=finished)
         return [*events, ContentDelta(rest)] if rest else events
+
+    @property
+    def passes_rest(self) -> bool:
+        """Will all that comes be content, so that nothing of it need be looked at?"""
+        return self._calls is None and (self._thinking is None or self._thinking.is_over)
+
+    def counter(self, open_id: int | None, close_id: int | None) -> ThinkingCounter | None:
+        """Counts the tokens of one answer's thinking; None if there is none, or its end is no single token."""
+        if not self._thinks or close_id is None:
+            return None
+        return ThinkingCounter(open_id, close_id, starts_inside=self._starts_inside)
 
     def parse(self, text: str) -> ParsedMessage:
         """A whole answer at once, whatever was fed before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from nanovllm.server.parsers.text import held_back
@@ -32,6 +33,11 @@ class ThinkingSplitter:
         self._stage = _Stage.OPENING
         self._tail = ""  # what is not certain yet
         self._has_thought = False
+
+    @property
+    def is_over(self) -> bool:
+        """Is all that comes content?"""
+        return self._stage is _Stage.ANSWER
 
     def feed(self, delta: str, *, finished: bool) -> tuple[str, str]:
         """New reasoning, then new content."""
@@ -77,3 +83,28 @@ class ThinkingSplitter:
     def _take(self, count: int) -> str:
         taken, self._tail = self._tail[:count], self._tail[count:]
         return taken
+
+
+class ThinkingCounter:
+    """How many tokens of an answer stand between the tags, which are tokens themselves."""
+
+    def __init__(self, open_id: int | None, close_id: int, *, starts_inside: bool) -> None:
+        self._open_id = open_id
+        self._close_id = close_id
+        self._is_inside = starts_inside
+        self._is_over = False
+
+    def feed(self, token_ids: Sequence[int]) -> int:
+        """How many of these."""
+        if self._is_over:
+            return 0
+        count = 0
+        for token_id in token_ids:
+            if token_id == self._close_id:
+                self._is_over = True
+                break
+            if token_id == self._open_id:
+                self._is_inside = True
+            else:
+                count += self._is_inside
+        return count

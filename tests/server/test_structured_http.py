@@ -1,0 +1,178 @@
+"""Structured output over HTTP from a real engine: its weights are random, so only the masks can make an answer fit."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from nanovllm.tokenizer import Tokenizer
+from tests.helpers import TOKENIZER
+from tests.server.process import ServerProcess, server_process
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+HELLO = [{"role": "user", "content": "Hello"}]
+SCHEMAS = json.loads((Path(__file__).parent.parent / "data" / "schemas" / "draft2020-12.json").read_text())
+CHOICES = ["yes", "no", "vielleicht 🙂", 'say "no"\n\\']
+REGEX = r"[0-9]{3}-(ab|cd|é世)+[^a-z]{2}"
+GRAMMAR = 'start: "a" item ("," item){0,3}\nitem: /[x-z]{1,4}/'
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["человек", "猫", None]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "register", "parameters": PERSON}},
+    {"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+def closers() -> dict[str, float]:
+    """A bias towards what ends strings, arrays and objects: random weights seldom do."""
+    tokenizer = Tokenizer.from_dir(TOKENIZER)
+    return {str(token): 6.0 for text in ('"', "}", "]", "<|im_end|>") for token in tokenizer.encode(text, False)}
+
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 150, "logit_bias": closers()}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with server_process(tmp_path_factory.mktemp("model")) as server:
+        yield server
+
+
+def ask_all(server: ServerProcess, path: str, bodies: Sequence[dict[str, Any]]) -> list[httpx.Response]:
+    """All at once, as they would come from many clients."""
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            return await asyncio.gather(*(client.post(path, json=body) for body in bodies))
+
+    return asyncio.run(ask())
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    *lines, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert last == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def streamed(response: httpx.Response) -> tuple[str, str | None]:
+    choices = [choice for event in events(response) for choice in event["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]
+
+
+def answered(response: httpx.Response) -> tuple[str, str | None]:
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return choice["message"]["content"], choice["finish_reason"]
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def is_valid(text: str, schema: Any) -> bool:
+    return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+
+
+# --- real schemas -----------------------------------------------------------------------------------------------------
+
+
+def test_real_schemas(server: ServerProcess) -> None:
+    """Each is refused, or every answer that came to its end validates; streamed or not, it is the same answer."""
+    cases = [case for case in SCHEMAS if isinstance(case["schema"], dict)]
+    bodies = [{"messages": HELLO, **SAMPLED, "seed": 7, **schema_format(case["schema"])} for case in cases]
+    whole = ask_all(server, CHAT, bodies)
+    in_pieces = ask_all(server, CHAT, [{**body, "stream": True} for body in bodies])
+    num_finished = 0
+    for case, one, other in zip(cases, whole, in_pieces, strict=True):
+        if one.status_code == 400:
+            assert one.json()["error"]["param"] and other.json() == one.json(), case["description"]
+            continue
+        text, end = answered(one)
+        assert streamed(other) == (text, end), case["description"]
+        if end == "stop":
+            num_finished += 1
+            assert is_valid(text, case["schema"]), (case["description"], text)
+    assert num_finished >= 20, "too few answers came to their end to say anything"
+
+
+# --- every kind, through every door -----------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
+    "json": ({"json": PERSON}, lambda text: is_valid(text, PERSON)),
+    "json as text": ({"json": json.dumps(PERSON)}, lambda text: is_valid(text, PERSON)),
+    "regex": ({"regex": REGEX}, lambda text: re.fullmatch(REGEX, text) is not None),
+    "choice": ({"choice": CHOICES}, CHOICES.__contains__),
+    "grammar": ({"grammar": GRAMMAR}, lambda text: re.fullmatch("a[x-z]{1,4}(,[x-z]{1,4}){0,3}", text) is not None),
+    "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(kind: str, server: ServerProcess) -> None:
+    form, fits = KINDS[kind]
+    bodies = [{"messages": HELLO, **SAMPLED, "seed": seed, "structured_outputs": form} for seed in range(6)]
+    found = [answered(response) for response in ask_all(server, CHAT, bodies)]
+    assert [streamed(response) for response in ask_all(server, CHAT, [b | {"stream": True} for b in bodies])] == found
+    plain = [{"prompt": "Hello", **SAMPLED, "n": 4, "seed": 1, "structured_outputs": form}]
+    choices = ask_all(server, COMPLETIONS, plain)[0].json()["choices"]
+    found += [(choice["text"], choice["finish_reason"]) for choice in choices]
+    texts = [text for text, end in found if end == "stop"]
+    assert len(texts) >= 5, "too few answers came to their end to say anything"
+    for text in texts:
+        assert fits(text), text
+
+
+def test_the_responses_api(server: ServerProcess) -> None:
+    form = {"text": {"format": {"type": "json_schema", "name": "x", "schema": PERSON}}}
+    bodies = [{"input": f"Hello {number}", "max_output_tokens": 200, **form} for number in range(6)]
+    answers = [response.json() for response in ask_all(server, RESPONSES, bodies)]
+    done = [answer for answer in answers if answer["status"] == "completed"]
+    assert len(done) >= 3
+    for answer in done:
+        (item,) = answer["output"]
+        assert is_valid(item["content"][0]["text"], PERSON)
+
+
+# --- forced calls -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "register"}}], ids=str)
+def test_forced_calls_have_valid_arguments(choice: Any, server: ServerProcess) -> None:
+    parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    asked = {"messages": HELLO, **SAMPLED, "tools": TOOLS, "tool_choice": choice, "max_tokens": 400}
+    bodies = [{**asked, "seed": seed} for seed in range(6)]
+    num_done = 0
+    whole = ask_all(server, CHAT, bodies)
+    for one, other in zip(whole, ask_all(server, CHAT, [b | {"stream": True} for b in bodies]), strict=True):
+        (answer,) = one.json()["choices"]
+        calls = [call["function"] for call in answer["message"].get("tool_calls") or []]
+        pieces: dict[int, list[str]] = {}
+        for event in events(other):
+            for call in event["choices"][0]["delta"].get("tool_calls") or []:
+                pieces.setdefault(call["index"], ["", ""])
+                pieces[call["index"]][0] += call["function"].get("name") or ""
+                pieces[call["index"]][1] += call["function"].get("arguments") or ""
+        assert [[call["name"], call["arguments"]] for call in calls] == list(pieces.values())
+        if answer["finish_reason"] == "length":
+            continue
+        num_done += 1
+        assert calls
+        for call in calls:
+            assert choice == "required" or call["name"] == "register"
+            assert is_valid(call["arguments"], parameters[call["name"]])
+    assert num_done >= 3, "too few calls came to their end to say anything"
