@@ -25,7 +25,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class _Panel:
+class Panel:
     """A rectangle with two axes that begin at 0 and end at a round number."""
 
     left: int
@@ -73,8 +73,8 @@ def draw(outcomes: Sequence[Outcome], caption: str) -> str:
         ]
         left = LEFT + index * (PANEL_WIDTH + GAP)
         most = round_up(max((y for _, y in points), default=1.0))
-        over_time = _Panel(left, TOP, seconds, most)
-        shares = _Panel(left, TOP + PANEL_HEIGHT + GAP, most, 100)
+        over_time = Panel(left, TOP, seconds, most)
+        shares = Panel(left, TOP + PANEL_HEIGHT + GAP, most, 100)
         lines.append(f'<text x="{left}" y="{TOP - 22}" {TEXT}>{title}</text>')
         lines += over_time.frame("seconds into the test", "ms")
         lines += _dots(over_time, points, colour) + _failures(over_time, failed)
@@ -83,19 +83,19 @@ def draw(outcomes: Sequence[Outcome], caption: str) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _dots(panel: _Panel, points: Sequence[tuple[float, float]], colour: str) -> list[str]:
+def _dots(panel: Panel, points: Sequence[tuple[float, float]], colour: str) -> list[str]:
     """All in one path: a line of no length with round ends is a dot."""
     path = "".join(f"M{panel.x(x):.1f} {panel.y(y):.1f}h0" for x, y in points)
     return [f'<path d="{path}" stroke="{colour}" stroke-opacity="0.6" stroke-width="3" stroke-linecap="round"/>']
 
 
-def _failures(panel: _Panel, times: Sequence[float]) -> list[str]:
+def _failures(panel: Panel, times: Sequence[float]) -> list[str]:
     """Short strokes on the axis of time."""
     path = "".join(f"M{panel.x(time):.1f} {panel.y(0):.1f}v-8" for time in times)
     return [f'<path d="{path}" stroke="{FAILED}"/>'] if path else []
 
 
-def _curve(panel: _Panel, values: Sequence[float], colour: str) -> list[str]:
+def _curve(panel: Panel, values: Sequence[float], colour: str) -> list[str]:
     if not values:
         return []
     percents = np.linspace(0, 100, NUM_QUANTILES + 1)

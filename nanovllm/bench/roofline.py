@@ -75,7 +75,7 @@ class Roofline:
         model = self.model
         scores = sum(self._kv_tokens(1, input_len) for input_len in input_lens)
         attention_flops = 2 * 2 * model.q_size * scores  # queries times keys, probabilities times values
-        linears = self._layers_seconds(sum(input_lens)) + self._head_seconds(len(input_lens))
+        linears = self.layers_seconds(sum(input_lens)) + self.head_seconds(len(input_lens))
         return linears + attention_flops / self.machine.flops_per_second
 
     def step_seconds(self, batch_size: int, context: int) -> float:
@@ -83,9 +83,10 @@ class Roofline:
         return self._weights_seconds(batch_size) + self._kv_seconds(batch_size * self._kv_tokens(context, context))
 
     def _weights_seconds(self, batch_size: int) -> float:
-        return self._layers_seconds(batch_size) + self._head_seconds(batch_size)
+        return self.layers_seconds(batch_size) + self.head_seconds(batch_size)
 
-    def _layers_seconds(self, num_tokens: int) -> float:
+    def layers_seconds(self, num_tokens: float) -> float:
+        """The linears of all layers, for the tokens of one step."""
         model = self.model
         head = model.vocab_size * model.hidden_size
         always = model.num_parameters() - head * (1 if model.tie_word_embeddings else 2)
@@ -101,11 +102,12 @@ class Roofline:
             num_used=always + num_layers * expert * model.moe.num_experts_per_token,
         )
 
-    def _head_seconds(self, num_tokens: int) -> float:
+    def head_seconds(self, num_tokens: float) -> float:
+        """The output head, for the sampled tokens of one step."""
         head = self.model.vocab_size * self.model.hidden_size
         return self._linear_seconds(num_tokens, num_read=head, num_used=head)
 
-    def _linear_seconds(self, num_tokens: int, *, num_read: float, num_used: float) -> float:
+    def _linear_seconds(self, num_tokens: float, *, num_read: float, num_used: float) -> float:
         """`num_read` weights are touched by any of the tokens, `num_used` by each."""
         read = num_read * self.weight_bytes / self.machine.bytes_per_second
         compute = 2 * num_used * num_tokens / self.machine.flops_per_second

@@ -128,29 +128,34 @@ def trace_requests(
     path: Path, *, speedup: float = 1.0, limit: int | None = None, seed: int = 0, vocab_size: int | None = None
 ) -> list[Request]:
     """The first `limit` requests of a trace, at their times divided by `speedup`; inf: with no times at all."""
-    with path.open(encoding="utf-8") as file:
-        is_json = file.read(1) == "{"
-    read = _read_mooncake if is_json else _read_azure
-    rows = sorted(read(path, limit), key=lambda row: row.seconds)
+    rows = read_trace(path, limit)
     return [
         Request(
             partial(_trace_prompt, row, (seed, index), vocab_size),
             row.output_len,
             due=None if math.isinf(speedup) else (row.seconds - rows[0].seconds) / speedup,
         )
-        for index, row in enumerate(_not_empty(rows, path))
+        for index, row in enumerate(rows)
     ]
 
 
 @dataclass(frozen=True)
-class _TraceRow:
+class TraceRow:
     seconds: float
     input_len: int
     output_len: int
     hash_ids: tuple[int, ...] = ()
 
 
-def _read_azure(path: Path, limit: int | None) -> Iterator[_TraceRow]:
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
+    """The first `limit` rows of a trace of either kind, in the order of their times; at least one."""
+    with path.open(encoding="utf-8") as file:
+        is_json = file.read(1) == "{"
+    read = _read_mooncake if is_json else _read_azure
+    return sorted(_not_empty(list(read(path, limit)), path), key=lambda row: row.seconds)
+
+
+def _read_azure(path: Path, limit: int | None) -> Iterator[TraceRow]:
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
         missing = [name for name in AZURE_COLUMNS if name not in (rows.fieldnames or [])]
@@ -162,10 +167,10 @@ def _read_azure(path: Path, limit: int | None) -> Iterator[_TraceRow]:
         for row in islice(rows, limit):
             where = f"{path}, line {rows.line_num}"
             num_input, num_output = (_length(row, name, where) for name in AZURE_COLUMNS[1:])
-            yield _TraceRow(_moment(row["TIMESTAMP"], where), num_input, num_output)
+            yield TraceRow(_moment(row["TIMESTAMP"], where), num_input, num_output)
 
 
-def _read_mooncake(path: Path, limit: int | None) -> Iterator[_TraceRow]:
+def _read_mooncake(path: Path, limit: int | None) -> Iterator[TraceRow]:
     for where, row in _json_lines(path, limit):
         milliseconds: Any = row.get("timestamp")
         hash_ids = row.get("hash_ids", [])
@@ -174,10 +179,10 @@ def _read_mooncake(path: Path, limit: int | None) -> Iterator[_TraceRow]:
         if not isinstance(hash_ids, list) or not all(type(block) is int and block >= 0 for block in hash_ids):
             raise ConfigError(f"{where}: hash_ids must be a list of integers of at least 0")
         num_input, num_output = (_length(row, name, where) for name in MOONCAKE_FIELDS[1:])
-        yield _TraceRow(milliseconds / 1000, num_input, num_output, tuple(hash_ids))
+        yield TraceRow(milliseconds / 1000, num_input, num_output, tuple(hash_ids))
 
 
-def _trace_prompt(row: _TraceRow, key: tuple[int, int], vocab_size: int | None) -> list[int]:
+def _trace_prompt(row: TraceRow, key: tuple[int, int], vocab_size: int | None) -> list[int]:
     """The blocks its hashes name, and tokens of its own for what they leave over."""
     seed, index = key
     tokens: list[int] = []

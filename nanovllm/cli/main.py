@@ -25,6 +25,7 @@ examples:
   nanovllm serve --port 8000
   nanovllm plan model.gguf
   nanovllm bench throughput --num-seqs 16 --input-len 64:256 --output-len 64:128
+  nanovllm simulate --synthetic groups=256 --rate 80 --replicas 8 --compare
 
 A model is a folder with safetensors, a .gguf file, or a hub id (org/name).
 'nanovllm COMMAND --help' lists a command's options.
@@ -67,14 +68,15 @@ def _run(argv: "Sequence[str] | None") -> int:
 
 def _parser() -> "Parser":
     from nanovllm import __version__
-    from nanovllm.cli import bench, chat, generate, plan, serve
+    from nanovllm.cli import bench, chat, generate, plan, serve, simulate
     from nanovllm.cli.parser import Parser
 
     parser = Parser(prog="nanovllm", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     parser.set_defaults(run=_no_command)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", prog=parser.prog)
-    for name, module in {"generate": generate, "chat": chat, "serve": serve, "bench": bench, "plan": plan}.items():
+    modules = {"generate": generate, "chat": chat, "serve": serve, "bench": bench, "plan": plan, "simulate": simulate}
+    for name, module in modules.items():
         command = commands.add_parser(
             name,
             usage=f"%(prog)s {module.USAGE}",

@@ -1,0 +1,382 @@
+"""`nanovllm simulate`: how a fleet of replicas would do on a trace, without a device."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.bench.arguments import count
+from nanovllm.bench.shapes import shape_folder, shape_names
+from nanovllm.errors import ConfigError
+from nanovllm.simulate import POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nanovllm.bench.report import Row
+    from nanovllm.cli.parser import Parser
+    from nanovllm.model_config import ModelConfig
+    from nanovllm.simulate.requests import Arrival
+    from nanovllm.simulate.runs import Limits, Settings
+    from nanovllm.simulate.step_time import StepTime
+
+SUMMARY = "how many replicas a load needs, without a device"
+USAGE = "(--trace FILE | --synthetic SPEC) [options]"
+DESCRIPTION = """\
+Simulate replicas of this engine behind a router: the real scheduler and prefix cache run for every request, and a
+formula says how long each step takes. Prints throughput, latencies, cache hits and how evenly the replicas worked.
+"""
+EPILOG = """\
+examples:
+  nanovllm simulate --synthetic groups=256,prefix=2048 --num-requests 2000 --rate 80 --replicas 8 --compare
+  nanovllm simulate --trace mooncake.jsonl --replicas 16 --plot fleet.svg
+  nanovllm simulate --trace mooncake.jsonl --rate 20 --find --ttft-p99 2 --tpot-p99 0.05
+
+A trace is a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens, or has a JSON object a line with timestamp
+(milliseconds), input_length, output_length and hash_ids (numbers of 512-token blocks, equal where prompts are).
+"""
+MEMORY_SHARE = 0.9  # the engine's own default, gpu_memory_utilization
+DEFAULT_RATE, DEFAULT_NUM_REQUESTS = 10.0, 1000
+DEVICE_OPTIONS = ("bandwidth", "tflops", "overhead_ms")
+FIND_COLUMNS = (
+    *("replicas", "ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms", "requests_per_s", "cache_hit_percent", "busy_percent"),
+    "refused",
+)
+
+
+def add_arguments(parser: "Parser") -> None:
+    _add_load(parser.add_argument_group("what arrives"))
+    _add_fleet(parser.add_argument_group("the replicas"))
+    _add_device(parser.add_argument_group("the device and the model"))
+    question = parser.add_argument_group("the question")
+    question.add_argument("--compare", action="store_true", help="all policies side by side")
+    question.add_argument("--find", action="store_true", help="the fewest replicas that keep the limits")
+    question.add_argument("--ttft-p99", type=_positive, metavar="S", help="with --find: most seconds to a first token")
+    question.add_argument("--tpot-p99", type=_positive, metavar="S", help="with --find: most seconds per output token")
+    question.add_argument("--max-replicas", type=count, metavar="N", help="with --find: the most to try; default: 64")
+    output = parser.add_argument_group("output")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG")
+    output.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--trace", type=Path, metavar="FILE", help="a recorded trace, CSV or JSON lines; see below")
+    group.add_argument(
+        "--synthetic",
+        metavar="SPEC",
+        help="drawn requests that share prefixes within groups, such as groups=256,prefix=1024,unique=64:256,"
+        "output=64:192,skew=0 (the defaults; low:high is drawn evenly; skew: the k-th group's share is 1/k^skew)",
+    )
+    group.add_argument(
+        "--num-requests", type=count, metavar="N", help="of a trace the first N; drawn: how many, default: 1000"
+    )
+    group.add_argument(
+        "--rate", type=_positive, metavar="X", help="requests a second; default: a trace's own times, drawn: 10"
+    )
+    group.add_argument("--seed", type=_whole, metavar="N", help="of drawn requests; default: 0")
+
+
+def _add_fleet(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--replicas", type=count, metavar="N", help="how many; default: 1")
+    group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        metavar="NAME",
+        help="who gets a request: prefix (who holds most of its beginning, unless too busy), round-robin, "
+        "least-loaded, or one-big (one replica with the devices and the cache of all: the ideal); default: prefix",
+    )
+    group.add_argument(
+        "--max-lead",
+        type=count,
+        metavar="N",
+        help="prefix: requests that the holder of a whole prompt may be ahead; default: 8",
+    )
+    group.add_argument(
+        "--max-ratio", type=_ratio, metavar="X", help="prefix: or this factor, if that is more; default: 1.5"
+    )
+    group.add_argument("--max-num-seqs", type=count, default=512, metavar="N", help="a replica's; default: 512")
+    group.add_argument(
+        "--max-num-batched-tokens", type=count, default=16384, metavar="N", help="a replica's; default: 16384"
+    )
+    group.add_argument(
+        "--max-model-len", type=count, metavar="N", help="longer requests are refused; default: all are taken"
+    )
+    group.add_argument("--kvcache-block-size", type=count, default=32, metavar="N", help="tokens; default: 32")
+    group.add_argument(
+        "--num-kvcache-blocks", type=count, metavar="N", help="a replica's; default: what the memory holds"
+    )
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="default: True"
+    )
+
+
+def _add_device(group: argparse._ArgumentGroup) -> None:
+    known = ", ".join(shape_names())
+    group.add_argument("--model-shape", default="qwen3-8b", metavar="NAME", help=f"default: qwen3-8b; known: {known}")
+    group.add_argument("--memory-gib", type=_positive, metavar="X", help="of a replica's device; default: 139")
+    group.add_argument(
+        "--bandwidth", type=_positive, metavar="X", help="TB/s that the engine reaches; default: 3.8, an H200's"
+    )
+    group.add_argument(
+        "--tflops", type=_positive, metavar="X", help="TFLOP/s that the engine reaches; default: 620, an H200's"
+    )
+    group.add_argument("--overhead-ms", type=_positive, metavar="X", help="of a step beside these; default: 0.4")
+    group.add_argument(
+        "--step-time",
+        metavar="A,B,C[,D]",
+        help="instead of these: milliseconds of a step, per prompt token, per decoding sequence, per context token",
+    )
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        _refuse_contradictions(args)
+        arrivals = _arrivals(args)
+        settings, described = _settings(args, arrivals)
+    except ConfigError as error:
+        args.parser.error(str(error))
+    described = {**_describe_load(args, arrivals), **described}
+    if args.find:
+        return _find(args, arrivals, settings, described)
+    from nanovllm.simulate.metrics import measure
+    from nanovllm.simulate.plot import draw_runs
+    from nanovllm.simulate.runs import simulate
+
+    num_replicas = args.replicas or 1
+    policies = POLICIES if args.compare else (args.policy or POLICIES[0],)
+    outcomes = {
+        policy: simulate(arrivals, num_replicas=num_replicas, policy=policy, settings=settings) for policy in policies
+    }
+    rows = [{"policy": policy, **measure(outcome)} for policy, outcome in outcomes.items()]
+    _print(args, {**described, "replicas": num_replicas}, rows, _side_by_side(rows))
+    if args.plot is not None:
+        args.plot.write_text(draw_runs(outcomes, _caption(args, f"{num_replicas} replicas")), encoding="utf-8")
+    return 0
+
+
+def _find(args: argparse.Namespace, arrivals: "Sequence[Arrival]", settings: "Settings", described: "Row") -> int:
+    from nanovllm.bench.report import table
+    from nanovllm.simulate.plot import draw_search
+    from nanovllm.simulate.runs import fewest_replicas, run_row
+
+    limits, policy = _limits(args), args.policy or POLICIES[0]
+    enough, tried = fewest_replicas(
+        lambda number: run_row(arrivals, num_replicas=number, policy=policy, settings=settings),
+        limits=limits,
+        most=args.max_replicas or 64,
+    )
+    rows = [{**row, "enough": limits.are_kept_by(row)} for row in tried.values()]
+    answer = f"{max(tried)} replicas are not enough" if enough is None else f"{enough} replicas are enough"
+    shown = [{**{name: row[name] for name in FIND_COLUMNS}, "enough": "yes" if row["enough"] else "no"} for row in rows]
+    described |= {"policy": policy, "ttft_p99_s": args.ttft_p99, "tpot_p99_s": args.tpot_p99}
+    _print(args, {**described, "enough": enough} if args.json else described, rows, f"{table(shown)}\n\n{answer}")
+    if args.plot is not None:
+        args.plot.write_text(draw_search(tried, limits, _caption(args, answer)), encoding="utf-8")
+    return 1 if enough is None else 0
+
+
+def _limits(args: argparse.Namespace) -> "Limits":
+    from nanovllm.simulate.runs import Limits
+
+    ttft, tpot = (None if limit is None else 1e3 * limit for limit in (args.ttft_p99, args.tpot_p99))
+    return Limits(ttft_p99_ms=ttft, tpot_p99_ms=tpot)
+
+
+def _print(args: argparse.Namespace, described: "Row", rows: "list[Row]", text: str) -> None:
+    from nanovllm.bench.report import Report
+
+    if args.json:
+        print(Report("simulate", {}, described, rows).to_json())
+        return
+    width = max(map(len, described))
+    known = {name: value for name, value in described.items() if value is not None}
+    print("\n".join(f"{name.replace('_', ' '):<{width}}  {_show(value)}" for name, value in known.items()))
+    print(f"\n{text}")
+
+
+def _show(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _side_by_side(rows: "list[Row]") -> str:
+    """A line a number, a column a run."""
+    from nanovllm.bench.report import table
+
+    names = [name for name in rows[0] if name != "policy"]
+    return table([{"": _title(name), **{row["policy"]: _dash(row[name]) for row in rows}} for name in names])
+
+
+def _title(name: str) -> str:
+    return name.replace("_per_", "/").replace("_percent", " %").replace("_", " ")
+
+
+def _dash(value: Any) -> Any:
+    return "-" if value is None else value
+
+
+def _caption(args: argparse.Namespace, answer: str) -> str:
+    source = args.trace.name if args.trace is not None else args.synthetic or "synthetic"
+    rate = f", {args.rate:g} requests/s" if args.rate is not None else ""
+    return f"{args.model_shape}, {source}{rate}: {answer} (simulated)"
+
+
+# --- from arguments to settings ---------------------------------------------------------------------------------------
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    given = {name for name, value in vars(args).items() if value is not None and value is not False}
+    if ("trace" in given) == ("synthetic" in given):
+        raise ConfigError("name what arrives, either with --trace FILE or with --synthetic SPEC")
+    if args.find and not given & {"ttft_p99", "tpot_p99"}:
+        raise ConfigError("--find needs a limit to keep: --ttft-p99, --tpot-p99 or both")
+    if args.step_time is not None:
+        _refuse_together(given, "step_time", DEVICE_OPTIONS)
+    if args.find:
+        _refuse_together(given, "find", ("compare", "replicas"))
+    else:
+        _refuse_without(given, "find", ("ttft_p99", "tpot_p99", "max_replicas"))
+    if args.compare:
+        _refuse_together(given, "compare", ("policy",))
+    if (args.policy or "prefix") != "prefix":
+        for name in sorted(given & {"max_lead", "max_ratio"}):
+            raise ConfigError(f"{_option(name)} is of the policy prefix, not of {args.policy}")
+    _refuse_without(given, "synthetic", ("seed",))
+    if args.plot is not None and not args.plot.resolve().parent.is_dir():
+        raise ConfigError(f"--plot {args.plot}: there is no folder {args.plot.parent}")
+
+
+def _refuse_together(given: set[str], name: str, others: tuple[str, ...]) -> None:
+    for other in others:
+        if other in given:
+            raise ConfigError(f"{_option(name)} and {_option(other)} cannot be given together")
+
+
+def _refuse_without(given: set[str], name: str, others: tuple[str, ...]) -> None:
+    for other in others:
+        if other in given and name not in given:
+            raise ConfigError(f"{_option(other)} works only with {_option(name)}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _arrivals(args: argparse.Namespace) -> "list[Arrival]":
+    from nanovllm.simulate.requests import Synthetic, trace_arrivals
+
+    if args.trace is not None:
+        return trace_arrivals(args.trace, limit=args.num_requests, rate=args.rate)
+    return Synthetic.parse(args.synthetic).arrivals(
+        count=args.num_requests or DEFAULT_NUM_REQUESTS, rate=args.rate or DEFAULT_RATE, seed=args.seed or 0
+    )
+
+
+def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple[Settings, Row]":
+    """What each replica is, and the same in words."""
+    from nanovllm.config import SchedulerConfig
+    from nanovllm.models.registry import describe
+    from nanovllm.routing import MAX_LEAD, MAX_RATIO
+    from nanovllm.simulate.runs import Settings
+
+    model = describe(shape_folder(args.model_shape)).config
+    num_blocks = args.num_kvcache_blocks or _blocks_in_memory(args, model)
+    longest = max(arrival.input_len + arrival.output_len for arrival in arrivals)
+    config = SchedulerConfig(
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len or longest,
+        block_size=args.kvcache_block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=args.enable_prefix_caching,
+    )
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least "
+            f"--max-num-seqs {config.max_num_seqs}: every sequence may advance in every step"
+        )
+    settings = Settings(config, _step_time(args, model), args.max_lead or MAX_LEAD, args.max_ratio or MAX_RATIO)
+    described: Row = {
+        "model": args.model_shape,
+        "step_time": args.step_time or f"{_bandwidth(args):g} TB/s, {_tflops(args):g} TFLOP/s, {_overhead(args):g} ms",
+        "kv_cache_tokens": num_blocks * config.block_size,
+    }
+    return settings, described
+
+
+def _blocks_in_memory(args: argparse.Namespace, model: "ModelConfig") -> int:
+    from nanovllm.simulate.step_time import H200_MEMORY
+
+    memory = H200_MEMORY if args.memory_gib is None else args.memory_gib * 2**30
+    left = MEMORY_SHARE * memory - 2 * model.num_parameters()
+    num_blocks = int(left // (model.kv_bytes_per_token("bfloat16") * args.kvcache_block_size))
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{args.model_shape} does not fit into {memory / 2**30:g} GiB: raise --memory-gib, or give "
+            "--num-kvcache-blocks for what the devices of a replica hold together"
+        )
+    return num_blocks
+
+
+def _step_time(args: argparse.Namespace, model: "ModelConfig") -> "StepTime":
+    from nanovllm.bench.roofline import Machine, Roofline, kv_head_bytes
+    from nanovllm.simulate.step_time import Linear, Modelled
+
+    if args.step_time is not None:
+        return Linear.parse(args.step_time)
+    machine = Machine(_bandwidth(args) * 1e12, _tflops(args) * 1e12)
+    return Modelled(Roofline(machine, model, 2, kv_head_bytes(model, 2, "auto")), _overhead(args) / 1e3)
+
+
+def _bandwidth(args: argparse.Namespace) -> float:
+    from nanovllm.simulate.step_time import H200
+
+    return args.bandwidth or H200.bytes_per_second / 1e12
+
+
+def _tflops(args: argparse.Namespace) -> float:
+    from nanovllm.simulate.step_time import H200
+
+    return args.tflops or H200.flops_per_second / 1e12
+
+
+def _overhead(args: argparse.Namespace) -> float:
+    from nanovllm.simulate.step_time import H200_OVERHEAD
+
+    return args.overhead_ms or H200_OVERHEAD * 1e3
+
+
+def _describe_load(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "Row":
+    num = len(arrivals)
+    return {
+        "load": str(args.trace) if args.trace is not None else f"synthetic {args.synthetic}".rstrip(),
+        "requests": num,
+        "arrivals_seconds": arrivals[-1].seconds,
+        "mean_input_tokens": sum(arrival.input_len for arrival in arrivals) / num,
+        "mean_output_tokens": sum(arrival.output_len for arrival in arrivals) / num,
+    }
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return number
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 0")
+    return int(text)
+
+
+def _ratio(text: str) -> float:
+    number = _positive(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
+    return number

@@ -1,0 +1,223 @@
+"""Which of several replicas gets a request: pure logic, no I/O.
+
+A replica that has computed a prompt's beginning before finds it in its prefix cache, so requests with the same
+beginning should meet at the same replica; but not all of them, or one replica works while the others wait. `Router`
+weighs the two:
+
+  1. The prompt is cut into blocks, and each block is named by a hash of itself and all before it (and of the salt: a
+     cache never shares across salts). For each name the router remembers which replicas were sent it.
+  2. Of the replicas that hold the longest beginning, the least loaded one gets the request, unless it is too busy for
+     that. Then the holders of the next shorter beginning are asked, and so on.
+  3. With nothing held, or every holder too busy, the least loaded of all replicas gets it, and holds it from then on.
+     Between equals, the one with fewest known blocks wins, then the one added first.
+
+How far a holder may be ahead of the least loaded replica depends on what it saves: by `max_lead`, or by the factor
+`max_ratio` if that is more, where it holds the whole prompt; by half as much where it holds half; and so on. Both
+bounds are needed: few requests more mean little under heavy load, a factor means little under light load. And a
+beginning that all prompts share, such as a system prompt before long documents, must not draw them all to one place.
+
+What a replica really holds is not known here, only what it was sent; of that, the `blocks_per_replica` blocks used last
+are remembered. A wrong guess costs time, never a wrong answer.
+
+Load is counted in whatever `weight` is: requests, unless the caller has something better, such as tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+Replica = Hashable
+
+MAX_LEAD, MAX_RATIO = 8, 1.5  # requests, factor; docs/simulate.md has what they give
+
+
+class Policy(ABC):
+    """Counts what runs where; how to choose is up to the kind of policy."""
+
+    def __init__(self, replicas: Iterable[Replica] = ()) -> None:
+        self._loads: dict[Replica, int] = {}  # in the order in which they were added
+        for replica in replicas:
+            self.add(replica)
+
+    @property
+    def loads(self) -> dict[Replica, int]:
+        """The weight of what runs on each replica."""
+        return dict(self._loads)
+
+    def add(self, replica: Replica) -> None:
+        if replica in self._loads:
+            raise ValueError(f"replica {replica!r} is already here")
+        self._loads[replica] = 0
+
+    def remove(self, replica: Replica) -> None:
+        """Never choose it again, and forget what it holds. Harmless for one that is not here."""
+        self._loads.pop(replica, None)
+
+    def route(self, token_ids: Sequence[int], *, salt: str | None = None, weight: int = 1) -> Replica:
+        """The replica for this prompt; counts the request as running there until `finished`."""
+        if not self._loads:
+            raise LookupError("there is no replica to send a request to")
+        replica = self._choose(token_ids, salt)
+        self._loads[replica] += weight
+        return replica
+
+    def finished(self, replica: Replica, *, weight: int = 1) -> None:
+        """A routed request has ended there, well or not. Harmless for a replica that has been removed since."""
+        if replica in self._loads:
+            self._loads[replica] = max(0, self._loads[replica] - weight)  # 0: it was removed and added again
+
+    @abstractmethod
+    def _choose(self, token_ids: Sequence[int], salt: str | None) -> Replica: ...
+
+
+class RoundRobin(Policy):
+    """One after the other, in the order in which they were added."""
+
+    def __init__(self, replicas: Iterable[Replica] = ()) -> None:
+        super().__init__(replicas)
+        self._next = 0
+
+    def _choose(self, token_ids: Sequence[int], salt: str | None) -> Replica:
+        self._next %= len(self._loads)
+        replica = list(self._loads)[self._next]
+        self._next += 1
+        return replica
+
+
+class LeastLoaded(Policy):
+    """The one with the least weight running; of several, the one that was chosen longest ago."""
+
+    def __init__(self, replicas: Iterable[Replica] = ()) -> None:
+        self._chosen_at: dict[Replica, int] = {}
+        self._clock = 0
+        super().__init__(replicas)
+
+    def add(self, replica: Replica) -> None:
+        super().add(replica)
+        self._chosen_at[replica] = 0
+
+    def remove(self, replica: Replica) -> None:
+        super().remove(replica)
+        self._chosen_at.pop(replica, None)
+
+    def _choose(self, token_ids: Sequence[int], salt: str | None) -> Replica:
+        least = min(self._loads.values())
+        equals = [replica for replica, load in self._loads.items() if load == least]
+        replica = min(equals, key=self._chosen_at.__getitem__)
+        self._clock += 1
+        self._chosen_at[replica] = self._clock
+        return replica
+
+
+class Router(Policy):
+    """The replica that holds most of the prompt's beginning, unless it is much busier than the least busy one."""
+
+    def __init__(
+        self,
+        replicas: Iterable[Replica] = (),
+        *,
+        block_size: int = 32,
+        blocks_per_replica: int = 1 << 15,
+        max_lead: int = MAX_LEAD,
+        max_ratio: float = MAX_RATIO,
+    ) -> None:
+        if block_size < 1 or blocks_per_replica < 1:
+            raise ValueError(f"{block_size=} and {blocks_per_replica=} must be at least 1")
+        if not max_lead >= 0 or not max_ratio >= 1:
+            raise ValueError(f"{max_lead=} must be at least 0, {max_ratio=} at least 1")
+        self.block_size = block_size
+        self.blocks_per_replica = blocks_per_replica
+        self.max_lead = max_lead
+        self.max_ratio = max_ratio
+        self._known: dict[Replica, OrderedDict[int, None]] = {}  # block names it was sent, least recently used first
+        self._bit: dict[Replica, int] = {}  # its place in the bit sets below
+        self._by_bit: dict[int, Replica] = {}
+        self._holders: dict[int, int] = {}  # block name -> the set of replicas that were sent it, a bit each
+        super().__init__(replicas)
+
+    def add(self, replica: Replica) -> None:
+        super().add(replica)
+        bit = _lowest_free_bit(self._by_bit)
+        self._bit[replica] = bit
+        self._by_bit[bit] = replica
+        self._known[replica] = OrderedDict()
+
+    def remove(self, replica: Replica) -> None:
+        super().remove(replica)
+        if replica in self._bit:
+            for name in self._known.pop(replica):
+                self._forget(name, self._bit[replica])
+            del self._by_bit[self._bit.pop(replica)]
+
+    def num_known_blocks(self, replica: Replica) -> int:
+        return len(self._known[replica])
+
+    def _choose(self, token_ids: Sequence[int], salt: str | None) -> Replica:
+        names = self._names(token_ids, salt)
+        replica = self._best_holder(names)
+        self._remember(replica, names)
+        return replica
+
+    def _best_holder(self, names: list[int]) -> Replica:
+        least = min(self._loads.values())
+        most_lead = max(self.max_lead, (self.max_ratio - 1) * least)
+        for num_blocks, holders in reversed(self._holders_along(names)):
+            best = self._least_loaded(self._replicas_of(holders))
+            if self._loads[best] - least <= most_lead * num_blocks / len(names):
+                return best
+        return self._least_loaded(self._loads)
+
+    def _holders_along(self, names: list[int]) -> list[tuple[int, int]]:
+        """For ever longer beginnings, how many blocks and who holds them; one entry a set of holders."""
+        found: list[tuple[int, int]] = []
+        holders = -1  # everyone holds nothing
+        for index, name in enumerate(names):
+            fewer = holders & self._holders.get(name, 0)
+            if fewer != holders and index:
+                found.append((index, holders))
+            if not fewer:
+                return found
+            holders = fewer
+        return [*found, (len(names), holders)] if names else []
+
+    def _least_loaded(self, replicas: Iterable[Replica]) -> Replica:
+        return min(replicas, key=lambda replica: (self._loads[replica], len(self._known[replica])))
+
+    def _replicas_of(self, holders: int) -> Iterator[Replica]:
+        """In the order of their bits, which is that of their coming unless one has left."""
+        while holders:
+            bit = holders & -holders
+            yield self._by_bit[bit]
+            holders ^= bit
+
+    def _names(self, token_ids: Sequence[int], salt: str | None) -> list[int]:
+        size = self.block_size
+        names = [hash(salt)]
+        for end in range(size, len(token_ids) + 1, size):
+            names.append(hash((names[-1], *token_ids[end - size : end])))
+        return names[1:]
+
+    def _remember(self, replica: Replica, names: list[int]) -> None:
+        """The prompt's first block as the one used last: without it the others cannot be found."""
+        known, bit = self._known[replica], self._bit[replica]
+        for name in reversed(names):
+            if name in known:
+                known.move_to_end(name)
+            else:
+                known[name] = None
+                self._holders[name] = self._holders.get(name, 0) | bit
+        while len(known) > self.blocks_per_replica:
+            name, _ = known.popitem(last=False)
+            self._forget(name, bit)
+
+    def _forget(self, name: int, bit: int) -> None:
+        holders = self._holders[name] & ~bit
+        if holders:
+            self._holders[name] = holders
+        else:
+            del self._holders[name]
+
+
+def _lowest_free_bit(taken: Iterable[int]) -> int:
+    used = sum(taken)
+    return ~used & (used + 1)

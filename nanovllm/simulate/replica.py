@@ -1,0 +1,78 @@
+"""One replica: the engine's own scheduler and prefix cache, with a clock where the device was.
+
+The tokens that a step would sample are all the same and known at once; when they come is the step's modelled time.
+"""
+
+from typing import NamedTuple
+
+from nanovllm.config import SchedulerConfig
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.plan import StepPlan, StepResult
+from nanovllm.simulate.requests import GENERATED
+from nanovllm.simulate.step_time import StepTime, StepWork
+
+
+class StepEnd(NamedTuple):
+    sampled: list[Sequence]  # whose prompt was completed by this step: for most of them this is the first token
+    ended: list[Sequence]
+
+
+class Replica:
+    def __init__(self, config: SchedulerConfig, step_time: StepTime) -> None:
+        self.scheduler = Scheduler(config)
+        self.busy_seconds = 0.0
+        self.num_steps = 0
+        self._step_time = step_time
+        self._plan: StepPlan | None = None  # of the step that runs, if one does
+        self._last_plan: StepPlan | None = None
+        self._num_context = 0  # tokens that the decodes of the last plan read
+        self._at_row: dict[int, Sequence] = {}
+        self._results: dict[int, StepResult] = {}  # by number of sampled tokens
+
+    @property
+    def is_running(self) -> bool:
+        return self._plan is not None
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.num_unfinished > 0
+
+    def begin_step(self) -> float:
+        """Schedule a step; how many seconds it takes."""
+        plan = self.scheduler.schedule()
+        assert plan is not None, "with no step in flight, something can always be scheduled"
+        seconds = self._step_time.seconds(self._work(plan))
+        self._plan = self._last_plan = plan
+        self.busy_seconds += seconds
+        self.num_steps += 1
+        return seconds
+
+    def end_step(self) -> StepEnd:
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        sampled = [self._at_row[chunk.row] for chunk in plan.chunks if chunk.samples]
+        return StepEnd(sampled, self.scheduler.update(plan, self._result(len(plan.decode_rows) + len(sampled))))
+
+    def _work(self, plan: StepPlan) -> StepWork:
+        if plan.new_rows:
+            self._at_row = {seq.row: seq for seq in self.scheduler.running}
+        num_decodes = len(plan.decode_rows)
+        if plan is self._last_plan:  # the same sequences, each one token further
+            self._num_context += num_decodes
+            return StepWork(0, num_decodes, num_decodes, self._num_context, 0)
+        num_prefill = num_scores = num_completed = num_sampled = 0
+        for chunk in plan.chunks:
+            num_prefill += chunk.num_new
+            num_scores += chunk.num_new * chunk.start + chunk.num_new * (chunk.num_new + 1) // 2
+            if chunk.samples:
+                num_sampled += 1
+                num_completed += chunk.start + chunk.num_new
+        # a prompt that this step completes stands among the decoding already
+        self._num_context = sum([seq.num_computed_tokens for seq in self.scheduler.decoding]) - num_completed
+        return StepWork(num_prefill, num_decodes, num_decodes + num_sampled, self._num_context, num_scores)
+
+    def _result(self, num_sampled: int) -> StepResult:
+        if num_sampled not in self._results:
+            self._results[num_sampled] = StepResult(tokens=[[GENERATED]] * num_sampled)
+        return self._results[num_sampled]
