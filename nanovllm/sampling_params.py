@@ -14,10 +14,12 @@ MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH = 256 * 1024, 64
 MAX_REGEX_BYTES = 8 * 1024
 MAX_CHOICES, MAX_CHOICE_BYTES = 1024, 64 * 1024
 MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_TOLD = 1000  # characters of a refused value that its refusal repeats
 
 
 def _refuse(field: str, value: object, rule: str) -> None:
-    raise ValueError(f"{field}={value!r}: {rule}")
+    told = repr(value)
+    raise ValueError(f"{field}={told if len(told) <= MAX_TOLD else told[:MAX_TOLD] + '...'}: {rule}")
 
 
 def _check_int(field: str, value: object, low: int, high: int | None = None) -> None:

@@ -77,13 +77,12 @@ class Tokenizer:
         return cls(backend, chat_template=templates, special_tokens=named)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        _check_text(text)
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._prefix + ids if add_special_tokens else ids
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         for text in texts:
             _check_text(text)
+        # Unlike `encode` it lets other threads run meanwhile: seconds, for a text of megabytes.
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         prefix = self._prefix if add_special_tokens else []
         return [prefix + encoding.ids for encoding in encodings]

@@ -80,6 +80,9 @@ async def exchange(server: Server, message: bytes, on_body: Callable[[bytes], No
         raise RequestFailed("connection refused", str(error)) from None
     except OSError as error:
         raise RequestFailed("cannot connect", str(error)) from None
+    except asyncio.CancelledError:
+        connection.ended.cancel()  # nobody will ask how it ended
+        raise
     try:
         await connection.ended
     finally:
