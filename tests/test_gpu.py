@@ -1,6 +1,7 @@
 """The engine on a CUDA device: greedy tokens equal transformers', however a step is run, and closing gives all back."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -60,6 +61,24 @@ def test_a_graph_a_launched_step_and_a_step_ahead_draw_the_same_tokens(dtype: st
         with open_on_gpu("qwen3", **options) as llm:
             seen.append(tokens_of(llm, prompts, MIXED_PARAMS))
     assert all(tokens == seen[0] for tokens in seen)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
+def test_dependent_launches_change_nothing(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Kernels that start while others still run read ahead nothing that these write, from sixteen rows down to one."""
+    prompts = [prompt_of(5 + 6 * i, seed=13) for i in range(16)]
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=8 + 4 * i, ignore_eos=True) for i in range(16)]
+    options = {"dtype": "bfloat16", "max_num_seqs": 16, "num_kvcache_blocks": 256}
+    users = [module for name, module in sys.modules.items() if name.startswith("nanovllm.")]
+    for eager in (False, True):
+        seen = []
+        for dependent in (True, False):
+            for module in users:
+                if hasattr(module, "dependent_launch"):
+                    monkeypatch.setattr(module, "dependent_launch", lambda dependent=dependent: dependent)
+            with open_on_gpu(family, enforce_eager=eager, **options) as llm:
+                seen.append(tokens_of(llm, prompts, params))
+        assert seen[0] == seen[1]
 
 
 def test_sampling_features_equal_those_of_the_cpu() -> None:

@@ -76,6 +76,7 @@ class AttentionBackend(Protocol):
         """In place of `prepare`, a step of decodes alone whose positions only the device knows.
 
         [n] rows and positions, -1 = padding, and the block tables of all rows. `balanced` where lengths are `uneven`.
+        Positions are written after this call, before `forward`.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Paged attention with our own kernels.
 
-A decode is one kernel: it norms, rotates and stores the new key and value and attends. Prefill chunks take two: one
-that prepares and stores, one that attends through the block tables.
+A decode is one kernel: it norms, rotates and stores the new key and value and attends; there is one for a few sequences
+and one for all else. Prefill chunks take two: one that prepares and stores, one that attends through the block tables.
 
 With `invariant`, decodes go the way of prefill chunks, in tiles of one fixed shape: then a token's result depends
 neither on what else is in the step nor on how its sequence was cut into chunks.
@@ -16,9 +16,17 @@ from torch import Tensor
 
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm, uneven
 from nanovllm.kernels import dependent_launch
-from nanovllm.kernels.decode_attention import DecodeConfig, DecodeWorkspace, decode_config, paged_decode, plan_decode
+from nanovllm.kernels.decode_attention import DecodeConfig, decode_config, paged_decode, plan_decode
+from nanovllm.kernels.decode_parts import DecodeWorkspace
 from nanovllm.kernels.prefill_attention import paged_prefill, prefill_config, query_tiles
 from nanovllm.kernels.rope_store import rope_store
+from nanovllm.kernels.small_batch_attention import (
+    MAX_PAIRS,
+    MAX_PROGRAMS,
+    small_batch_decode,
+    small_batch_serves,
+    small_batch_splits,
+)
 
 MANY_DECODES = 32
 
@@ -42,6 +50,7 @@ class TritonStep:
     num_decodes: int
     chunks: Chunks | None
     balanced: bool  # decodes are of very unequal lengths
+    tables: Tensor | None = None  # [num_decodes, max_blocks] their blocks, where they are a small batch
     planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: how the decodes' work is cut
 
 
@@ -61,13 +70,17 @@ class TritonBackend:
         self._num_sms = 1
         if shape.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(shape.device).multi_processor_count
+        self._small_batch = 0  # the most sequences that make one
+        if small_batch_serves(head_dim=shape.head_dim, cache_dtype=shape.cache_dtype) and None in shape.windows:
+            self._small_batch = MAX_PAIRS // shape.num_kv_heads
+        most_programs = max(
+            self._decode_config(batch, balanced=balanced).num_programs
+            for batch in range(1, max_num_seqs + 1)
+            for balanced in (False, True)
+        )
         self._workspace = DecodeWorkspace(
             max_batch=max_num_seqs,
-            max_programs=max(
-                self._decode_config(batch, balanced=balanced).num_programs
-                for batch in range(1, max_num_seqs + 1)
-                for balanced in (False, True)
-            ),
+            max_programs=max(most_programs, MAX_PROGRAMS if self._small_batch else 0),
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -127,12 +140,20 @@ class TritonBackend:
         )
 
     def decode_step(self, rows: Tensor, positions: Tensor, blocks: Tensor, *, balanced: bool) -> TritonStep:
-        n, num_decodes, chunks = len(rows), len(rows), None
+        n, num_decodes, chunks, tables = len(rows), len(rows), None, None
         if self._invariant:
             chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
             num_decodes = 0
+        elif n <= self._small_batch and not balanced:
+            tables = blocks.index_select(0, rows)
         return TritonStep(
-            rows=rows, positions=positions, blocks=blocks, num_decodes=num_decodes, chunks=chunks, balanced=balanced
+            rows=rows,
+            positions=positions,
+            blocks=blocks,
+            num_decodes=num_decodes,
+            chunks=chunks,
+            balanced=balanced,
+            tables=tables,
         )
 
     # --- once a layer -------------------------------------------------------------------------------------------------
@@ -142,11 +163,31 @@ class TritonBackend:
     ) -> Tensor:
         s = self.shape
         out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
-        if step.num_decodes:
+        if step.tables is not None and window is None:
+            self._decode_small_batch(qkv, norm, cache, step.positions, step.tables, out)
+        elif step.num_decodes:
             self._decode(qkv[: step.num_decodes], norm, cache, step, window, out[: step.num_decodes])
         if step.chunks is not None:
             self._prefill(qkv, norm, cache, step, step.chunks, window, out)
         return out
+
+    def _decode_small_batch(
+        self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, positions: Tensor, tables: Tensor, out: Tensor
+    ) -> None:
+        small_batch_decode(
+            qkv,
+            cache.kv,
+            positions=positions,
+            tables=tables,
+            workspace=self._workspace,
+            q_norm=None if norm is None else norm.q,
+            k_norm=None if norm is None else norm.k,
+            eps=0.0 if norm is None else norm.eps,
+            cos_sin=self._rotary_table,
+            out=out,
+            splits=small_batch_splits(len(tables) * self.shape.num_kv_heads),
+            pdl=dependent_launch(),
+        )
 
     def _decode(
         self,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import launch
+from nanovllm.kernels.decode_parts import DecodeWorkspace, block_numbers, finish, new_heads, rotation, slots_of
 from nanovllm.kernels.prefill_attention import paged_prefill_reference
 from nanovllm.kernels.rope_store import rope_store_reference
 
@@ -57,28 +58,6 @@ def decode_config(
     # Small programs, many of them on a multiprocessor: one's start and end run beside the stream of another.
     tile = max(16, min(64, 8192 // row_bytes))
     return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=3, splits=splits)
-
-
-class DecodeWorkspace:
-    """Where partial results meet; one serves every layer and step, as each call leaves the counters at zero."""
-
-    def __init__(
-        self,
-        *,
-        max_batch: int,
-        max_programs: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device | str,
-    ) -> None:
-        group = heads // kv_heads
-        # A balanced program leaves at most two parts: its first segment and its last.
-        slots = 2 * max_programs
-        self.acc = torch.empty(slots, group, head_dim, dtype=torch.float32, device=device)
-        self.maxima = torch.empty(slots, group, dtype=torch.float32, device=device)
-        self.sums = torch.empty(slots, group, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(max_batch * kv_heads, dtype=torch.int32, device=device)
 
 
 def plan_decode_reference(positions: torch.Tensor, *, tile: int, window: int | None) -> torch.Tensor:
@@ -203,45 +182,11 @@ def _sequence_of(ends, unit):
 
 
 @triton.jit
-def _block_numbers(table, tile_at, last_block, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The blocks that hold a tile's tokens: [TILE], or one number where a tile lies within a block."""
-    if BLOCK_SIZE % TILE == 0:
-        index = tile_at // BLOCK_SIZE
-    elif TILE % BLOCK_SIZE == 0:
-        index = tile_at // BLOCK_SIZE + tl.arange(0, TILE) // BLOCK_SIZE
-    else:
-        index = (tile_at + tl.arange(0, TILE)) // BLOCK_SIZE
-    return tl.load(table + tl.minimum(index, last_block)).to(tl.int64)
-
-
-@triton.jit
-def _slots(block, tile_at, head, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr):
-    """Which row of the cache ([blocks, kv_heads, block_size] flattened) holds each token of a tile."""
-    token = tl.arange(0, TILE)
-    if TILE % BLOCK_SIZE == 0:
-        inner = token % BLOCK_SIZE
-    elif BLOCK_SIZE % TILE == 0:
-        inner = tile_at % BLOCK_SIZE + token
-    else:
-        inner = (tile_at + token) % BLOCK_SIZE
-    return block * (KV_HEADS * BLOCK_SIZE) + (head * BLOCK_SIZE + inner)
-
-
-@triton.jit
 def _is_seen(at, first, position, WINDOW: tl.constexpr):
     """Which positions of the cache take part; the new token, at `position`, does so on its own."""
     if WINDOW > 0:
         return (at >= first) & (at < position)
     return at < position
-
-
-@triton.jit
-def _rotation(cos, sin, weight, col, partner, HEAD_DIM: tl.constexpr):
-    """Factors of a column and of its partner in the other half: rotation times norm weight, [COLS] each."""
-    if weight is not None:
-        cos = cos * tl.load(weight + col, mask=col < HEAD_DIM, other=0.0).to(tl.float32)
-        sin = sin * tl.load(weight + partner).to(tl.float32)
-    return cos, sin
 
 
 @triton.jit
@@ -316,8 +261,8 @@ def _prefetch(
         for ahead in tl.static_range(2):
             tile_at = tile_begin + ahead * TILE
             at = tile_at + tl.arange(0, TILE)
-            block = _block_numbers(table, tile_at, position // BLOCK_SIZE, TILE, BLOCK_SIZE)
-            item = _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS) * HEAD_DIM
+            block = block_numbers(table, tile_at, position // BLOCK_SIZE, TILE, BLOCK_SIZE)
+            item = slots_of(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS) * HEAD_DIM
             wanted = _is_seen(at, first, position, WINDOW) & (at < tile_end)
             _prefetch_lines(cache, item, wanted, HEAD_DIM)
             _prefetch_lines(cache + value_offset, item, wanted, HEAD_DIM)
@@ -333,28 +278,6 @@ def _prefetch_lines(base, items, wanted, HEAD_DIM: tl.constexpr):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def _new_heads(
-    qkv, seq, head, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DOT_ROWS: tl.constexpr
-):
-    """Loads a new token's queries, key (each also with its halves swapped) and value of one kv head."""
-    COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    HEADS: tl.constexpr = GROUP * KV_HEADS
-    col = tl.arange(0, COLS)
-    partner = (col + HEAD_DIM // 2) % HEAD_DIM
-    member = tl.arange(0, DOT_ROWS)
-    token_row = qkv + seq.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    q_rows = token_row + (head * GROUP + member)[:, None] * HEAD_DIM
-    is_query = (member < GROUP)[:, None] & (col < HEAD_DIM)[None, :]
-    q = tl.load(q_rows + col[None, :], mask=is_query, other=0.0)
-    q_swapped = tl.load(q_rows + partner[None, :], mask=is_query, other=0.0)
-    k_row = token_row + (HEADS + head) * HEAD_DIM
-    k = tl.load(k_row + col, mask=col < HEAD_DIM, other=0.0)
-    k_swapped = tl.load(k_row + partner, mask=col < HEAD_DIM, other=0.0)
-    v = tl.load(k_row + KV_HEADS * HEAD_DIM + col, mask=col < HEAD_DIM, other=0.0)
-    return q, q_swapped, k, k_swapped, v
 
 
 @triton.jit
@@ -409,16 +332,16 @@ def _attend(
     last_block = position // BLOCK_SIZE
 
     # The block numbers of a tile are loaded one tile ahead of its keys and values.
-    block = _block_numbers(table, tile_begin, last_block, TILE, BLOCK_SIZE)
+    block = block_numbers(table, tile_begin, last_block, TILE, BLOCK_SIZE)
     angles = cos_sin + position.to(tl.int64) * HEAD_DIM
     cos = tl.load(angles + col % HALF)
     sin = tl.load(angles + HALF + col % HALF)
     sin = tl.where(col < HALF, -sin, sin)
-    q_same, q_other = _rotation(cos, sin, q_norm, col, partner, HEAD_DIM)
-    k_same, k_other = _rotation(cos, sin, k_norm, col, partner, HEAD_DIM)
+    q_same, q_other = rotation(cos, sin, q_norm, col, partner, HEAD_DIM)
+    k_same, k_other = rotation(cos, sin, k_norm, col, partner, HEAD_DIM)
     new_block = tl.load(table + last_block).to(tl.int64)
     if FP8:
-        slots = _slots(block, tile_begin, head, TILE, BLOCK_SIZE, KV_HEADS)
+        slots = slots_of(block, tile_begin, head, TILE, BLOCK_SIZE, KV_HEADS)
         seen = _is_seen(tile_begin + token, first, position, WINDOW)
         k_scales = tl.load(scales + slots, mask=seen, other=0.0)
         v_scales = tl.load(scales + scale_offset + slots, mask=seen, other=0.0)
@@ -470,7 +393,7 @@ def _attend(
     q = tl.trans(q)
     for tile_at in range(tile_begin, tl.minimum(tile_end, position), TILE):
         seen = _is_seen(tile_at + token, first, position, WINDOW)
-        slots = _slots(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS)
+        slots = slots_of(block, tile_at, head, TILE, BLOCK_SIZE, KV_HEADS)
         key_mask, value_mask = seen[:, None], seen[None, :]
         if LOAD_COLS != LOAD_DIM:
             key_mask = key_mask & (load_col < LOAD_DIM)[None, :]
@@ -478,7 +401,7 @@ def _attend(
         keys = tl.load(loads + slots[:, None] * LOAD_DIM + load_col[None, :], mask=key_mask, other=0)
         value_item = loads + load_value_offset + slots[None, :] * LOAD_DIM + load_col[:, None]
         values = tl.load(value_item, mask=value_mask, other=0)  # [LOAD_COLS, TILE]
-        block = _block_numbers(table, tile_at + TILE, last_block, TILE, BLOCK_SIZE)
+        block = block_numbers(table, tile_at + TILE, last_block, TILE, BLOCK_SIZE)
 
         if FP8:
             keys, odd_keys = _unpack(keys, DOT_TYPE, INTERPRETED)
@@ -495,7 +418,7 @@ def _attend(
         maximum = new_maximum
         if FP8:
             weights = (weights * (v_scales.to(tl.float32) * LIFT)[:, None]).to(DOT_TYPE)
-            slots = _slots(block, tile_at + TILE, head, TILE, BLOCK_SIZE, KV_HEADS)
+            slots = slots_of(block, tile_at + TILE, head, TILE, BLOCK_SIZE, KV_HEADS)
             later = _is_seen(tile_at + TILE + token, first, position, WINDOW)
             k_scales = tl.load(scales + slots, mask=later, other=0.0)
             v_scales = tl.load(scales + scale_offset + slots, mask=later, other=0.0)
@@ -513,107 +436,6 @@ def _attend(
     else:
         acc = tl.trans(acc)
     return acc, maximum, total_weight
-
-
-@triton.jit
-def _finish(
-    acc,
-    maximum,
-    total_weight,
-    part_acc,
-    part_max,
-    part_sum,
-    counter,
-    out,  # of this sequence and kv head
-    slot,
-    whole,
-    first_part,
-    last_part,
-    first_in_second_slot,
-    SLOTS_PER_PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DOT_ROWS: tl.constexpr,
-):
-    """Writes the result of a `whole` segment; leaves a part in its slot, and joins the parts if it is the last."""
-    COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    col = tl.arange(0, COLS)
-    member = tl.arange(0, DOT_ROWS)
-    valid = (member < GROUP)[:, None] & (col < HEAD_DIM)[None, :]
-    if whole:
-        result = acc / total_weight[:, None]
-        tl.store(out + member[:, None] * HEAD_DIM + col[None, :], result.to(out.dtype.element_ty), mask=valid)
-    else:
-        part = slot * GROUP + member
-        tl.store(part_max + part, maximum, mask=member < GROUP)
-        tl.store(part_sum + part, total_weight, mask=member < GROUP)
-        tl.store(part_acc + part[:, None] * HEAD_DIM + col[None, :], acc, mask=valid)
-        # The barrier orders every thread's part before the one thread that counts the arrival.
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_part - first_part:
-            tl.store(counter, 0)
-            _merge(
-                part_acc,
-                part_max,
-                part_sum,
-                out,
-                first_part,
-                last_part,
-                first_in_second_slot,
-                SLOTS_PER_PART,
-                GROUP,
-                HEAD_DIM,
-            )
-
-
-@triton.jit
-def _merge(
-    part_acc,
-    part_max,
-    part_sum,
-    out,
-    first_part,
-    last_part,
-    first_in_second_slot,
-    SLOTS_PER_PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Joins the parts first..last that programs left of one (sequence, kv head), several at a time."""
-    COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    GROUP_ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
-    # Many at once where there are many, as far as registers allow; balanced programs leave few.
-    PARTS: tl.constexpr = max(1, (8192 if SLOTS_PER_PART == 1 and GROUP_ROWS <= 4 else 2048) // (GROUP_ROWS * COLS))
-    member = tl.arange(0, GROUP_ROWS)
-    col = tl.arange(0, COLS)
-    valid = (member < GROUP)[:, None] & (col < HEAD_DIM)[None, :]
-    maximum = tl.full((GROUP_ROWS,), float("-inf"), tl.float32)
-    total_weight = tl.zeros((GROUP_ROWS,), tl.float32)
-    acc = tl.zeros((GROUP_ROWS, COLS), tl.float32)
-    for start in range(first_part, last_part + 1, PARTS):
-        index = start + tl.arange(0, PARTS)
-        slot = SLOTS_PER_PART * index + ((index == first_part) & first_in_second_slot).to(tl.int32)
-        part = slot[:, None] * GROUP + member[None, :]  # [PARTS, GROUP_ROWS]
-        there = (index <= last_part)[:, None] & (member < GROUP)[None, :]
-        # Other processors wrote these: never from this one's own cache.
-        maxima = tl.load(part_max + part, mask=there, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(part_sum + part, mask=there, other=0.0, cache_modifier=".cg")
-        accs = tl.load(
-            part_acc + part[:, :, None] * HEAD_DIM + col[None, None, :],
-            mask=there[:, :, None] & (col < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
-        new_maximum = tl.where(member < GROUP, new_maximum, 0.0)
-        weights = tl.exp2(maxima - new_maximum[None, :])
-        decay = tl.exp2(maximum - new_maximum)
-        maximum = new_maximum
-        total_weight = total_weight * decay + tl.sum(weights * sums, 0)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * accs, 0)
-    total_weight = tl.where(member < GROUP, total_weight, 1.0)
-    result = acc / total_weight[:, None]
-    tl.store(out + member[:, None] * HEAD_DIM + col[None, :], result.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["batch", "num_blocks", "blocks_stride"])
@@ -649,6 +471,8 @@ def _decode_kernel(
 ):
     DOT_ROWS: tl.constexpr = max(8, triton.next_power_of_2(GROUP))  # the fewest tl.dot takes
     HEADS: tl.constexpr = GROUP * KV_HEADS
+    # Fixed splits leave many parts: as many at once as registers allow; balanced programs leave few.
+    FIXED_MERGED: tl.constexpr = 8192 if GROUP <= 4 else 2048
     scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)
     value_offset = scale_offset * HEAD_DIM
     if PDL:
@@ -665,7 +489,7 @@ def _decode_kernel(
         head = pair % KV_HEADS
         position = tl.load(positions + seq)
         row = tl.load(rows + seq)
-        q, q_swapped, k, k_swapped, v = _new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
+        q, q_swapped, k, k_swapped, v = new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
         table = blocks + row.to(tl.int64) * blocks_stride
         first, tiles = _tile_span(position, TILE, WINDOW)
         tiles = tl.where(position < 0, 0, tiles)
@@ -685,11 +509,11 @@ def _decode_kernel(
                 KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED, DOT_ROWS,
             )  # fmt: skip
             first_part = pair * splits
-            _finish(
+            finish(
                 acc, maximum, total_weight, part_acc, part_max, part_sum, arrived + pair,
                 out + (seq.to(tl.int64) * HEADS + head * GROUP) * HEAD_DIM,
                 first_part + split, share >= tiles, first_part, first_part + tl.cdiv(tiles, share) - 1, False,
-                1, GROUP, HEAD_DIM, DOT_ROWS,
+                1, FIXED_MERGED, GROUP, HEAD_DIM, DOT_ROWS,
             )  # fmt: skip
     else:
         program = tl.program_id(0)
@@ -721,7 +545,7 @@ def _decode_kernel(
                 head_end = head_begin + tiles
                 segment_begin = tl.maximum(head_begin, begin)
                 segment_end = tl.minimum(head_end, end)
-                q, q_swapped, k, k_swapped, v = _new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
+                q, q_swapped, k, k_swapped, v = new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
                 acc, maximum, total_weight = _attend(
                     q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, cos_sin, eps,
                     head, first, position, (first_tile + segment_begin - head_begin) * TILE,
@@ -734,13 +558,13 @@ def _decode_kernel(
                     KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED,
                 )  # fmt: skip
                 first_program = _program_of(head_begin, share, rest)
-                _finish(
+                finish(
                     acc, maximum, total_weight, part_acc, part_max, part_sum, arrived + seq * KV_HEADS + head,
                     out + (seq.to(tl.int64) * HEADS + head * GROUP) * HEAD_DIM,
                     2 * program + (segment_begin > begin).to(tl.int32), segment_end - segment_begin == tiles,
                     first_program, _program_of(head_end - 1, share, rest),
                     _first_unit(first_program, share, rest) < head_begin,
-                    2, GROUP, HEAD_DIM, DOT_ROWS,
+                    2, 2048, GROUP, HEAD_DIM, DOT_ROWS,
                 )  # fmt: skip
             unit = seq_end
 

@@ -33,6 +33,7 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
+        # The wait first: what later kernels of the step read before their own must not be still in the making.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]

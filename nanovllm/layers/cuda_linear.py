@@ -1,22 +1,35 @@
 """Linear layers on a GPU: our own kernels for a few rows, cuBLAS for many, or one fixed kernel for all."""
 
+import torch
 from torch import Tensor
 
 from nanovllm.kernels import dependent_launch
-from nanovllm.kernels.few_rows_linear import MAX_ROWS, few_rows_linear
+from nanovllm.kernels.few_rows_linear import MAX_ROWS as FEW_ROWS
+from nanovllm.kernels.few_rows_linear import few_rows_linear
+from nanovllm.kernels.gated_linear import MAX_ROWS as TENS_OF_ROWS
+from nanovllm.kernels.gated_linear import gated_linear
 from nanovllm.kernels.matmul import matmul
 from nanovllm.kernels.one_row_linear import one_row_linear
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 
+MANY_OUTPUTS = 16384  # from here on a kernel whose programs all read x for themselves falls behind cuBLAS
+LARGE_HIDDEN = 2048  # where a gate's weight is so large that the products, not the start, take the time
+
 
 class CudaLinear(Linear):
-    """A single row only reads the weight, and norm, gate and residual cost nothing within the same kernel."""
+    """A single row only reads the weight, and norm, gate and residual cost nothing within the same kernel.
+
+    For a few rows the kernels of a layer overlap: each asks for its weight before the one before it has ended.
+    """
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] == 1:
+        num_rows = x.shape[0]
+        if num_rows == 1:
             return one_row_linear(x, self.weight, bias=self.bias, pdl=dependent_launch())
+        if num_rows <= FEW_ROWS and self.weight.shape[0] < MANY_OUTPUTS:
+            return few_rows_linear(x, self.weight, bias=self.bias, pdl=dependent_launch())
         return super().__call__(x)
 
     def after_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
@@ -24,10 +37,11 @@ class CudaLinear(Linear):
             return one_row_linear(
                 x, self.weight, bias=self.bias, norm_weight=norm.weight, eps=norm.eps, pdl=dependent_launch()
             )
-        return super().__call__(norm(x))
+        return self(norm(x))
 
     def gated_after_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        if x.shape[0] == 1:
+        num_rows, hidden = x.shape
+        if num_rows == 1:
             return one_row_linear(
                 x,
                 self.weight,
@@ -37,13 +51,19 @@ class CudaLinear(Linear):
                 gated=True,
                 pdl=dependent_launch(),
             )
-        return silu_and_mul(super().__call__(norm(x)), pdl=dependent_launch())
+        x = norm(x)
+        few, half = num_rows <= FEW_ROWS, x.dtype != torch.float32
+        if few and not (half and hidden >= LARGE_HIDDEN):
+            return few_rows_linear(x, self.weight, bias=self.bias, gated=True, pdl=dependent_launch())
+        if half and (few or (num_rows <= TENS_OF_ROWS and hidden <= LARGE_HIDDEN)):
+            return gated_linear(x, self.weight, self.bias, pdl=dependent_launch())
+        return silu_and_mul(super().__call__(x), pdl=dependent_launch())
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         if x.shape[0] == 1:
             return one_row_linear(x, self.weight, bias=self.bias, residual=residual, pdl=dependent_launch())
-        if x.shape[0] <= MAX_ROWS:
-            return few_rows_linear(x, self.weight, self.bias, residual, pdl=dependent_launch())
+        if x.shape[0] <= FEW_ROWS:
+            return few_rows_linear(x, self.weight, bias=self.bias, residual=residual, pdl=dependent_launch())
         if self.bias is not None:
             residual += self.bias
         return residual.addmm_(x, self.weight.t())

@@ -97,8 +97,9 @@ class DecodeStep:
     def _step(self, kind: StepKind, caches: list[LayerCache]) -> Tensor:
         table = self._table
         rows, positions = table.decode_rows[: kind.size], self._positions[: kind.size]
-        x = self._model.embed_tokens.of_newest(table.tokens, table.length, rows, positions)
+        # in this order: once the embedding is under way, layers may read ahead what `decode_step` has laid out
         step = self._backend.decode_step(rows, positions, table.blocks, balanced=kind.balanced)
+        x = self._model.embed_tokens.of_newest(table.tokens, table.length, rows, positions)
         logits = self._model.logits(self._model(x, caches, step))
         if kind.ending is Ending.LOGITS:
             return logits

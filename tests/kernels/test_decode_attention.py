@@ -8,13 +8,13 @@ import torch
 
 from nanovllm.kernels.decode_attention import (
     DecodeConfig,
-    DecodeWorkspace,
     decode_config,
     paged_decode,
     paged_decode_reference,
     plan_decode,
     plan_decode_reference,
 )
+from nanovllm.kernels.decode_parts import DecodeWorkspace
 from tests.kernels.support import DEVICE
 
 MAX_POSITION = 4096 if DEVICE == "cuda" else 128

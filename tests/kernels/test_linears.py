@@ -1,10 +1,10 @@
-"""The linears for one row and for few rows against plain torch: odd sizes, and everything that folds in."""
+"""The linears for one row, few rows and gates against plain torch: odd sizes, and everything that folds in."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.few_rows_linear import MAX_ROWS, few_rows_linear, few_rows_linear_reference
+from nanovllm.kernels import few_rows_linear, gated_linear
 from nanovllm.kernels.one_row_linear import one_row_linear, one_row_linear_reference
 from tests.kernels.support import DEVICE
 
@@ -43,18 +43,46 @@ def test_one_row(dtype: torch.dtype, n: int, k: int, pdl: bool) -> None:
         assert residual is None or actual is residual
 
 
+def few_rows_case(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(m + n + k)
+    x = random(m, 2, k, dtype=dtype, scale=3.0)[:, 1]  # a row may be part of a wider one
+    return x, random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)
+
+
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("m", [1, 5, MAX_ROWS])
+@pytest.mark.parametrize("m", [1, 5, few_rows_linear.MAX_ROWS])
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_few_rows(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
-    torch.manual_seed(m + n + k)
-    x = random(m, 2, k, dtype=dtype, scale=3.0)[:, 1]  # a row may be part of a wider one
-    weight = random(n, k, dtype=dtype, scale=k**-0.5)
-    buffer = random(MAX_ROWS + 1, n, dtype=dtype)
-    for bias in (None, random(n, dtype=dtype)):
-        before, residual = buffer.clone(), buffer[:m]
-        expected = few_rows_linear_reference(x, weight, bias, residual)
-        assert few_rows_linear(x, weight, bias, residual, pdl=pdl) is residual
-        check(residual, expected)
+    x, weight, bias = few_rows_case(m, n, k, dtype)
+    for gated, add, with_bias in [(0, 1, 1), (0, 0, 0), (1, 0, 1), (1, 1, 0)]:
+        buffer = random(m + 1, n // 2 if gated else n, dtype=dtype)
+        before, residual = buffer.clone(), buffer[:m] if add else None
+        options = dict(bias=bias if with_bias else None, residual=residual, gated=bool(gated))
+        expected = few_rows_linear.few_rows_linear_reference(x, weight, **options)
+        actual = few_rows_linear.few_rows_linear(x, weight, pdl=pdl, **options)
+        check(actual, expected)
+        assert residual is None or actual is residual
         assert torch.equal(buffer[m:], before[m:]), "a row past the end was written"
+
+
+@pytest.mark.parametrize("name", ["NARROW", "WIDE", "LARGE"])
+@pytest.mark.parametrize("k", [8, 100, 512, 1024, 1100, 1536, 2048, 3000])
+def test_few_rows_read_ahead_of_any_width(monkeypatch: pytest.MonkeyPatch, name: str, k: int) -> None:
+    """Fewer steps than are read ahead, as many, more, and a last one that is not full."""
+    monkeypatch.setattr(few_rows_linear, "_tiles", lambda *_, **__: getattr(few_rows_linear, name))
+    x, weight, bias = few_rows_case(3, 20, k, torch.bfloat16)
+    for gated in (False, True):
+        expected = few_rows_linear.few_rows_linear_reference(x, weight, bias=bias, gated=gated)
+        check(few_rows_linear.few_rows_linear(x, weight, bias=bias, gated=gated), expected)
+
+
+@pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("m", [2, 16, 17, 32, 33, gated_linear.MAX_ROWS])
+@pytest.mark.parametrize(("n", "k"), [*SIZES, (134, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
+    x, weight, bias = few_rows_case(m, n, k, dtype)
+    for given in (None, bias):
+        expected = gated_linear.gated_linear_reference(x, weight, given)
+        check(gated_linear.gated_linear(x, weight, given, pdl=pdl), expected)

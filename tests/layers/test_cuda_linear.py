@@ -1,0 +1,53 @@
+"""A linear on a GPU gives the same numbers whichever of its kernels serves so many rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.layers.cuda_linear import LARGE_HIDDEN, CudaLinear, InvariantLinear
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear
+from tests.kernels.support import DEVICE
+
+OUT = 20
+ROWS = [1, 2, 16, 17, 33, 65]  # at the edges of what each kernel takes
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
+
+
+def check(actual: Tensor, expected: Tensor) -> None:
+    error = (actual.double() - expected).abs().max() / expected.abs().max()
+    assert actual.shape == expected.shape and error < TOLERANCE[actual.dtype], error
+
+
+def case(kind: type[Linear], num_rows: int, hidden: int, dtype: torch.dtype) -> tuple[Linear, RMSNorm, Tensor]:
+    torch.manual_seed(num_rows + hidden)
+    linear = kind(hidden, OUT, bias=True, dtype=dtype, device=torch.device(DEVICE))
+    linear.weight.normal_(std=hidden**-0.5)
+    linear.bias.normal_()
+    norm = RMSNorm(hidden, eps=1e-6, dtype=dtype, device=torch.device(DEVICE))
+    norm.weight.uniform_(0.5, 1.5)
+    norm.finish_loading()
+    return linear, norm, torch.randn(num_rows, hidden, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("hidden", [96, LARGE_HIDDEN, LARGE_HIDDEN + 16])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_number_of_rows(dtype: torch.dtype, hidden: int, num_rows: int) -> None:
+    linear, norm, x = case(CudaLinear, num_rows, hidden, dtype)
+    weight, bias = linear.weight.double(), linear.bias.double()
+    normed = F.rms_norm(x.double(), (hidden,), norm.weight.double(), 1e-6)
+    check(linear(x), F.linear(x.double(), weight, bias))
+    check(linear.after_norm(norm, x), F.linear(normed, weight, bias))
+    gate, up = F.linear(normed, weight, bias).chunk(2, dim=-1)
+    check(linear.gated_after_norm(norm, x), F.silu(gate) * up)
+    residual = torch.randn(num_rows, OUT, device=DEVICE).to(dtype)
+    expected = residual.double() + F.linear(x.double(), weight, bias)
+    check(linear.add_to(residual, x), expected)
+
+
+def test_an_invariant_row_does_not_depend_on_the_others() -> None:
+    linear, norm, x = case(InvariantLinear, 5, 96, torch.float32)
+    for method in (linear.after_norm, linear.gated_after_norm):
+        assert torch.equal(method(norm, x)[:1], method(norm, x[:1]))
