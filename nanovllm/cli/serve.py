@@ -27,6 +27,7 @@ EPILOG = """\
 examples:
   nanovllm serve
   nanovllm serve path/to/Qwen3-0.6B --port 9000 --max-model-len 32768
+  nanovllm serve path/to/Qwen3-8B --replicas 4
   NANOVLLM_API_KEY=secret nanovllm serve --host 0.0.0.0 --ssl-certfile cert.pem --ssl-keyfile key.pem
 """
 KEY_VARIABLE = "NANOVLLM_API_KEY"  # kept from the list of processes, which shows command lines
@@ -36,7 +37,15 @@ def add_arguments(parser: "Parser") -> None:
     parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
     names = [field.name for field in dataclasses.fields(ServerSettings)]
     none_by_default = {"served_model_name": None, "api_key": None, "allowed_origins": None}
-    add_fields(parser.add_argument_group("server options"), ServerSettings, names, none_by_default)
+    group = parser.add_argument_group("server options")
+    add_fields(group, ServerSettings, names, none_by_default)
+    group.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines that share the requests, each with the whole model and, on GPUs, devices of its own; default: 1",
+    )
     add_engine_options(parser)
 
 
@@ -44,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     settings, engine = _settings(args), engine_options(args)
     if args.served is not None and engine.setdefault("model", args.served) != args.served:
         args.parser.error(f"two models: {args.served} and --model {engine['model']}; name one")
+    if args.replicas < 1:
+        args.parser.error(f"replicas={args.replicas}: must be at least 1")
     import asyncio
 
     from nanovllm.server.lifecycle import listen, serve, url_of
@@ -51,16 +62,25 @@ def run(args: argparse.Namespace) -> int:
     with listen(settings) as listener:
         _warn_if_open(settings)
         print(f"Listening on {url_of(listener, settings)}", flush=True)
-        asyncio.run(serve(listener, settings, lambda: _load(engine)))
+        asyncio.run(serve(listener, settings, lambda: _load(engine, args.replicas)))
     return 0
 
 
-async def _load(options: dict[str, Any]) -> "AsyncLLM":
+async def _load(options: dict[str, Any], replicas: int) -> "AsyncLLM":
+    engine = await _start(options, replicas)
+    times = f", {replicas} times" if replicas > 1 else ""
+    note(f"Ready: {engine.model_name}{times}, {engine.max_model_len} tokens of context")
+    return engine
+
+
+async def _start(options: dict[str, Any], replicas: int) -> "AsyncLLM":
+    if replicas > 1:
+        from nanovllm.replicas import Replicas
+
+        return await Replicas.start(count=replicas, **options)
     from nanovllm.async_llm import AsyncLLM
 
-    engine = await AsyncLLM.start(**options)
-    note(f"Ready: {engine.model_name}, {engine.max_model_len} tokens of context")
-    return engine
+    return await AsyncLLM.start(**options)
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
