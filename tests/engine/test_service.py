@@ -25,7 +25,6 @@ from nanovllm.engine.messages import (
     Embed,
     Event,
     Failed,
-    FrameReader,
     GetStats,
     Ping,
     Pong,
@@ -36,11 +35,11 @@ from nanovllm.engine.messages import (
     StepDone,
     View,
     Watch,
-    to_frame,
 )
 from nanovllm.engine.service import Wire, block_states, serve
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.structured.compiler import Compiler
+from nanovllm.utils.frames import FrameReader, to_frame
 from tests.helpers import TEXT_MODEL, greedy_params, model_dir, open_llm, prompt_of, scheduler_of
 
 OPTIONS: dict[str, Any] = {
