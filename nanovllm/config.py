@@ -10,6 +10,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = (*DTYPES, "fp8")
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton")
+DISTRIBUTED_EXECUTOR_BACKENDS = ("mp", "ray")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -47,10 +48,14 @@ class Config:
     dtype: str = "auto"  # float32, bfloat16, float16; auto = the checkpoint's, or what the CPU can compute in
     kv_cache_dtype: str = "auto"  # float32, bfloat16, float16, fp8 (half the memory, on a GPU); auto = as computed
     attention_backend: str = "auto"  # sdpa (torch alone), triton (our kernels, on a GPU); auto = triton where it runs
-    tensor_parallel_size: int = 1  # devices; more than one is still to come
     enforce_eager: bool = False  # on a GPU: launch every kernel of a decode step instead of a recorded graph
     deterministic: bool = False  # on a GPU: the same request gives the same bits in any batch; slower
     overlap: bool | None = None  # schedule one step ahead; None = on a GPU, where the step runs beside the CPU
+    # several devices
+    tensor_parallel_size: int = 1  # devices that share each layer
+    pipeline_parallel_size: int = 1  # groups of such devices, each with some of the layers
+    distributed_executor_backend: str | None = None  # mp (processes of this host), ray; None = mp for several devices
+    worker_timeout: float = 60.0  # seconds that a step may take before its worker counts as hung
     # loading
     load_format: str = "auto"  # safetensors, gguf, dummy (random weights); auto = by the file's name
     skip_tokenizer_init: bool = False  # token ids in and out only
@@ -84,7 +89,17 @@ class Config:
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_int("seed", 0)
+        self._check_parallel()
         self._check_sizes()
+
+    def _check_parallel(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            self._check_int(name, 1)
+        if self.distributed_executor_backend is not None:
+            self._check_choice("distributed_executor_backend", DISTRIBUTED_EXECUTOR_BACKENDS)
+        timeout = self.worker_timeout
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
+            self._refuse("worker_timeout", "must be a number of seconds above 0")
 
     def _check_sizes(self) -> None:
         if self.kvcache_block_size % 16:
@@ -93,8 +108,6 @@ class Config:
             self._check_int("num_kvcache_blocks", 1)
         if self.kv_cache_memory_bytes is not None:
             self._check_int("kv_cache_memory_bytes", 1)
-        if self.tensor_parallel_size != 1:
-            self._refuse("tensor_parallel_size", "this version runs on one device; only 1 is possible")
         if self.max_num_batched_tokens < self.max_num_seqs:
             self._refuse(
                 "max_num_batched_tokens",

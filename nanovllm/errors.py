@@ -36,3 +36,14 @@ class EngineError(NanoError, RuntimeError):
 
 class EngineClosedError(EngineError):
     """The engine was closed, by the user or by an earlier failure."""
+
+
+def raised_elsewhere(kind: str, message: str, traceback: str, *, where: str) -> NanoError:
+    """The error of another process, of its own class where that is one of these, with its traceback as the cause."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, NanoError):
+        error = found(message)
+    else:
+        error = EngineError(f"{kind}: {message}")
+    error.__cause__ = EngineError(f"in {where}:\n{traceback}")
+    return error

@@ -4,7 +4,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -97,8 +97,19 @@ FAMILIES = {
         stacked_experts=True,
     ),
 }
+# With heads that two ranks can share.
+EVEN_FAMILIES = {
+    "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
+    "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
+    "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),
+    "qwen3-moe-stacked-even": replace(FAMILIES["qwen3-moe-stacked"], heads=(4, 2)),
+}
 TEXT_MODEL = "llama-text"  # with a tokenizer, and so with its vocabulary
 TEXT_FAMILY = Family("llama", heads=(6, 2), seed=6)
+
+
+def family_of(name: str) -> Family:
+    return TEXT_FAMILY if name == TEXT_MODEL else (FAMILIES | EVEN_FAMILIES)[name]
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -108,7 +119,7 @@ TEXT_FAMILY = Family("llama", heads=(6, 2), seed=6)
 def reference(name: str) -> transformers.PreTrainedModel:
     """The model in transformers: float32, plain attention, every parameter random."""
     text = name == TEXT_MODEL
-    family = TEXT_FAMILY if text else FAMILIES[name]
+    family = family_of(name)
     config = transformers.AutoConfig.for_model(
         family.model_type,
         vocab_size=600 if text else VOCAB_SIZE,
@@ -149,7 +160,7 @@ def _randomize(model: transformers.PreTrainedModel, seed: int) -> None:
 def model_dir(name: str) -> Path:
     """The checkpoint of a family, as save_pretrained writes it."""
     folder = Path(_FOLDERS.name) / name
-    family = TEXT_FAMILY if name == TEXT_MODEL else FAMILIES[name]
+    family = family_of(name)
     reference(name).save_pretrained(
         folder,
         max_shard_size="100KB" if family.sharded else "1GB",

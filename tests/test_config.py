@@ -68,8 +68,16 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("seed", -1, "integer of at least 0"),
     ("seed", 0.5, "integer"),
     ("seed", None, "integer"),
-    ("tensor_parallel_size", 2, "only 1 is possible"),
-    ("tensor_parallel_size", 0, "only 1 is possible"),
+    ("tensor_parallel_size", 0, "integer of at least 1"),
+    ("tensor_parallel_size", 2.0, "integer"),
+    ("pipeline_parallel_size", -1, "integer of at least 1"),
+    ("pipeline_parallel_size", True, "integer"),
+    ("distributed_executor_backend", "uni", "one of mp, ray"),
+    ("distributed_executor_backend", "rey", "did you mean 'ray'?"),
+    ("worker_timeout", 0, "number of seconds above 0"),
+    ("worker_timeout", INF, "number of seconds above 0"),
+    ("worker_timeout", NAN, "number of seconds above 0"),
+    ("worker_timeout", "1m", "number of seconds above 0"),
 ]
 
 
@@ -107,6 +115,9 @@ ACCEPTED: list[dict[str, Any]] = [
     {"seed": 0},
     {"seed": 2**63},
     {"tensor_parallel_size": 1},
+    {"tensor_parallel_size": 8, "pipeline_parallel_size": 3},
+    {"distributed_executor_backend": None},
+    {"distributed_executor_backend": "mp", "worker_timeout": 1},
     {"tokenizer": "elsewhere"},
 ]
 

@@ -253,7 +253,8 @@ def _write_dequantized(path: Path, folder: Path, dtype: "torch.dtype") -> None:
     from nanovllm.utils.loader import checkpoint_tensors
 
     (folder / "config.json").write_text(json.dumps(_read_config(path)))
-    save_file(dict(checkpoint_tensors(path, "gguf", dtype)), folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: stored.read() for name, stored in checkpoint_tensors(path, "gguf", dtype)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _name(engine: dict[str, Any]) -> str:

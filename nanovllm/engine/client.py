@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from nanovllm import errors
 from nanovllm.engine.messages import (
     Abort,
     Aborted,
@@ -27,7 +26,6 @@ from nanovllm.engine.messages import (
     EngineView,
     Event,
     Failed,
-    FrameReader,
     GetStats,
     Ping,
     Pong,
@@ -39,10 +37,10 @@ from nanovllm.engine.messages import (
     StepDone,
     View,
     Watch,
-    to_frame,
 )
 from nanovllm.engine.service import MAX_STEPS_KEPT, serve
-from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError
+from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError, raised_elsewhere
+from nanovllm.utils.frames import FrameReader, to_frame
 
 SECONDS_TO_STOP = 5.0  # before an engine that was told to is killed
 SECONDS_TO_EXIT = 0.5  # for a process whose socket is gone, until its exit status is there
@@ -403,7 +401,9 @@ class EngineClient:
         if self._started.done():
             self._die(f"the engine has failed: {event.message}", event.traceback)
         else:
-            self._started.set_exception(_as_raised(event))
+            self._started.set_exception(
+                raised_elsewhere(event.kind, event.message, event.traceback, where="the engine")
+            )
 
     def _on_end(self) -> None:
         self._disconnected.set()
@@ -491,14 +491,3 @@ class EngineClient:
         self._transport.close()
         await self._disconnected.wait()
         await asyncio.gather(*self._tasks)
-
-
-def _as_raised(event: Failed) -> NanoError:
-    """The engine's own error, of its own class where that is one of ours."""
-    kind = getattr(errors, event.kind, None)
-    if isinstance(kind, type) and issubclass(kind, NanoError):
-        error = kind(event.message)
-    else:
-        error = EngineError(f"{event.kind}: {event.message}")
-    error.__cause__ = EngineError(f"in the engine:\n{event.traceback}")
-    return error

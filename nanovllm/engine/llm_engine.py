@@ -37,6 +37,7 @@ class LLMEngine:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self._closed: str | None = None
+        self._cause: Exception | None = None  # of an end that nobody asked for
         self.config = Config.from_options(None if model is None else str(model), options)
         path = resolve_model(self.config.model)
         description = describe(path)
@@ -58,9 +59,9 @@ class LLMEngine:
 
     def _build_core(self, path: Path) -> "EngineCore":
         from nanovllm.engine.core import EngineCore
-        from nanovllm.executor.uniproc import UniprocExecutor
+        from nanovllm.executor.make import make_executor
 
-        executor = UniprocExecutor(self.config, self.model_config, path, max_model_len=self.max_model_len)
+        executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
         self.startup_seconds = executor.startup_seconds
         if executor.runs_beside_host:
             gc.freeze()  # what is here now stays: the collector need not look at it while steps of a millisecond run
@@ -172,7 +173,7 @@ class LLMEngine:
             raise
         except Exception as error:
             self._fail(error)
-            raise EngineError(f"a step failed and the engine is closed: {type(error).__name__}: {error}") from error
+            raise EngineError(f"a step failed and the engine is closed: {_told(error)}") from error
         self._stamp(ended, began)
         return self._changed(ended)
 
@@ -275,6 +276,9 @@ class LLMEngine:
             return None
         try:
             return self._core.executor.embed(token_ids, seq.block_table, pooling)
+        except EngineError as error:
+            self._fail(error)
+            raise
         finally:
             blocks.free(seq)
 
@@ -294,8 +298,18 @@ class LLMEngine:
         gc.unfreeze()
         del self._core
 
+    def check_health(self) -> None:
+        """EngineError if the engine cannot go on."""
+        self._check_open()
+        try:
+            self._core.executor.check()
+        except EngineError as error:
+            self._fail(error)
+            raise
+
     def _fail(self, error: Exception) -> None:
-        self._shut(f"the engine was closed by an earlier failure: {type(error).__name__}: {error}")
+        self._cause = error
+        self._shut(f"the engine was closed by an earlier failure: {_told(error)}")
 
     def _start_over(self) -> None:
         """Drop all requests and schedule anew: a step was cut short, and host and device disagree about it."""
@@ -313,7 +327,7 @@ class LLMEngine:
 
     def _check_open(self) -> None:
         if self._closed is not None:
-            raise EngineClosedError(self._closed)
+            raise EngineClosedError(self._closed) from self._cause
 
     def reset_prefix_cache(self) -> None:
         self._check_open()
@@ -470,6 +484,10 @@ def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
     if len(values) != count or not all(isinstance(item, kind) for item in values):
         raise RequestError(f"{name}: give one {kind.__name__} for all prompts, or one for each of the {count}")
     return values
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
 
 def _signed64(value: int) -> int:

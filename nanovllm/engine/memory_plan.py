@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.distributed.group import Place
+from nanovllm.distributed.share import share_of
 from nanovllm.models.registry import describe
 from nanovllm.utils.hub import resolve_model
 
@@ -15,6 +17,7 @@ class MemoryPlan:
     model: str
     architecture: str
     device: str
+    num_devices: int  # what follows, parameters aside, is of the device that has least room
     dtype: str
     num_parameters: int
     weight_bytes: int
@@ -34,7 +37,7 @@ class MemoryPlan:
         return "\n".join(
             [
                 f"model       {self.model} ({self.architecture}, {self.num_parameters / 1e6:,.0f}M parameters)",
-                f"device      {self.device}, {self.dtype}",
+                f"device      {self.device}, {self.dtype}{self._times()}",
                 f"weights     {self.weight_bytes / GIB:.2f} GiB",
                 f"KV cache    {self.kv_cache_bytes / GIB:.2f} GiB ({self.reason})",
                 f"            {self.num_blocks:,} blocks of {self.block_size} tokens, "
@@ -43,10 +46,13 @@ class MemoryPlan:
             ]
         )
 
+    def _times(self) -> str:
+        return "" if self.num_devices == 1 else f"; {self.num_devices} of them, and of each:"
+
 
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
-    from nanovllm.runner.kv_cache import size_kv_cache
+    from nanovllm.runner.kv_cache import CacheSize, size_kv_cache
 
     config = Config.from_options(model, options)
     path = resolve_model(config.model)
@@ -55,19 +61,28 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
-    weight_bytes = model_config.num_parameters() * dtype.itemsize
-    size = size_kv_cache(
-        config,
-        model_config,
-        max_model_len=max_model_len,
-        dtype=cache_dtype,
-        device=device,
-        weight_bytes=weight_bytes,
-    )
+    tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
+
+    def of_stage(stage: int) -> tuple[CacheSize, int]:
+        share = share_of(model_config, Place(stage * tensor, tensor, pipeline))
+        weight_bytes = share.num_parameters() * dtype.itemsize
+        size = size_kv_cache(
+            config,
+            share.model,
+            max_model_len=max_model_len,
+            dtype=cache_dtype,
+            device=device,
+            weight_bytes=weight_bytes,
+            num_ranks=tensor * pipeline,
+        )
+        return size, weight_bytes
+
+    size, weight_bytes = min(map(of_stage, range(pipeline)), key=lambda stage: stage[0].num_blocks)
     return MemoryPlan(
         model=path.name,
         architecture=model_config.architecture,
         device=str(device),
+        num_devices=tensor * pipeline,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=model_config.num_parameters(),
         weight_bytes=weight_bytes,

@@ -10,9 +10,6 @@ import msgspec
 
 from nanovllm.sampling_params import SamplingParams
 
-LENGTH_BYTES = 4
-
-
 # --- what a request brings --------------------------------------------------------------------------------------------
 
 
@@ -199,36 +196,3 @@ class Pong(_Message):
 
 
 Event = Ready | Failed | StepDone | Refused | Aborted | Answer | View | Pong
-
-
-# --- frames -----------------------------------------------------------------------------------------------------------
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def to_frame(message: Command | Event) -> bytes:
-    frame = bytearray(LENGTH_BYTES)
-    _encoder.encode_into(message, frame, LENGTH_BYTES)
-    frame[:LENGTH_BYTES] = (len(frame) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "big")
-    return bytes(frame)
-
-
-class FrameReader:
-    """Cuts a stream of bytes, arriving in any parts, into the frames it is made of."""
-
-    def __init__(self) -> None:
-        self._unread = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The frames that these bytes complete, without their lengths."""
-        self._unread += data
-        frames = []
-        begin = 0
-        while (start := begin + LENGTH_BYTES) <= len(self._unread):
-            end = start + int.from_bytes(self._unread[begin:start], "big")
-            if end > len(self._unread):
-                break
-            frames.append(bytes(self._unread[start:end]))
-            begin = end
-        del self._unread[:begin]
-        return frames

@@ -35,7 +35,6 @@ from nanovllm.engine.messages import (
     EngineView,
     Event,
     Failed,
-    FrameReader,
     GetStats,
     Ping,
     Pong,
@@ -49,12 +48,15 @@ from nanovllm.engine.messages import (
     StepView,
     View,
     Watch,
-    to_frame,
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
 from nanovllm.plan import StepPlan
+from nanovllm.utils.frames import FrameReader, to_frame
+from nanovllm.utils.logging import get_logger
+
+logger = get_logger("nanovllm.engine.service")  # also where this module is the program
 
 RECEIVE_BYTES = 1 << 20
 MAX_BACKLOG = 64 << 20  # bytes that the other side may leave unread before steps wait for it
@@ -243,6 +245,7 @@ class Service:
             case Watch(on):
                 self._picture = (self._picture or Picture()) if on else None
             case Ping():
+                self._engine.check_health()
                 self._wire.send(Pong())
             case Shutdown():
                 self._open = False
@@ -373,6 +376,8 @@ def serve(sock: socket.socket, *, calm_collector: bool = False) -> int:
     except EOFError:
         return 0  # nobody is left to serve
     except Exception as error:
+        if service is not None:  # else who asked for the start is told, and nobody but them needs to know
+            logger.exception("the engine has failed")
         with suppress(EOFError):
             wire.send(Failed(type(error).__name__, str(error), traceback.format_exc()))
             wire.flush()

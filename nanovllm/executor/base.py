@@ -32,6 +32,10 @@ class Executor(Protocol):
         """The pooled hidden state of a text, computed in blocks that the caller lends."""
         ...
 
+    def check(self) -> None:
+        """EngineError if it cannot go on, also if that was not noticed yet because nothing was asked."""
+        ...
+
     def close(self) -> None:
         """Give back the device's memory and any processes."""
         ...

@@ -22,5 +22,8 @@ class UniprocExecutor:
     def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
         return self._runner.embed(token_ids, block_table, pooling)
 
+    def check(self) -> None:
+        """As long as this process runs it can go on."""
+
     def close(self) -> None:
         self._runner.close()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.formats.gguf_header import BLOCKS, TensorInfo, read_header, short
+from nanovllm.formats.stored import Part, Stored
 
 if TYPE_CHECKING:
     import torch
@@ -117,8 +120,8 @@ class GGUFFile:
             "bos_token_id": self._token_id("bos_token_id"),
         }
 
-    def iter_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HF name, tensor of `dtype`) in the order of the file, one at a time.
+    def stored_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Stored]]:
+        """(HF name, what reads as a tensor of `dtype` while the file is open), in the order of the file.
 
         The experts of a layer come stacked: `mlp.experts.{gate,up,down}_proj.weight` is [experts, out, in].
         """
@@ -127,7 +130,12 @@ class GGUFFile:
         rotary_heads = self._permuted_heads()
         for hf_name, info in named:
             heads = rotary_heads.get(info.name.split(".")[-2], 0)
-            yield hf_name, self._load(info, dtype, heads)
+            yield hf_name, _InFile(info.shape, partial(self._load, info, dtype, heads))
+
+    def iter_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, read whole, one at a time."""
+        for name, stored in self.stored_tensors(dtype):
+            yield name, stored.read()
 
     def _refuse(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {problem}")
@@ -254,39 +262,77 @@ class GGUFFile:
         num_heads = self._count("attention.head_count")
         return {"attn_q": num_heads, "attn_k": self._count("attention.head_count_kv", default=num_heads)}
 
-    def _load(self, info: TensorInfo, dtype: torch.dtype, permuted_heads: int) -> torch.Tensor:
-        """Read, dequantize and convert one tensor in chunks, straight into its final place."""
+    def _load(self, info: TensorInfo, dtype: torch.dtype, permuted_heads: int, part: Part) -> torch.Tensor:
+        """Read, dequantize and convert a tensor, or a part of it, in chunks, straight into its final place.
+
+        Rows that are not wanted are not read. Columns are dropped behind each chunk, for blocks run across them.
+        """
         import torch
 
-        tensor = torch.empty(info.shape, dtype=dtype)
         block, block_bytes = BLOCKS[info.type_name]
+        cuts = part + (slice(None),) * (len(info.shape) - len(part))
+        wanted = [range(*cut.indices(size)) for cut, size in zip(cuts, info.shape, strict=True)]
+        rows, columns, row_elements = _as_matrix(info.shape, wanted, block)
+        row_bytes = row_elements // block * block_bytes
+        narrowed = len(columns) < row_elements
+        tensor = torch.empty([len(one) for one in wanted], dtype=dtype)
+        # units are read whole, and lie in this order in the file
         if permuted_heads:
-            # [heads, head_dim / 2, 2, columns], in the order of the file
-            units = self._split_heads(tensor, info, permuted_heads).transpose(1, 2)
+            units = self._split_heads(tensor, info, permuted_heads, rows)  # [heads, head_dim / 2, 2, columns]
+        elif narrowed:
+            units = tensor.view(len(rows), -1)  # [rows, columns]
         else:
             units = tensor.view(-1, block)  # [blocks, elements]
-        unit_elements = tensor.numel() // units.shape[0]
-        unit_bytes = info.nbytes // units.shape[0]
-        step = max(1, min(_CHUNK_ELEMENTS // unit_elements, units.shape[0]))
+        unit_bytes = len(rows) * row_bytes // units.shape[0]
+        step = max(1, min(_CHUNK_ELEMENTS // (unit_bytes // block_bytes * block), units.shape[0]))
         buffer = bytearray(step * unit_bytes)
         for start in range(0, units.shape[0], step):
             target = units[start : start + step]
             size = target.shape[0] * unit_bytes
-            self._read(info.offset + start * unit_bytes, memoryview(buffer)[:size])
+            self._read(info.offset + rows.start * row_bytes + start * unit_bytes, memoryview(buffer)[:size])
             raw = torch.frombuffer(buffer, dtype=torch.uint8, count=size)
-            target.copy_(_dequantize(raw.view(-1, block_bytes), info.type_name).view(target.shape))
+            values = _dequantize(raw.view(-1, block_bytes), info.type_name)
+            cut = values.view(-1, row_elements)[:, columns.start : columns.stop] if narrowed else values
+            target.copy_(cut.reshape(target.shape))
         return tensor
 
-    def _split_heads(self, tensor: torch.Tensor, info: TensorInfo, heads: int) -> torch.Tensor:
-        rows = info.shape[0]
-        if rows % (2 * heads):
-            raise self._refuse(f"tensor {info.name} has {rows} rows; they must divide into {heads} heads of even size")
-        return tensor.view(heads, 2, rows // heads // 2, -1)
+    def _split_heads(self, tensor: torch.Tensor, info: TensorInfo, heads: int, rows: range) -> torch.Tensor:
+        if info.shape[0] % (2 * heads):
+            raise self._refuse(
+                f"tensor {info.name} has {info.shape[0]} rows; they must divide into {heads} heads of even size"
+            )
+        head_dim = info.shape[0] // heads
+        assert rows.start % head_dim == 0 and len(rows) % head_dim == 0, "a part of q or k must consist of heads"
+        return tensor.view(len(rows) // head_dim, 2, head_dim // 2, -1).transpose(1, 2)
 
     def _read(self, offset: int, target: memoryview) -> None:
         self._file.seek(offset)
         if self._file.readinto(target) != len(target):
             raise self._refuse(f"{len(target)} bytes at {offset} cannot be read: the file became shorter while open")
+
+
+@dataclass(frozen=True)
+class _InFile:
+    shape: tuple[int, ...]
+    load: Callable[[Part], torch.Tensor]
+
+    def read(self, part: Part = ()) -> torch.Tensor:
+        return self.load(part)
+
+
+def _as_matrix(shape: tuple[int, ...], wanted: list[range], block: int) -> tuple[range, range, int]:
+    """A tensor as rows of some elements each, and which rows and columns of them are wanted: (rows, columns, elements).
+
+    A vector is a column, unless its elements come in blocks.
+    """
+    if len(shape) == 1:
+        return (wanted[0], range(1), 1) if block == 1 else (range(1), wanted[0], shape[0])
+    *leading, columns = wanted
+    rows = range(1)
+    for size, one in zip(shape, leading, strict=False):
+        assert len(rows) == 1 or len(one) == size, "a part must be one run of rows"
+        rows = range(rows.start * size + one.start, (rows.stop - 1) * size + one.stop)
+    return rows, columns, shape[-1]
 
 
 def _dequantize(blocks: torch.Tensor, type_name: str) -> torch.Tensor:

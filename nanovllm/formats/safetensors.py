@@ -1,4 +1,4 @@
-"""Tensors of a folder of safetensors files, one at a time."""
+"""Tensors of a folder of safetensors files, to be read one at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
+from nanovllm.formats.stored import Part, Stored
 from nanovllm.model_config import read_json
 
 if TYPE_CHECKING:
@@ -35,23 +36,48 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def iter_tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
-    """Each file is opened anew for each tensor: closing unmaps its pages, which would else count as a second model."""
+class _InFile:
+    """A tensor whose file is opened by the first read and closed when it is done with: closing unmaps the file's pages,
+    which would else count as a second model."""
+
+    def __init__(self, file: Path, name: str, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._file, self._name = file, name
+        self._opened: Any = None
+
+    def read(self, part: Part = ()) -> "Tensor":
+        with _damage_named(self._file):
+            if self._opened is None:
+                self._opened = _open(self._file)
+            return self._opened.get_slice(self._name)[part] if part else self._opened.get_tensor(self._name)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.__exit__(None, None, None)
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
+    """Each is readable until the next is asked for."""
     for file in weight_files(folder):
-        with _opened(file) as tensors:
-            names = list(tensors.keys())
-        for name in names:
-            with _opened(file) as tensors:
-                tensor = tensors.get_tensor(name)
-            yield name, tensor
+        with _damage_named(file), _open(file) as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
+        for name, shape in shapes.items():
+            stored = _InFile(file, name, shape)
+            yield name, stored
+            stored.close()
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(file, framework="pt", device="cpu")
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
+def _damage_named(file: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
+        yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: damaged or incomplete: {error}") from error

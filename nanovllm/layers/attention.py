@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, LayerCache, QKNorm
+from nanovllm.distributed.group import ALONE, Group
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import make_linear
+from nanovllm.layers.linear import add_over_ranks, make_linear
 
 
 class Attention:
@@ -26,14 +27,17 @@ class Attention:
         dtype: torch.dtype,
         device: torch.device,
         invariant: bool,
+        group: Group = ALONE,  # whose ranks have a share of the heads each
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.window = window
         self.backend = backend
+        self.group = group
         heads = num_heads + 2 * num_kv_heads
         self.qkv_proj = make_linear(
             hidden_size, heads * head_dim, bias=qkv_bias, dtype=dtype, device=device, invariant=invariant
         )
+        o_bias = o_bias and group.rank == 0
         self.o_proj = make_linear(
             num_heads * head_dim, hidden_size, bias=o_bias, dtype=dtype, device=device, invariant=invariant
         )
@@ -53,4 +57,4 @@ class Attention:
         """residual + attention(norm(residual)), all [num_tokens, hidden]; `residual` may be written over."""
         qkv = self.qkv_proj.after_norm(norm, residual).view(residual.shape[0], -1, self.head_dim)
         out = self.backend.forward(qkv, self._qk_norm, cache, step, self.window)
-        return self.o_proj.add_to(residual, out)
+        return add_over_ranks(self.o_proj, residual, out, self.group)

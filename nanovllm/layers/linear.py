@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.distributed.group import Group
 from nanovllm.kernels import usable
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
@@ -75,6 +76,11 @@ class CpuLinear(Linear):
         if self.bias is None and x.shape[0] == 1:
             return torch.addmm(residual, x, self.weight.t())
         return super().add_to(residual, x)
+
+
+def add_over_ranks(linear: Linear, residual: Tensor, x: Tensor, group: Group) -> Tensor:
+    """residual + the sum of linear(x) over ranks that have a share of the input each; rank 0's carries the residual."""
+    return group.all_reduce(linear.add_to(residual, x) if group.rank == 0 else linear(x))
 
 
 def make_linear(

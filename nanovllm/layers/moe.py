@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.distributed.group import ALONE, Group
 from nanovllm.kernels import dependent_launch, usable
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
@@ -30,7 +31,9 @@ class MoE:
         dtype: torch.dtype,
         device: torch.device,
         invariant: bool,
+        group: Group = ALONE,  # whose ranks have a share of every expert's columns each
     ) -> None:
+        self.group = group
         self.num_experts_per_token = num_experts_per_token
         self.norm_topk_prob = norm_topk_prob
         self.gate = make_linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device, invariant=invariant)
@@ -68,10 +71,13 @@ class MoE:
     def add_to(self, residual: Tensor, norm: RMSNorm) -> Tensor:
         """residual + moe(norm(residual)), all [num_tokens, hidden]; `residual` may be written over."""
         x = norm(residual)
+        carries = self.group.rank == 0
         if self._kernels is not None:
             weights, experts = self._route(x)
-            return self._kernels(x, self.gate_up, self.down, weights, experts, residual=residual)
-        return residual + self(x)
+            y = self._kernels(x, self.gate_up, self.down, weights, experts, residual=residual if carries else None)
+        else:
+            y = residual + self(x) if carries else self(x)
+        return self.group.all_reduce(y)
 
     def finish_loading(self) -> None:
         self.gate.finish_loading()

@@ -1,17 +1,23 @@
 """The one Llama-shaped decoder. Families differ only in what their `ModelConfig` says."""
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, LayerCache
+from nanovllm.distributed.group import ALONE, Group, Place
+from nanovllm.distributed.share import Share, Span, share_of
+from nanovllm.formats.stored import Part, Slot
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear, make_linear
+from nanovllm.layers.linear import Linear, add_over_ranks, make_linear
 from nanovllm.layers.moe import MoE
 from nanovllm.model_config import ModelConfig
+
+LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(.*)")
 
 
 class MLP:
@@ -24,17 +30,20 @@ class MLP:
         dtype: torch.dtype,
         device: torch.device,
         invariant: bool,
+        group: Group,  # whose ranks have a share of the columns each
     ) -> None:
+        self.group = group
         self.gate_up_proj = make_linear(
             hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device, invariant=invariant
         )
+        down_bias = bias and group.rank == 0
         self.down_proj = make_linear(
-            intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device, invariant=invariant
+            intermediate_size, hidden_size, bias=down_bias, dtype=dtype, device=device, invariant=invariant
         )
 
     def add_to(self, residual: Tensor, norm: RMSNorm) -> Tensor:
         """residual + mlp(norm(residual)), all [num_tokens, hidden]; `residual` may be written over."""
-        return self.down_proj.add_to(residual, self.gate_up_proj.gated_after_norm(norm, residual))
+        return add_over_ranks(self.down_proj, residual, self.gate_up_proj.gated_after_norm(norm, residual), self.group)
 
     def finish_loading(self) -> None:
         self.gate_up_proj.finish_loading()
@@ -51,6 +60,7 @@ class DecoderLayer:
         dtype: torch.dtype,
         device: torch.device,
         invariant: bool,
+        group: Group,
     ) -> None:
         hidden = config.hidden_size
         self.input_layernorm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
@@ -67,6 +77,7 @@ class DecoderLayer:
             dtype=dtype,
             device=device,
             invariant=invariant,
+            group=group,
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
         self.mlp: MLP | MoE
@@ -80,6 +91,7 @@ class DecoderLayer:
                 dtype=dtype,
                 device=device,
                 invariant=invariant,
+                group=group,
             )
         else:
             self.mlp = MLP(
@@ -89,6 +101,7 @@ class DecoderLayer:
                 dtype=dtype,
                 device=device,
                 invariant=invariant,
+                group=group,
             )
 
     def __call__(self, x: Tensor, cache: LayerCache, step: Any) -> Tensor:
@@ -97,6 +110,8 @@ class DecoderLayer:
 
 
 class Decoder:
+    """A rank's share of the model: its layers, and of each its heads and columns."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -105,17 +120,26 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         invariant: bool = False,
+        share: Share | None = None,
+        group: Group = ALONE,  # those that share the layers
     ) -> None:
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.share = share = share or share_of(config, Place())
+        self.group = group = group.in_order() if invariant else group
+        hidden = config.hidden_size
+        rows = share.vocab_rows if share.has_embedding else 0
+        self.embed_tokens = Embedding(rows, hidden, dtype=dtype, device=device, group=group)
         self.layers = [
-            DecoderLayer(config, layer, backend=backend, dtype=dtype, device=device, invariant=invariant)
-            for layer in range(config.num_layers)
+            DecoderLayer(
+                share.model, layer, backend=backend, dtype=dtype, device=device, invariant=invariant, group=group
+            )
+            for layer in range(share.model.num_layers)
         ]
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
-        size = (0, 0) if config.tie_word_embeddings else (config.hidden_size, config.vocab_size)
+        self.norm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self._shares_weight = config.tie_word_embeddings and share.has_embedding
+        size = (hidden, share.vocab_rows) if share.has_head and not self._shares_weight else (0, 0)
         self.lm_head = make_linear(*size, bias=False, dtype=dtype, device=device, invariant=invariant)
-        if config.tie_word_embeddings:
+        if self._shares_weight:
             self.lm_head.weight = self.embed_tokens.weight
 
     def __call__(self, x: Tensor, caches: list[LayerCache], step: Any) -> Tensor:
@@ -124,42 +148,62 @@ class Decoder:
             x = layer(x, cache, step)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [num_rows, hidden] -> [num_rows, vocab]
-        return self.lm_head.after_norm(self.norm, hidden)
+    def logits(self, hidden: Tensor) -> Tensor | None:  # [num_rows, hidden] -> [num_rows, vocab]
+        """On rank 0 of the group; None elsewhere."""
+        logits = self.group.gather(self.lm_head.after_norm(self.norm, hidden), to=0)
+        if logits is None or logits.shape[1] == self.config.vocab_size:
+            return logits
+        return logits[:, : self.config.vocab_size].contiguous()  # without the padding of the last ranks' rows
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def destinations(self) -> dict[str, Tensor]:
+    def destinations(self) -> dict[str, Slot]:
         """Where every tensor of a checkpoint goes, by its Hugging Face name: views of the parameters."""
-        found = {
-            "model.embed_tokens.weight": self.embed_tokens.weight,
-            "model.norm.weight": self.norm.weight,
-        }
-        if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = self.lm_head.weight
-        for index, layer in enumerate(self.layers):
+        found = {}
+        if self.share.has_embedding:
+            found["model.embed_tokens.weight"] = self._of_vocabulary(self.embed_tokens.weight)
+        if self.share.has_head:
+            found["model.norm.weight"] = Slot.whole(self.norm.weight)
+            if not self._shares_weight:
+                name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+                found[name] = self._of_vocabulary(self.lm_head.weight)
+        for index, layer in zip(self.share.layers, self.layers, strict=True):
             prefix = f"model.layers.{index}."
-            found |= {prefix + name: view for name, view in self._layer_destinations(layer).items()}
+            found |= {prefix + name: slot for name, slot in self._layer_destinations(layer).items()}
         return found
 
-    def _layer_destinations(self, layer: DecoderLayer) -> dict[str, Tensor]:
-        config = self.config
+    def _of_vocabulary(self, weight: Tensor) -> Slot:
+        vocab = self.share.vocab  # the rows behind it are padding, which nobody looks at
+        return Slot(weight[: vocab.size], (vocab.whole, weight.shape[1]), _unless_whole(vocab, (vocab.part,)))
+
+    def _layer_destinations(self, layer: DecoderLayer) -> dict[str, Slot]:
+        share = self.share
         attention = layer.self_attn
         found = {
-            "input_layernorm.weight": layer.input_layernorm.weight,
-            "post_attention_layernorm.weight": layer.post_attention_layernorm.weight,
+            "input_layernorm.weight": Slot.whole(layer.input_layernorm.weight),
+            "post_attention_layernorm.weight": Slot.whole(layer.post_attention_layernorm.weight),
         }
-        qkv = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-        found |= _parts("self_attn.", attention.qkv_proj, qkv)
-        found |= _parts("self_attn.", attention.o_proj, {"o_proj": config.hidden_size})
-        if config.qk_norm:
-            found["self_attn.q_norm.weight"] = attention.q_norm
-            found["self_attn.k_norm.weight"] = attention.k_norm
+        qkv = {"q_proj": share.queries, "k_proj": share.keys, "v_proj": share.keys}
+        found |= _rows("self_attn.", attention.qkv_proj, qkv)
+        found |= _columns("self_attn.o_proj.", attention.o_proj, share.queries)
+        if self.config.qk_norm:
+            found["self_attn.q_norm.weight"] = Slot.whole(attention.q_norm)
+            found["self_attn.k_norm.weight"] = Slot.whole(attention.k_norm)
         if isinstance(layer.mlp, MoE):
-            return found | _expert_destinations(layer.mlp)
-        gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        found |= _parts("mlp.", layer.mlp.gate_up_proj, gate_up)
-        return found | _parts("mlp.", layer.mlp.down_proj, {"down_proj": config.hidden_size})
+            assert share.experts is not None
+            return found | _expert_destinations(layer.mlp, share.experts)
+        found |= _rows("mlp.", layer.mlp.gate_up_proj, {"gate_proj": share.mlp, "up_proj": share.mlp})
+        return found | _columns("mlp.down_proj.", layer.mlp.down_proj, share.mlp)
+
+    def elsewhere(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint, none of `destinations`, has its place on other ranks, or needs none."""
+        if name == "lm_head.weight":
+            return self.config.tie_word_embeddings or not self.share.has_head
+        if layer := LAYER_NAME.match(name):
+            if int(layer[1]) in self.share.layers:
+                return self.group.rank > 0 and layer[2] in ("self_attn.o_proj.bias", "mlp.down_proj.bias")
+            return int(layer[1]) < self.config.num_layers
+        return name in ("model.embed_tokens.weight", "model.norm.weight")
 
     def finish_loading(self) -> None:
         """Lay the weights out for their kernels, one at a time, so that never two copies of the model exist."""
@@ -167,26 +211,45 @@ class Decoder:
             for part in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp):
                 part.finish_loading()
         self.norm.finish_loading()
-        self.lm_head.finish_loading(keep_weight=self.config.tie_word_embeddings)
+        if self.share.has_head:
+            self.lm_head.finish_loading(keep_weight=self._shares_weight)
 
 
-def _parts(prefix: str, linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """The slices of a fused linear that a checkpoint keeps as tensors of their own."""
+def _rows(prefix: str, linear: Linear, spans: dict[str, Span]) -> dict[str, Slot]:
+    """The rows of a fused linear that a checkpoint keeps as tensors of their own."""
     found = {}
     begin = 0
-    for name, size in sizes.items():
-        found[f"{prefix}{name}.weight"] = linear.weight[begin : begin + size]
+    for name, span in spans.items():
+        here, part = slice(begin, begin + span.size), _unless_whole(span, (span.part,))
+        found[f"{prefix}{name}.weight"] = Slot(linear.weight[here], (span.whole, linear.weight.shape[1]), part)
         if linear.bias is not None:
-            found[f"{prefix}{name}.bias"] = linear.bias[begin : begin + size]
-        begin += size
+            found[f"{prefix}{name}.bias"] = Slot(linear.bias[here], (span.whole,), part)
+        begin += span.size
     return found
 
 
-def _expert_destinations(moe: MoE) -> dict[str, Tensor]:
-    found = {"mlp.gate.weight": moe.gate.weight}
-    size = moe.gate_up.shape[1] // 2
+def _columns(prefix: str, linear: Linear, span: Span) -> dict[str, Slot]:
+    found = {f"{prefix}weight": _some_columns(linear.weight, span)}
+    if linear.bias is not None:
+        found[f"{prefix}bias"] = Slot.whole(linear.bias)
+    return found
+
+
+def _some_columns(weight: Tensor, span: Span) -> Slot:
+    return Slot(weight, (weight.shape[0], span.whole), _unless_whole(span, (slice(None), span.part)))
+
+
+def _unless_whole(span: Span, part: Part) -> Part:
+    return () if span.size == span.whole else part
+
+
+def _expert_destinations(moe: MoE, columns: Span) -> dict[str, Slot]:
+    found = {"mlp.gate.weight": Slot.whole(moe.gate.weight)}
+    hidden, size = moe.gate_up.shape[2], columns.size
+    part = _unless_whole(columns, (columns.part,))
     for expert in range(moe.gate_up.shape[0]):
-        found[f"mlp.experts.{expert}.gate_proj.weight"] = moe.gate_up[expert, :size]
-        found[f"mlp.experts.{expert}.up_proj.weight"] = moe.gate_up[expert, size:]
-        found[f"mlp.experts.{expert}.down_proj.weight"] = moe.down[expert]
+        name = f"mlp.experts.{expert}."
+        for projection, view in (("gate", moe.gate_up[expert, :size]), ("up", moe.gate_up[expert, size:])):
+            found[f"{name}{projection}_proj.weight"] = Slot(view, (columns.whole, hidden), part)
+        found[f"{name}down_proj.weight"] = _some_columns(moe.down[expert], columns)
     return found

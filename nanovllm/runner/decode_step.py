@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, LayerCache
-from nanovllm.models.decoder import Decoder
 from nanovllm.runner.graphs import Graphs, graph_sizes
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.sampling import KernelSampler
+from nanovllm.runner.stage import Stage
 
 
 class Ending(Enum):
@@ -55,7 +55,7 @@ class StepKind:
 class DecodeStep:
     def __init__(
         self,
-        model: Decoder,
+        stage: Stage,
         backend: AttentionBackend,
         table: RequestTable,
         sampler: KernelSampler,
@@ -64,7 +64,7 @@ class DecodeStep:
         device: torch.device,
         eager: bool,
     ) -> None:
-        self._model, self._backend, self._table, self._sampler = model, backend, table, sampler
+        self._stage, self._backend, self._table, self._sampler = stage, backend, table, sampler
         self._positions = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
         self._sizes = graph_sizes(max_num_seqs)
         self._graphs = None if eager else Graphs(device)
@@ -72,8 +72,8 @@ class DecodeStep:
     def size_for(self, num_rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
-    def run(self, kind: StepKind, caches: list[LayerCache]) -> Tensor:
-        """[size] tokens or [size, vocab] logits, valid until the next run."""
+    def run(self, kind: StepKind, caches: list[LayerCache]) -> Tensor | None:
+        """[size] tokens or [size, vocab] logits, valid until the next run; None for logits of another rank."""
         if self._graphs is None:
             return self._step(kind, caches)
         if kind not in self._graphs:
@@ -94,16 +94,20 @@ class DecodeStep:
         self._graphs.record(kind, partial(self._step, kind, caches))
         self._table.decode_rows.copy_(rows)
 
-    def _step(self, kind: StepKind, caches: list[LayerCache]) -> Tensor:
+    def _step(self, kind: StepKind, caches: list[LayerCache]) -> Tensor | None:
         table = self._table
         rows, positions = table.decode_rows[: kind.size], self._positions[: kind.size]
         # in this order: once the embedding is under way, layers may read ahead what `decode_step` has laid out
         step = self._backend.decode_step(rows, positions, table.blocks, balanced=kind.balanced)
-        x = self._model.embed_tokens.of_newest(table.tokens, table.length, rows, positions)
-        logits = self._model.logits(self._model(x, caches, step))
+        x = self._stage.newest_inputs(table, rows, positions)
+        logits = self._stage.logits(self._stage.forward(x, caches, step))
         if kind.ending is Ending.LOGITS:
             return logits
-        return self._sampler.launch(logits, rows, cuts=kind.ending is Ending.CUT_TOKENS)
+        if logits is None:
+            return self._stage.hear_tokens(table, rows)
+        tokens = self._sampler.launch(logits, rows, cuts=kind.ending is Ending.CUT_TOKENS)
+        self._stage.tell_tokens(tokens)
+        return tokens
 
     def close(self) -> None:
         if self._graphs is not None:

@@ -13,12 +13,20 @@ from nanovllm.layers.linear import cpu_has_bfloat16
 _HOLDERS: WeakSet[object] = WeakSet()  # engines of this process that use a GPU
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
+    """`local_rank`: which of the host's GPUs, where several ranks share them."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda': torch sees no CUDA device here; use device='cpu' or a CUDA build of torch")
-    return torch.device(name)
+    if name == "cpu" or local_rank is None:
+        return torch.device(name)
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size, pipeline_parallel_size: rank {local_rank} of this host has no GPU: torch "
+            f"sees {torch.cuda.device_count()}; lower the one or the other, or use more hosts"
+        )
+    return torch.device(name, local_rank)
 
 
 def resolve_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, BatchGeometry, LayerCache
-from nanovllm.models.decoder import Decoder
+from nanovllm.runner.stage import Stage
 
 
 def embed(
-    model: Decoder,
+    stage: Stage,
     backend: AttentionBackend,
     caches: list[LayerCache],
     token_ids: list[int],
@@ -21,16 +21,17 @@ def embed(
     device = backend.shape.device
     tokens = torch.tensor([token_ids], dtype=torch.int32, device=device)
     blocks = torch.tensor([block_table], dtype=torch.int32, device=device)
-    total = torch.zeros(model.config.hidden_size, dtype=torch.float32, device=device)
+    total = torch.zeros(stage.model.config.hidden_size, dtype=torch.float32, device=device)
     last = total
     for start in range(0, len(token_ids), max_num_tokens):
         end = min(start + max_num_tokens, len(token_ids))
         chunk = _one_chunk(start, end, block_table, blocks)
-        x = model.embed_tokens.of_rows(tokens, chunk.device_rows, chunk.device_positions)
-        x = model(x, caches, backend.prepare(chunk, lambda values: _upload(values, device)))
-        hidden = model.norm(x).float()
-        total, last = total + hidden.sum(dim=0), hidden[-1]
-    return last if pooling == "last" else total / len(token_ids)
+        x = stage.inputs(tokens, chunk.device_rows, chunk.device_positions)
+        x_out = stage.forward(x, caches, backend.prepare(chunk, lambda values: _upload(values, device)))
+        if x_out is not None:
+            hidden = stage.model.norm(x_out).float()
+            total, last = total + hidden.sum(dim=0), hidden[-1]
+    return stage.agree(last.contiguous() if pooling == "last" else total / len(token_ids))
 
 
 def _one_chunk(start: int, end: int, block_table: list[int], blocks: Tensor) -> BatchGeometry:

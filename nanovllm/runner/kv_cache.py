@@ -1,10 +1,11 @@
 """How many blocks the KV cache gets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from nanovllm.config import Config
+from nanovllm.distributed.group import Group
 from nanovllm.errors import ConfigError
 from nanovllm.model_config import ModelConfig
 from nanovllm.runner.device import available_memory
@@ -37,8 +38,11 @@ def size_kv_cache(
     device: torch.device,
     weight_bytes: int = 0,
     activation_bytes: int | None = None,
+    num_ranks: int = 1,
 ) -> CacheSize:
-    """`weight_bytes`: what is still to be loaded; 0 once the weights are in memory.
+    """`model`: what one rank computes of it. `num_ranks`: of the engine; on a CPU they divide one memory.
+
+    `weight_bytes`: what is still to be loaded; 0 once the weights are in memory.
 
     `activation_bytes`: what the largest step was seen to take; None = estimate it.
     """
@@ -54,7 +58,7 @@ def size_kv_cache(
             budget, reason = _gpu_budget(config, model, device, weight_bytes, activation_bytes)
         else:
             share = config.cpu_memory_utilization
-            budget = int(max(available_memory() - weight_bytes, 0) * share)
+            budget = int(max(available_memory() // num_ranks - weight_bytes, 0) * share)
             reason = f"cpu_memory_utilization={share} of the free memory"
         useful = config.max_num_seqs * -(-max_model_len // block_size)
         num_blocks = min(budget // block_bytes, useful)
@@ -64,6 +68,14 @@ def size_kv_cache(
             f"{reason} leaves less; raise it, or lower kvcache_block_size, max_num_batched_tokens or the model"
         )
     return CacheSize(num_blocks=num_blocks, block_size=block_size, block_bytes=block_bytes, reason=reason)
+
+
+def smallest(size: CacheSize, world: Group, device: torch.device) -> CacheSize:
+    """What every rank has room for: they all store the same blocks, each its own heads and layers of them."""
+    if world.size == 1:
+        return size
+    everyone = world.all_gather(torch.tensor([size.num_blocks], device=device))
+    return replace(size, num_blocks=int(everyone.min()))
 
 
 def _gpu_budget(

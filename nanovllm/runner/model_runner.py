@@ -10,6 +10,8 @@ from tqdm import tqdm
 
 from nanovllm.attention.backend import CacheShape, uneven
 from nanovllm.config import Config
+from nanovllm.distributed.group import Parallel
+from nanovllm.distributed.share import share_of
 from nanovllm.kernels import compile_ahead, usable
 from nanovllm.layers.rotary_embedding import rotary_table
 from nanovllm.model_config import ModelConfig
@@ -27,54 +29,72 @@ from nanovllm.runner.device import (
 )
 from nanovllm.runner.embedding import embed
 from nanovllm.runner.forward_batch import ForwardBatch, build_batch, step_capacity
-from nanovllm.runner.kv_cache import size_kv_cache
+from nanovllm.runner.kv_cache import size_kv_cache, smallest
 from nanovllm.runner.logprobs import PendingScores, score
 from nanovllm.runner.phases import Phases
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.results import GuidedStep, PendingStep
-from nanovllm.runner.sampling import KernelSampler, Sampler, SamplingBatch, draw, make_batch
+from nanovllm.runner.sampling import Drawn, KernelSampler, Sampler, SamplingBatch, draw, make_batch
+from nanovllm.runner.stage import Stage
 from nanovllm.runner.upload import Upload
 from nanovllm.runner.warm_up import largest_step, peak_memory, score_everything
 from nanovllm.utils.loader import checkpoint_tensors, fill_dummy, load_weights
 
 Sent = TypeVar("Sent")
+ALL_IN_ONE = Parallel.alone()
 PROMPT_ROWS = 128  # prompt tokens scored at once: [rows, vocab] in float32 is large
 
 
 class ModelRunner:
     @torch.inference_mode()
-    def __init__(self, config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int) -> None:
-        self.device = resolve_device(config.device)
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        path: Path,
+        *,
+        max_model_len: int,
+        parallel: Parallel = ALL_IN_ONE,
+    ) -> None:
+        """All ranks of `parallel` are given the same plans in the same order, and end up with the same tokens."""
+        self._parallel, place = parallel, parallel.place
+        self.carries_result = place.carries_result
+        self.device = resolve_device(config.device, place.local_rank if place.world_size > 1 else None)
         if self.device.type == "cuda":
             hold_memory(self)
+            if self.device.index is not None:
+                torch.cuda.set_device(self.device)
         self.vocab_size = model_config.vocab_size
         self.phases = Phases(self.device)
         with out_of_memory_named(self.device):
             with self.phases.timed("weights"):
                 self._build(config, model_config, max_model_len)
-                self._load(config, model_config, path)
+                self._load(config, path)
             with self.phases.timed("warm_up"):
                 activations = self._warm_up(config)
             with self.phases.timed("kv_cache"):
-                self.cache_size = size_kv_cache(
+                size = size_kv_cache(
                     config,
-                    model_config,
+                    self.model.share.model,
                     max_model_len=max_model_len,
                     dtype=self.backend.shape.cache_dtype,
                     device=self.device,
                     activation_bytes=activations,
+                    num_ranks=place.world_size,
                 )
+                self.cache_size = smallest(size, parallel.world, self.device)
                 self.caches = self.backend.make_cache(self.cache_size.num_blocks)
 
     def _build(self, config: Config, model_config: ModelConfig, max_model_len: int) -> None:
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        share = share_of(model_config, self._parallel.place)
         shape = CacheShape(
-            num_layers=model_config.num_layers,
-            num_heads=model_config.num_heads,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
+            num_layers=share.model.num_layers,
+            num_heads=share.model.num_heads,
+            num_kv_heads=share.model.num_kv_heads,
+            head_dim=share.model.head_dim,
             block_size=config.kvcache_block_size,
-            windows=model_config.windows,
+            windows=share.model.windows,
             dtype=dtype,
             cache_dtype=resolve_cache_dtype(config.kv_cache_dtype, dtype),
             device=self.device,
@@ -84,8 +104,15 @@ class ModelRunner:
         )
         self.backend = make_backend(config, shape, table)
         self.model = Decoder(
-            model_config, backend=self.backend, dtype=dtype, device=self.device, invariant=config.deterministic
+            model_config,
+            backend=self.backend,
+            dtype=dtype,
+            device=self.device,
+            invariant=config.deterministic,
+            share=share,
+            group=self._parallel.tensor,
         )
+        self._stage = Stage(self.model, self._parallel, dtype=dtype, device=self.device)
         self.table = RequestTable(
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -103,7 +130,7 @@ class ModelRunner:
             self._sampler = KernelSampler(self.table, config.max_num_seqs, self.device)
             if self.backend.plans_on_device:
                 self._decode = DecodeStep(
-                    self.model,
+                    self._stage,
                     self.backend,
                     self.table,
                     self._sampler,
@@ -112,17 +139,22 @@ class ModelRunner:
                     eager=config.enforce_eager,
                 )
 
-    def _load(self, config: Config, model_config: ModelConfig, path: Path) -> None:
+    def _load(self, config: Config, path: Path) -> None:
         destinations = self.model.destinations()
         if config.load_format == "dummy":
             fill_dummy(destinations, config.seed)
         else:
             tensors = checkpoint_tensors(path, config.load_format, self.backend.shape.dtype)
-            # disable=None: a bar on a terminal, nothing in a log
+            # disable=None: a bar on a terminal, nothing in a log; the other ranks are about as far as rank 0
             bar = tqdm(
-                tensors, desc="Loading weights", unit="tensor", total=len(destinations), leave=False, disable=None
+                tensors,
+                desc="Loading weights",
+                unit="tensor",
+                total=len(destinations),
+                leave=False,
+                disable=True if self._parallel.place.rank else None,
             )
-            load_weights(destinations, bar, source=str(path), tied_head=model_config.tie_word_embeddings)
+            load_weights(destinations, bar, source=str(path), elsewhere=self.model.elsewhere)
         self.model.finish_loading()
 
     def _warm_up(self, config: Config) -> int:
@@ -160,16 +192,18 @@ class ModelRunner:
         if self._decode is not None and not plan.chunks:
             return self._launch_decode(plan, self._decode)
         batch = self._send(lambda: build_batch(plan, self.table, self.backend, self._upload))
-        x = self.model.embed_tokens.of_rows(self.table.tokens, batch.rows, batch.positions)
-        hidden = self.model(x, self.caches, batch.attn)
-        prompt_logprobs = self._score_prompts(plan, batch, hidden)
+        x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
+        hidden = self._stage.forward(x, self.caches, batch.attn)
+        prompt_logprobs = {} if hidden is None else self._score_prompts(plan, batch, hidden)
         if batch.sampled_rows is None:
             return PendingStep(None, None, prompt_logprobs, self.device)
-        logits = self.model.logits(hidden if batch.logits_rows is None else hidden[batch.logits_rows])
+        if hidden is not None and batch.logits_rows is not None:
+            hidden = hidden[batch.logits_rows]
+        logits = self._stage.logits(hidden)
         sampling, sampled_rows = self._sampling_batch(plan.sampled_rows()), batch.sampled_rows
 
         def finish(masks: Mapping[int, bytes]) -> PendingStep:
-            drawn = draw(logits, sampling, sampled_rows, self.table, self._sampler, masks)
+            drawn = self._draw(logits, sampling, sampled_rows, masks)
             self.table.host_length[sampling.host_rows] += 1
             return PendingStep(drawn.tokens, drawn.scores, prompt_logprobs, self.device)
 
@@ -187,18 +221,29 @@ class ModelRunner:
         if sampling.plain and not plan.guided_rows:
             ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
         balanced = uneven(self.table.host_length[sampling.host_rows])
-        drawn_or_logits = decode.run(StepKind(size, ending, balanced), self.caches)[:n]
+        ran = decode.run(StepKind(size, ending, balanced), self.caches)
+        drawn_or_logits = None if ran is None else ran[:n]
         order = self._decoding.order
 
         def finish(masks: Mapping[int, bytes]) -> PendingStep:
             tokens, scores = drawn_or_logits, None
             if ending is Ending.LOGITS:
-                drawn = draw(tokens, sampling, self.table.decode_rows[:n], self.table, self._sampler, masks)
+                drawn = self._draw(tokens, sampling, self.table.decode_rows[:n], masks)
                 tokens, scores = drawn.tokens, drawn.scores
             self.table.host_length[sampling.host_rows] += 1
             return PendingStep(tokens, scores, {}, self.device, order=order)
 
         return GuidedStep(finish) if plan.guided_rows else finish({})
+
+    def _draw(
+        self, logits: Tensor | None, sampling: SamplingBatch, device_rows: Tensor, masks: Mapping[int, bytes]
+    ) -> Drawn:
+        """A token for each row: drawn where the logits are, heard of elsewhere."""
+        if logits is None:
+            return Drawn(self._stage.hear_tokens(self.table, device_rows), None)
+        drawn = draw(logits, sampling, device_rows, self.table, self._sampler, masks)
+        self._stage.tell_tokens(drawn.tokens)
+        return drawn
 
     def _send(self, build: Callable[[], Sent]) -> Sent:
         """All that the device must know of a step, in one copy: the table's changes and what `build` adds."""
@@ -226,7 +271,10 @@ class ModelRunner:
             parts = scored[chunk.row] = []
             for begin in range(0, count, PROMPT_ROWS):
                 end = min(begin + PROMPT_ROWS, count)
-                logprobs = self.model.logits(hidden[first + begin : first + end]).float().log_softmax(dim=-1)
+                logits = self.model.logits(hidden[first + begin : first + end])
+                if logits is None:
+                    continue
+                logprobs = logits.float().log_softmax(dim=-1)
                 following = self.table.tokens[chunk.row, chunk.start + 1 + begin : chunk.start + 1 + end]
                 parts.append(score(logprobs, following, chunk.num_prompt_logprobs))
         return scored
@@ -235,7 +283,7 @@ class ModelRunner:
     def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
         """One vector of unit length for a text, whose keys and values go into these blocks, otherwise unused."""
         hidden = embed(
-            self.model,
+            self._stage,
             self.backend,
             self.caches,
             token_ids,
@@ -248,7 +296,7 @@ class ModelRunner:
     def close(self) -> None:
         if self._decode is not None:
             self._decode.close()
-        del self.model, self.caches, self.table, self.backend, self._sampler, self._decode, self._upload
+        del self._stage, self.model, self.caches, self.table, self.backend, self._sampler, self._decode, self._upload
         self._sampling = None
         if self.device.type == "cuda":
             release_memory(self)

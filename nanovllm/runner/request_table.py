@@ -103,10 +103,10 @@ class RequestTable:
             self._all[changes[0].long()] = changes[1]
 
     def append(self, rows: Tensor, tokens: Tensor) -> None:
-        """Append sampled `tokens`, [n], to their `rows`, on the device."""
+        """Append sampled `tokens`, [n], to their `rows`, on the device. Row 0, padding, stays empty."""
         length = self.length[rows]
         self.tokens[rows, length.long()] = tokens.to(torch.int32)
-        self.length[rows] = length + 1
+        self.length[rows] = length + (rows > 0)
 
     def clear(self) -> None:
         """Forget all requests."""

@@ -25,7 +25,6 @@ from nanovllm.engine.messages import (
     Embed,
     Event,
     Failed,
-    FrameReader,
     GetStats,
     Ping,
     Pong,
@@ -36,11 +35,11 @@ from nanovllm.engine.messages import (
     StepDone,
     View,
     Watch,
-    to_frame,
 )
 from nanovllm.engine.service import Wire, block_states, serve
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.structured.compiler import Compiler
+from nanovllm.utils.frames import FrameReader, to_frame
 from tests.helpers import TEXT_MODEL, greedy_params, model_dir, open_llm, prompt_of, scheduler_of
 
 OPTIONS: dict[str, Any] = {
@@ -188,8 +187,9 @@ def test_one_message_a_step_for_all_requests(peer: Peer) -> None:
 
 def test_the_first_delta_of_a_request_tells_how_long_it_waited() -> None:
     peer = Peer(max_num_seqs=1)
+    peer.receive()
     peer.send(request("a"), request("bb", n=1), GetStats(0))
-    events = [event for event in (peer.receive() for _ in range(1 + 1 + 8)) if isinstance(event, StepDone)]
+    events = [event for event in (peer.receive() for _ in range(1 + 8)) if isinstance(event, StepDone)]
     told = {name: [d.queue_seconds for d in deltas_of(events) if d.request_id == name] for name in ("a", "bb")}
     assert [seconds is None for seconds in told["a"]] == [False, True, True, True]
     assert 0 <= told["a"][0] < told["bb"][0], "which could not begin before the other had ended"

@@ -1,0 +1,32 @@
+"""Which executor: this very process for one rank, processes of this host for several, or Ray's actors."""
+
+from pathlib import Path
+
+from nanovllm.config import Config
+from nanovllm.distributed.group import Place
+from nanovllm.distributed.share import share_of
+from nanovllm.executor.base import Executor
+from nanovllm.model_config import ModelConfig
+
+
+def make_executor(config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int) -> Executor:
+    place = Place(0, config.tensor_parallel_size, config.pipeline_parallel_size)
+    share_of(model_config, place)  # refuses a split that cannot be, before anything is started
+    size = place.world_size
+    backend = config.distributed_executor_backend or ("mp" if size > 1 else None)
+    if backend is None:
+        from nanovllm.executor.uniproc import UniprocExecutor
+
+        return UniprocExecutor(config, model_config, path, max_model_len=max_model_len)
+    from nanovllm.executor.team import Crew, TeamExecutor
+
+    crew: Crew
+    if backend == "ray":
+        from nanovllm.executor.ray import RayCrew
+
+        crew = RayCrew(size, device=config.device)
+    else:
+        from nanovllm.executor.multiproc import ProcessCrew
+
+        crew = ProcessCrew(size)
+    return TeamExecutor(crew, config, model_config, path, max_model_len=max_model_len)

@@ -1,0 +1,238 @@
+"""One rank of an engine: obeys an executor's commands, one after another, wherever it runs.
+
+`python -m nanovllm.executor.worker FD` is the whole of a child process that has its commands from a socket.
+"""
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from nanovllm.distributed.group import open_store
+from nanovllm.executor.base import StepHandle
+from nanovllm.executor.messages import (
+    Answer,
+    Command,
+    Embed,
+    Failed,
+    Launch,
+    Open,
+    Opened,
+    Ready,
+    Reply,
+    Sample,
+    Start,
+    Stop,
+    Wait,
+)
+from nanovllm.plan import StepPlan
+from nanovllm.utils.frames import FrameReader, to_frame
+
+RECEIVE_BYTES = 1 << 16  # at once; memory for more would be new at every call
+SECONDS_TO_MEET = 1800.0  # also how much longer than another a rank may load
+YOUNG_OBJECTS = 100_000  # that may come before the garbage collector looks at them: it would lengthen steps
+
+
+class Runner(Protocol):
+    """What a worker needs of a ModelRunner."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def startup_seconds(self) -> dict[str, float]: ...
+    def launch(self, plan: StepPlan) -> StepHandle: ...
+    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]: ...
+    def close(self) -> None: ...
+
+
+class Model(Protocol):
+    """Where runners come from."""
+
+    def open_store(self, host: str) -> Any:
+        """On rank 0: the place where ranks meet; its `port` is told to the others."""
+        ...
+
+    def build(self, start: Start, store: Any) -> Runner:
+        """Meet the others and load; `store` is rank 0's."""
+        ...
+
+
+class Worker:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._store: Any = None
+        self._runner: Runner
+        self._reports = False  # whether this rank sends what was computed
+        self._steps: deque[StepHandle] = deque()
+        self._checksum = 0
+        self._last_launch: tuple[bytes, StepPlan] = (b"", StepPlan())
+        self.stopped = False
+
+    def obey(self, frame: bytes) -> Reply | None:
+        """Whatever goes wrong is answered; after that this worker is of no use any more."""
+        try:
+            return self._obey(self._read(frame))
+        except Exception as error:
+            self.stopped = True
+            return Failed(type(error).__name__, str(error), traceback.format_exc(), time.time())
+
+    def _read(self, frame: bytes) -> Command:
+        """A step like the last has the very same plan, and one with the same rows the very same tuple: runners look."""
+        last_frame, last_plan = self._last_launch
+        if frame == last_frame:
+            return Launch(last_plan)
+        command = self._decoder.decode(frame)
+        if not isinstance(command, Launch):
+            return command
+        plan = command.plan
+        if plan.decode_rows == last_plan.decode_rows:
+            plan = replace(plan, decode_rows=last_plan.decode_rows)
+        self._last_launch = (frame, plan)
+        return Launch(plan)
+
+    def _obey(self, command: Command) -> Reply | None:
+        match command:
+            case Launch(plan):
+                self._steps.append(self._runner.launch(plan))
+            case Sample(masks):
+                self._steps[-1].sample(masks)
+            case Wait(call, behind):
+                return self._wait(call, behind)
+            case Embed(call, token_ids, block_table, pooling):
+                embedding = self._runner.embed(token_ids, block_table, pooling)
+                return Answer(call, self._checksum, embedding=embedding if self._reports else None)
+            case Open(host):
+                self._store = self._model.open_store(host)
+                return Opened(self._store.port)
+            case Start():
+                return self._start(command)
+            case Stop():
+                self._runner.close()
+                self.stopped = True
+        return None
+
+    def _start(self, start: Start) -> Ready:
+        self._runner = self._model.build(start, self._store)
+        self._reports = start.place.carries_result
+        return Ready(self._runner.num_blocks, self._runner.startup_seconds)
+
+    def _wait(self, call: int, behind: int) -> Answer:
+        while len(self._steps) > behind + 1:
+            self._steps.popleft()
+        result = self._steps.popleft().wait()
+        self._checksum = zlib.crc32(self._encoder.encode(result.tokens), self._checksum)
+        return Answer(call, self._checksum, result=result if self._reports else None)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class _ModelRank:
+    """A ModelRunner among others."""
+
+    def __init__(self, start: Start, store: Any) -> None:
+        import torch
+
+        from nanovllm.distributed.group import join
+        from nanovllm.runner.device import resolve_device
+        from nanovllm.runner.model_runner import ModelRunner
+
+        device = resolve_device(start.config.device, start.place.local_rank if start.place.world_size > 1 else None)
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // start.num_local))
+        self._parallel = join(
+            start.place, device, host=start.host, port=start.port, store=store, timeout_seconds=SECONDS_TO_MEET
+        )
+        self._runner = ModelRunner(
+            start.config,
+            start.model_config,
+            Path(start.path),
+            max_model_len=start.max_model_len,
+            parallel=self._parallel,
+        )
+        self.num_blocks = self._runner.cache_size.num_blocks
+        self.startup_seconds = self._runner.phases.seconds
+        self.launch = self._runner.launch
+        self.embed = self._runner.embed
+
+    def close(self) -> None:
+        self._runner.close()
+        self._parallel.close()
+
+
+class RealModel:
+    def open_store(self, host: str) -> Any:
+        return open_store(host)
+
+    def build(self, start: Start, store: Any) -> Runner:
+        return _ModelRank(start, store)
+
+
+# --- a process --------------------------------------------------------------------------------------------------------
+
+
+def serve(sock: socket.socket, worker: Worker) -> int:
+    """Obey what the socket brings until told to stop; the exit status."""
+    frames = FrameReader()
+    try:
+        while data := sock.recv(RECEIVE_BYTES):
+            for frame in frames.feed(data):
+                reply = worker.obey(frame)
+                if reply is not None:
+                    sock.sendall(to_frame(reply))
+                if worker.stopped:
+                    return int(isinstance(reply, Failed))
+                if isinstance(reply, Ready):
+                    _calm_collector()
+    except ConnectionError:
+        pass
+    return 1  # nobody is left to obey
+
+
+def _calm_collector() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+
+
+def _exit_with_parent(sock: socket.socket) -> None:
+    """End this process when the other end of the socket is gone, whatever it is doing: loading, or stuck in a step."""
+    poll = select.poll()
+    poll.register(sock, 0)  # a hang-up is reported unasked
+    poll.poll()
+    os._exit(1)
+
+
+def run(model: Model) -> None:
+    """The life of a worker's process; the socket's file descriptor is the program's last argument."""
+    # Ctrl-C and a service manager's stop signal reach all processes of a group: what becomes of them is for the parent
+    # to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[-1]))
+    sock.set_inheritable(False)
+    threading.Thread(target=_exit_with_parent, args=(sock,), daemon=True).start()
+    status = serve(sock, Worker(model))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a peer's end may have left threads in a collective, for which an orderly exit would wait
+
+
+if __name__ == "__main__":
+    run(RealModel())

@@ -1,0 +1,141 @@
+"""One rank of the tests: runs every case it takes part in and prints what it saw.
+
+All ranks schedule for themselves, alike, so that each has the same plans in the same order without anyone sending them.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.distributed.group import Parallel, Place, join
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.models.registry import describe
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.sampling_params import SamplingParams
+
+TIMEOUT = 120.0
+
+
+@dataclass
+class OnlyThese:
+    """A guide that allows the same few tokens at every position."""
+
+    token_ids: list[int]
+    vocab_size: int
+    num_tokens: int = 0
+
+    def mask_behind(self, new_tokens: list[int]) -> bytes:
+        self.num_tokens += len(new_tokens)
+        bits = sum(1 << token for token in self.token_ids)
+        return bits.to_bytes((self.vocab_size + 7) // 8, "little")
+
+
+@dataclass
+class Seen:
+    """What a rank has to show for a case."""
+
+    token_ids: list[list[int]] = field(default_factory=list)  # a request each
+    logprobs: list[list[list[Any]]] = field(default_factory=list)
+    prompt_logprobs: list[list[list[Any]]] = field(default_factory=list)
+    embeddings: list[list[float]] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_blocks: int = 0
+    num_weights: int = 0  # elements that this rank's checkpoint slots hold
+    cache_elements: int = 0
+    carries_result: bool = True
+
+
+def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
+    path = Path(case["model"])
+    config = Config(
+        **{
+            "device": "cpu",
+            "dtype": "float32",
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 4096,
+            "kvcache_block_size": 16,
+            "num_kvcache_blocks": 64,
+        }
+        | case.get("options", {})
+    )
+    model = describe(path).config
+    runner = ModelRunner(config, model, path, max_model_len=256, parallel=parallel)
+    sizes = config.scheduler_config(max_model_len=256, num_blocks=runner.cache_size.num_blocks)
+    core = EngineCore(Scheduler(sizes), runner, depth=case.get("depth", 0))
+    seqs = [_sequence(index, asked, model.vocab_size) for index, asked in enumerate(case["requests"])]
+    for seq in seqs:
+        core.scheduler.add(seq)
+    seen = Seen(num_blocks=runner.cache_size.num_blocks, carries_result=runner.carries_result)
+    seen.num_weights = sum(slot.view.numel() for slot in runner.model.destinations().values())
+    seen.cache_elements = sum(cache.kv.numel() for cache in runner.caches)
+    while core.has_work:
+        core.step()
+        seen.num_steps += 1
+    for seq in seqs:
+        seen.token_ids.append(seq.completion_token_ids)
+        for found, scores in ((seen.logprobs, seq.logprobs), (seen.prompt_logprobs, seq.prompt_logprobs)):
+            found.append([[list(one.token_ids), list(one.logprobs), one.rank] for one in scores])
+        seen.num_preemptions += seq.num_preemptions
+    for text in case.get("embed", ()):
+        blocks = list(range(-(-len(text) // config.kvcache_block_size)))
+        seen.embeddings += [runner.embed(text, blocks, pooling) for pooling in ("last", "mean")]
+    runner.close()
+    return seen
+
+
+def _sequence(index: int, asked: dict[str, Any], vocab_size: int) -> Sequence:
+    params = SamplingParams(**({"ignore_eos": True} | asked["params"]))
+    allowed = asked.get("allowed")
+    return Sequence(
+        str(index),
+        asked["prompt"],
+        params,
+        max_num_tokens=len(asked["prompt"]) + params.max_tokens,
+        seed=index,
+        arrival=index,
+        guide=None if allowed is None else OnlyThese(allowed, vocab_size),
+    )
+
+
+def exchange(parallel: Parallel) -> dict[str, Any]:
+    """What the groups of a rank bring it, from tensors that say whose they are: rank 2's is 2.0 everywhere."""
+    world, pipeline, rank = parallel.world, parallel.pipeline, float(parallel.place.rank)
+    x = torch.full((2, 1), rank)
+    gathered = world.gather(x, to=1)
+    seen = {
+        "sum": world.all_reduce(x.clone()).tolist(),
+        "ordered sum": world.in_order().all_reduce(torch.tensor([1e8, -1e8, 1.0, 3.0])[int(rank)].reshape(1)).tolist(),
+        "half sum": world.all_reduce(x.to(torch.bfloat16)).tolist(),
+        "tensor": parallel.tensor.all_gather(x, dim=0).tolist(),
+        "pipeline": pipeline.all_gather(x).tolist(),
+        "gathered": None if gathered is None else gathered.tolist(),
+        "from 3": world.broadcast(x.clone(), 3).tolist(),
+    }
+    if pipeline.rank > 0:
+        seen["received"] = pipeline.receive(torch.empty(2, 1), pipeline.rank - 1).tolist()
+    if pipeline.rank < pipeline.size - 1:
+        pipeline.send(x, pipeline.rank + 1)
+    return seen
+
+
+def main(rank: int, cases: Path) -> None:
+    torch.set_num_threads(1)
+    for case in json.loads(cases.read_text()):
+        place = Place(rank, case["tensor"], case["pipeline"], 0)
+        if rank < place.world_size:
+            parallel = join(place, torch.device("cpu"), host="127.0.0.1", port=case["port"], timeout_seconds=TIMEOUT)
+            seen = run_case(case, parallel).__dict__ if "model" in case else exchange(parallel)
+            print(json.dumps([case["name"], seen]), flush=True)
+            parallel.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

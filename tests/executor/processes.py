@@ -1,0 +1,34 @@
+"""What tests want to know about processes."""
+
+import time
+from collections.abc import Callable, Iterable
+
+import psutil
+
+SECONDS = 10.0  # generous: the promise is "within seconds", and test machines are busy
+
+
+def is_gone(pid: int) -> bool:
+    """Ended; who should take note of that may be gone as well."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def until(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def all_gone(pids: Iterable[int]) -> bool:
+    pids = list(pids)
+    return until(lambda: all(map(is_gone, pids)))
+
+
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
