@@ -8,7 +8,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
-from tests.helpers import FAMILIES, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
+from nanovllm.sampling_params import StructuredOutputs
+from tests.helpers import FAMILIES, TEXT_MODEL, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
 from tests.test_oracle import MAX_TOKENS, PAIRS, PROMPTS
 
 pytestmark = pytest.mark.gpu
@@ -102,6 +103,23 @@ def test_sampling_features_equal_those_of_the_cpu() -> None:
         assert all(abs(a[token].logprob - b[token].logprob) < 1e-3 for token in a)
     a, b = (outputs[1].prompt_logprobs for outputs in found)
     assert [None if x is None else list(x) for x in a] == [None if x is None else list(x) for x in b]
+
+
+def test_guided_rows_among_others_equal_those_of_the_cpu() -> None:
+    """A step that waits for masks after its forward has begun; rows without a grammar share it."""
+    forms: list[StructuredOutputs | None] = [
+        StructuredOutputs(regex=r"\d{3}-(ab|cd)+"),
+        None,
+        StructuredOutputs(json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
+        StructuredOutputs(choice=["yes", "no", "maybe"]),
+    ]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=24, structured_outputs=f) for i, f in enumerate(forms)]
+    found = []
+    for device, overlap in (("cpu", False), ("cuda", False), ("cuda", True)):
+        with open_llm(TEXT_MODEL, device=device, overlap=overlap, skip_tokenizer_init=False) as llm:
+            found.append([output["text"] for output in llm.generate(["a", "b c", "d", "e"], params, use_tqdm=False)])
+    assert found[1] == found[0] and found[2] == found[0]
+    assert found[0][3] in ("yes", "no", "maybe")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3-moe"])
