@@ -41,7 +41,7 @@ class Group:
             for part in parts[1:]:
                 x += part
         else:
-            self._backend.allreduce([x], _queued("AllreduceOptions")).wait()
+            _done(self._backend.allreduce([x], _queued("AllreduceOptions")))
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
@@ -53,7 +53,7 @@ class Group:
 
     def _gathered(self, x: Tensor) -> Tensor:  # [size, *x.shape]
         out = x.new_empty(self.size, *x.shape)
-        self._backend._allgather_base(out.view(-1), x.reshape(-1), _queued("AllgatherOptions")).wait()
+        _done(self._backend._allgather_base(out.view(-1), x.reshape(-1), _queued("AllgatherOptions")))
         return out
 
     def gather(self, x: Tensor, to: int, dim: int = -1) -> Tensor | None:
@@ -63,10 +63,10 @@ class Group:
         options = _queued("GatherOptions")
         options.rootRank = to
         if self.rank != to:
-            self._backend.gather([], [x.contiguous()], options).wait()
+            _done(self._backend.gather([], [x.contiguous()], options))
             return None
         out = x.new_empty(self.size, *x.shape)
-        self._backend.gather([list(out.unbind())], [x.contiguous()], options).wait()
+        _done(self._backend.gather([list(out.unbind())], [x.contiguous()], options))
         dim %= x.dim()
         return out.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -75,21 +75,27 @@ class Group:
         if self.size > 1:
             options = _queued("BroadcastOptions")
             options.rootRank = source
-            self._backend.broadcast([x], options).wait()
+            _done(self._backend.broadcast([x], options))
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        self._backend.send([x.contiguous()], to, 0).wait()
+        _done(self._backend.send([x.contiguous()], to, 0))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         """What rank `source` sent, written over `x`."""
-        self._backend.recv([x], source, 0).wait()
+        _done(self._backend.recv([x], source, 0))
         return x
 
     def close(self) -> None:
         if self._backend is not None:
             self._backend.shutdown()
             self._backend = None
+
+
+def _done(work: Any) -> None:
+    """Wait for an exchange; NCCL has nothing to wait for where it queued one on the current stream."""
+    if work is not None:
+        work.wait()
 
 
 def _queued(options: str) -> Any:

@@ -22,6 +22,9 @@ class Graphs:
         self._recorded: dict[Hashable, tuple[Any, Any]] = {}  # (graph, what the function returned)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            # cuBLAS gets its scratch for this stream here, so that it is there when free memory is measured
+            torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._recorded
