@@ -1,7 +1,6 @@
 """The user's side of an engine that runs in a child process or a thread: streams of deltas, answers, and its health."""
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from nanovllm.engine.messages import (
 )
 from nanovllm.engine.service import MAX_STEPS_KEPT, serve
 from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError, raised_elsewhere
+from nanovllm.utils import children
 from nanovllm.utils.frames import FrameReader, to_frame
 
 SECONDS_TO_STOP = 5.0  # before an engine that was told to is killed
@@ -70,7 +70,7 @@ class ProcessHost:
                 pass_fds=[sock.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,
-                env={**os.environ, **environment},
+                env={**children.environment(), **environment},
             )
         self.pid: int | None = self._process.pid
 

@@ -20,6 +20,7 @@ import msgspec
 
 from nanovllm.executor.messages import Lost, Reply
 from nanovllm.executor.team import PATIENCE, Replies
+from nanovllm.utils.children import environment
 from nanovllm.utils.frames import FrameReader
 
 RECEIVE_BYTES = 1 << 16  # at once; memory for more would be new at every call
@@ -55,6 +56,7 @@ class Processes:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,
+                env=environment(),
             )
         self._popens.append(popen)
 
