@@ -24,29 +24,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from nanovllm.bench.tiny_model import NO_MODEL
 from nanovllm.config import Config
 from nanovllm.executor.messages import Start
 from nanovllm.executor.multiproc import ProcessCrew
 from nanovllm.executor.team import TeamExecutor
 from nanovllm.executor.worker import run
-from nanovllm.model_config import ModelConfig, RopeConfig
 from nanovllm.plan import StepPlan, StepResult
-
-NO_MODEL = ModelConfig(
-    architecture="none",
-    vocab_size=1,
-    hidden_size=1,
-    intermediate_size=1,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=1,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1.0),
-    max_position=1,
-    tie_word_embeddings=True,
-    dtype="float32",
-)
 
 
 class EmptyStep:

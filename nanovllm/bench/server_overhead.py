@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median, quantiles
 from typing import TYPE_CHECKING
@@ -33,9 +34,9 @@ from typing import TYPE_CHECKING
 from nanovllm.bench.arguments import count
 from nanovllm.bench.http_stream import Server, fetch, parse_server
 from nanovllm.bench.report import Report, Row, machine, medians_of
+from nanovllm.bench.tiny_model import NO_MODEL
 from nanovllm.config import Config
 from nanovllm.errors import EngineError
-from nanovllm.model_config import ModelConfig, RopeConfig
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -270,22 +271,7 @@ class InstantEngine:
         pass
 
 
-MODEL_CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=2,
-    hidden_size=1,
-    intermediate_size=1,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=1,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
-    max_position=MAX_MODEL_LEN,
-    tie_word_embeddings=True,
-    dtype="float32",
-    eos_token_ids=(1,),
-)
+MODEL_CONFIG = replace(NO_MODEL, max_position=MAX_MODEL_LEN, eos_token_ids=(1,))
 
 
 def _tokenizer() -> "Tokenizer":

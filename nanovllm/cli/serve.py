@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import ipaddress
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,21 @@ def add_arguments(parser: "Parser") -> None:
         metavar="N",
         help="engines that share the requests, each with the whole model and, on GPUs, devices of its own; default: 1",
     )
+    group.add_argument(
+        "--stall-seconds",
+        type=positive,
+        default=30.0,
+        metavar="X",
+        help="how long a step may take before /health says that the engine stalls; default: 30",
+    )
     add_engine_options(parser)
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,25 +77,25 @@ def run(args: argparse.Namespace) -> int:
     with listen(settings) as listener:
         _warn_if_open(settings)
         print(f"Listening on {url_of(listener, settings)}", flush=True)
-        asyncio.run(serve(listener, settings, lambda: _load(engine, args.replicas)))
+        asyncio.run(serve(listener, settings, lambda: _load(engine, args.replicas, args.stall_seconds)))
     return 0
 
 
-async def _load(options: dict[str, Any], replicas: int) -> "AsyncLLM":
-    engine = await _start(options, replicas)
+async def _load(options: dict[str, Any], replicas: int, stall_seconds: float) -> "AsyncLLM":
+    engine = await _start(options, replicas, stall_seconds)
     times = f", {replicas} times" if replicas > 1 else ""
     note(f"Ready: {engine.model_name}{times}, {engine.max_model_len} tokens of context")
     return engine
 
 
-async def _start(options: dict[str, Any], replicas: int) -> "AsyncLLM":
+async def _start(options: dict[str, Any], replicas: int, stall_seconds: float) -> "AsyncLLM":
     if replicas > 1:
         from nanovllm.replicas import Replicas
 
-        return await Replicas.start(count=replicas, **options)
+        return await Replicas.start(count=replicas, stall_seconds=stall_seconds, **options)
     from nanovllm.async_llm import AsyncLLM
 
-    return await AsyncLLM.start(**options)
+    return await AsyncLLM.start(stall_seconds=stall_seconds, **options)
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

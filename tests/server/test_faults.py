@@ -1,16 +1,12 @@
 """Faults of a whole server with a real engine: it stands still, or is told to end while many wait."""
 
 import asyncio
-import os
 import signal
 import threading
 
 import httpx
 import pytest
 
-from nanovllm.async_llm import AsyncLLM
-from nanovllm.server.app import build_app
-from tests.helpers import TEXT_MODEL, model_dir
 from tests.server.process import server_process
 
 COMPLETIONS = "/v1/completions"
@@ -24,17 +20,16 @@ async def status_becomes(client: httpx.AsyncClient, status: int) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_stands_still_is_unhealthy_until_it_goes_on() -> None:
-    small = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "num_kvcache_blocks": 64}
-    async with await AsyncLLM.start(model_dir(TEXT_MODEL), stall_seconds=0.5, **small) as engine:
-        transport = httpx.ASGITransport(build_app(engine))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-            assert engine.pid is not None
-            os.kill(engine.pid, signal.SIGSTOP)
+async def test_an_engine_that_stands_still_is_unhealthy_until_it_goes_on(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with server_process(tmp_path_factory.mktemp("model"), stall_seconds="0.5") as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            server.engine.send_signal(signal.SIGSTOP)
             asking = asyncio.create_task(client.post(COMPLETIONS, json=SHORT))
             await status_becomes(client, 503)
             assert (await client.get("/version")).status_code == 200 and not asking.done()
-            os.kill(engine.pid, signal.SIGCONT)
+            server.engine.send_signal(signal.SIGCONT)
             assert (await asking).status_code == 200
             await status_becomes(client, 200)
 
