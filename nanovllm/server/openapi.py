@@ -8,6 +8,7 @@ import msgspec
 from nanovllm import __version__
 from nanovllm.server.messages import CountRequest, MessagesRequest
 from nanovllm.server.protocol import (
+    REFUSED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -39,6 +40,9 @@ ERROR_CODES = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 def document() -> dict[str, Any]:
     kinds = [kind for kind, _, _ in POSTS.values()]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for kind in kinds:
+        for field in REFUSED.get(kind, ()):
+            schemas[kind.__name__]["properties"].pop(field, None)
     paths: dict[str, Any] = {path: {"post": _post(*told)} for path, told in POSTS.items()}
     paths |= {path: {"get": {"summary": about, "responses": _responses(stream=False)}} for path, about in GETS.items()}
     metrics = {"200": {"description": "Prometheus' text format", "content": {"text/plain": {}}}}
