@@ -92,7 +92,8 @@ def paged_prefill_reference(
 
 # views into a step's packed buffer lie at any address: one compiled kernel for all
 @triton.jit(
-    do_not_specialize_on_alignment=["chunk_rows", "chunk_starts", "chunk_first_tokens", "chunk_num_new", "tiles"]
+    do_not_specialize=["num_blocks"],
+    do_not_specialize_on_alignment=["chunk_rows", "chunk_starts", "chunk_first_tokens", "chunk_num_new", "tiles"],
 )
 def _prefill_kernel(
     q_source,
@@ -106,7 +107,7 @@ def _prefill_kernel(
     tiles,
     blocks,
     max_blocks,
-    value_offset,  # elements from a key to its value
+    num_blocks,
     score_scale,  # of the scores, in powers of two
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -125,6 +126,8 @@ def _prefill_kernel(
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     # fp16 must not lose small probabilities when they take in the scale of their values
     LIFT: tl.constexpr = 256.0 if FP8 else 1.0
+    scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)  # from a key's to its value's
+    value_offset = scale_offset * HEAD_DIM
     kv_head = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -175,7 +178,7 @@ def _prefill_kernel(
         if FP8:
             scale_slots = scales + kv_head * BLOCK_SIZE + slots
             k_scale = tl.load(scale_slots, mask=seen, other=0.0).to(tl.float32) * score_scale
-            v_scale = tl.load(scale_slots + value_offset // HEAD_DIM, mask=seen, other=0.0).to(tl.float32) * LIFT
+            v_scale = tl.load(scale_slots + scale_offset, mask=seen, other=0.0).to(tl.float32) * LIFT
 
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if FP8:
@@ -242,7 +245,7 @@ def paged_prefill(
         tiles,
         blocks,
         blocks.stride(0),
-        cache.stride(0),
+        cache.shape[1],
         head_dim**-0.5 * math.log2(math.e),
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,

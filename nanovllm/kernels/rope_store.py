@@ -90,7 +90,7 @@ def _quantize(x, scale):
 
 
 # views into a step's packed buffer lie at any address: one compiled kernel for all
-@triton.jit(do_not_specialize_on_alignment=["rows", "positions"])
+@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["rows", "positions"])
 def _rope_store_kernel(
     qkv,
     cache,
@@ -103,7 +103,7 @@ def _rope_store_kernel(
     cos_sin,
     eps,
     max_blocks,
-    value_offset,  # elements from a key to its value
+    num_blocks,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -117,6 +117,7 @@ def _rope_store_kernel(
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
+    scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)  # from a key's to its value's
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, HALF_PADDED)
     dims = tl.arange(0, DIM_PADDED)
@@ -165,11 +166,11 @@ def _rope_store_kernel(
         v_scale = _scale_of(tl.max(tl.abs(v), 1))
         v = _quantize(v, v_scale)
         tl.store(scales + slots, k_scale, mask=kv_mask)
-        tl.store(scales + value_offset // HEAD_DIM + slots, v_scale, mask=kv_mask)
+        tl.store(scales + scale_offset + slots, v_scale, mask=kv_mask)
     k_out = cache + slots[:, None] * HEAD_DIM + cols[None, :]
     tl.store(k_out, k1.to(cache.dtype.element_ty), mask=k_mask)
     tl.store(k_out + HALF, k2.to(cache.dtype.element_ty), mask=k_mask)
-    v_out = cache + value_offset + slots[:, None] * HEAD_DIM + dims[None, :]
+    v_out = cache + scale_offset * HEAD_DIM + slots[:, None] * HEAD_DIM + dims[None, :]
     tl.store(v_out, v.to(cache.dtype.element_ty), mask=v_mask)
 
 
@@ -206,7 +207,7 @@ def rope_store(
         cos_sin,
         eps,
         blocks.stride(0),
-        cache.stride(0),
+        cache.shape[1],
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
