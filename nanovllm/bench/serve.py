@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
-from nanovllm.bench.arguments import count
+from nanovllm.bench.arguments import count, json_object, number, positive, whole_number
 from nanovllm.errors import ConfigError, NanoError
 
 if TYPE_CHECKING:
@@ -130,32 +130,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG: latencies over time and as CDFs")
 
 
-def positive(text: str) -> float:
-    """Also inf."""
-    number = _float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
-    return number
-
-
 def not_negative(text: str) -> float:
-    number = _float(text)
-    if not 0 <= number < math.inf:
+    value = number(text)
+    if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0")
-    return number
+    return value
 
 
 def ratio(text: str) -> float:
-    number = _float(text)
-    if not 0 <= number < 1:
+    value = number(text)
+    if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least 0 and below 1")
-    return number
-
-
-def whole_number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 0")
-    return int(text)
+    return value
 
 
 def limit(text: str) -> tuple[str, float]:
@@ -163,23 +149,6 @@ def limit(text: str) -> tuple[str, float]:
     if name not in ("ttft", "tpot", "e2el"):
         raise argparse.ArgumentTypeError(f"{text!r}: write ttft:MS, tpot:MS or e2el:MS")
     return name, positive(milliseconds)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ that is not on the command line is left out of what the dataclass gets: defaults
 
 import argparse
 import inspect
-import json
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -15,6 +14,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from nanovllm.bench.arguments import json_object
 from nanovllm.cli.parser import Parser
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
@@ -56,7 +56,7 @@ def add_sampling_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
     add_fields(group, SamplingParams, SAMPLING_FIELDS, defaults)
     group.add_argument(
         "--chat-template-kwargs",
-        type=_json_object,
+        type=json_object,
         default={},
         metavar="JSON",
         help="variables for the model's chat template, such as '{\"enable_thinking\": false}'",
@@ -129,13 +129,3 @@ def _size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 1073741824, 1G or 1GiB")
     return int(match[1]) << UNITS[match[2].upper()]
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write '{{\"name\": value}}'")
-    return value

@@ -3,10 +3,10 @@
 import argparse
 import dataclasses
 import ipaddress
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.bench.arguments import positive_finite
 from nanovllm.cli.console import note
 from nanovllm.cli.options import add_engine_options, add_fields, chosen_fields, engine_options
 from nanovllm.errors import ConfigError
@@ -49,19 +49,12 @@ def add_arguments(parser: "Parser") -> None:
     )
     group.add_argument(
         "--stall-seconds",
-        type=positive,
+        type=positive_finite,
         default=30.0,
         metavar="X",
         help="how long a step may take before /health says that the engine stalls; default: 30",
     )
     add_engine_options(parser)
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,11 +1,10 @@
 """`nanovllm simulate`: how a fleet of replicas would do on a trace, without a device."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.bench.arguments import count
+from nanovllm.bench.arguments import count, positive_finite, whole_number
 from nanovllm.bench.shapes import shape_folder, shape_names
 from nanovllm.errors import ConfigError
 from nanovllm.simulate import POLICIES
@@ -51,8 +50,12 @@ def add_arguments(parser: "Parser") -> None:
     question = parser.add_argument_group("the question")
     question.add_argument("--compare", action="store_true", help="all policies side by side")
     question.add_argument("--find", action="store_true", help="the fewest replicas that keep the limits")
-    question.add_argument("--ttft-p99", type=_positive, metavar="S", help="with --find: most seconds to a first token")
-    question.add_argument("--tpot-p99", type=_positive, metavar="S", help="with --find: most seconds per output token")
+    question.add_argument(
+        "--ttft-p99", type=positive_finite, metavar="S", help="with --find: most seconds to a first token"
+    )
+    question.add_argument(
+        "--tpot-p99", type=positive_finite, metavar="S", help="with --find: most seconds per output token"
+    )
     question.add_argument("--max-replicas", type=count, metavar="N", help="with --find: the most to try; default: 64")
     output = parser.add_argument_group("output")
     output.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG")
@@ -71,9 +74,9 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--num-requests", type=count, metavar="N", help="of a trace the first N; drawn: how many, default: 1000"
     )
     group.add_argument(
-        "--rate", type=_positive, metavar="X", help="requests a second; default: a trace's own times, drawn: 10"
+        "--rate", type=positive_finite, metavar="X", help="requests a second; default: a trace's own times, drawn: 10"
     )
-    group.add_argument("--seed", type=_whole, metavar="N", help="of drawn requests; default: 0")
+    group.add_argument("--seed", type=whole_number, metavar="N", help="of drawn requests; default: 0")
 
 
 def _add_fleet(group: argparse._ArgumentGroup) -> None:
@@ -113,14 +116,14 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
 def _add_device(group: argparse._ArgumentGroup) -> None:
     known = ", ".join(shape_names())
     group.add_argument("--model-shape", default="qwen3-8b", metavar="NAME", help=f"default: qwen3-8b; known: {known}")
-    group.add_argument("--memory-gib", type=_positive, metavar="X", help="of a replica's device; default: 139")
+    group.add_argument("--memory-gib", type=positive_finite, metavar="X", help="of a replica's device; default: 139")
     group.add_argument(
-        "--bandwidth", type=_positive, metavar="X", help="TB/s that the engine reaches; default: 3.8, an H200's"
+        "--bandwidth", type=positive_finite, metavar="X", help="TB/s that the engine reaches; default: 3.8, an H200's"
     )
     group.add_argument(
-        "--tflops", type=_positive, metavar="X", help="TFLOP/s that the engine reaches; default: 620, an H200's"
+        "--tflops", type=positive_finite, metavar="X", help="TFLOP/s that the engine reaches; default: 620, an H200's"
     )
-    group.add_argument("--overhead-ms", type=_positive, metavar="X", help="of a step beside these; default: 0.4")
+    group.add_argument("--overhead-ms", type=positive_finite, metavar="X", help="of a step beside these; default: 0.4")
     group.add_argument(
         "--step-time",
         metavar="A,B,C[,D]",
@@ -359,24 +362,8 @@ def _describe_load(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "
     }
 
 
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
-    return number
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 0")
-    return int(text)
-
-
 def _ratio(text: str) -> float:
-    number = _positive(text)
-    if number < 1:
+    value = positive_finite(text)
+    if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
-    return number
+    return value

@@ -63,15 +63,7 @@ class ProcessHost:
     """A child process; what it prints goes to this one's stderr. `environment` is added to what it inherits."""
 
     def __init__(self, sock: socket.socket, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", "nanovllm.engine.service", str(sock.fileno())]
-        with sock:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[sock.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__,
-                env={**children.environment(), **environment},
-            )
+        self._process = children.start([sys.executable, "-m", "nanovllm.engine.service"], sock, environment)
         self.pid: int | None = self._process.pid
 
     def wait(self, timeout: float) -> str | None:

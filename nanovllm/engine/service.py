@@ -4,13 +4,10 @@ Idle, it sleeps until a command arrives. Run as a module, `python -m nanovllm.en
 child process; `serve` in a thread does the same for a program that wants no second process.
 """
 
-import gc
 import os
 import select
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -53,6 +50,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
 from nanovllm.plan import StepPlan
+from nanovllm.utils import children
 from nanovllm.utils.frames import FrameReader, to_frame
 from nanovllm.utils.logging import get_logger
 
@@ -63,7 +61,6 @@ MAX_BACKLOG = 64 << 20  # bytes that the other side may leave unread before step
 SECONDS_BETWEEN_VIEWS = 0.1
 MAX_STEPS_KEPT = 1000  # for the next view
 NUM_COMPILING = 2  # grammars at once; more wait
-YOUNG_OBJECTS = 100_000  # that may come before the garbage collector looks at them: it would lengthen steps
 
 
 class Wire:
@@ -357,19 +354,17 @@ def _request_view(seq: Sequence) -> RequestView:
 # --- a life from start to end -----------------------------------------------------------------------------------------
 
 
-def serve(sock: socket.socket, *, calm_collector: bool = False) -> int:
+def serve(sock: socket.socket, *, own_process: bool = False) -> int:
     """Start the engine that the first command names and serve it until told to stop; the exit status.
 
-    `calm_collector` is for a process of its own: the garbage collector is shared by all threads.
+    In a process of its own the garbage collector is calmed: it is shared by all threads.
     """
     wire = Wire(sock)
     service: Service | None = None
     try:
         service = Service(_start(wire), wire)
-        if calm_collector:
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(YOUNG_OBJECTS)
+        if own_process:
+            children.calm_collector()
         service.run()
         wire.flush()
         return 0
@@ -408,23 +403,8 @@ def _start(wire: Wire) -> LLMEngine:
     return engine
 
 
-def _exit_with_parent(sock: socket.socket) -> None:
-    """End this process when the other end of the socket is gone, whatever it is doing: loading, or stuck in a step."""
-    poll = select.poll()
-    poll.register(sock, 0)  # a hang-up is reported unasked
-    poll.poll()
-    os._exit(1)
-
-
 def main() -> None:
-    # Ctrl-C and a service manager's stop signal reach all processes of a group. Whether requests under way are
-    # finished first is the parent's to decide; it says Shutdown, or hangs up.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    sock.set_inheritable(False)
-    threading.Thread(target=_exit_with_parent, args=(sock,), daemon=True).start()
-    sys.exit(serve(sock, calm_collector=True))
+    sys.exit(serve(children.parents_socket(), own_process=True))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import msgspec
 
 from nanovllm.executor.messages import Lost, Reply
 from nanovllm.executor.team import PATIENCE, Replies
-from nanovllm.utils.children import environment
+from nanovllm.utils import children
 from nanovllm.utils.frames import FrameReader
 
 RECEIVE_BYTES = 1 << 16  # at once; memory for more would be new at every call
@@ -50,15 +50,7 @@ class Processes:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.sockets.append(ours)
-        with theirs:
-            popen = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__,
-                env=environment(),
-            )
-        self._popens.append(popen)
+        self._popens.append(children.start(command, theirs))
 
     @property
     def pids(self) -> list[int]:

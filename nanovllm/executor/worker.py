@@ -3,13 +3,9 @@
 `python -m nanovllm.executor.worker FD` is the whole of a child process that has its commands from a socket.
 """
 
-import gc
 import os
-import select
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 import zlib
@@ -38,11 +34,11 @@ from nanovllm.executor.messages import (
     Wait,
 )
 from nanovllm.plan import StepPlan
+from nanovllm.utils.children import calm_collector, parents_socket
 from nanovllm.utils.frames import FrameReader, to_frame
 
 RECEIVE_BYTES = 1 << 16  # at once; memory for more would be new at every call
 SECONDS_TO_MEET = 1800.0  # also how much longer than another a rank may load
-YOUNG_OBJECTS = 100_000  # that may come before the garbage collector looks at them: it would lengthen steps
 
 
 class Runner(Protocol):
@@ -199,36 +195,15 @@ def serve(sock: socket.socket, worker: Worker) -> int:
                 if worker.stopped:
                     return int(isinstance(reply, Failed))
                 if isinstance(reply, Ready):
-                    _calm_collector()
+                    calm_collector()
     except ConnectionError:
         pass
     return 1  # nobody is left to obey
 
 
-def _calm_collector() -> None:
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
-
-
-def _exit_with_parent(sock: socket.socket) -> None:
-    """End this process when the other end of the socket is gone, whatever it is doing: loading, or stuck in a step."""
-    poll = select.poll()
-    poll.register(sock, 0)  # a hang-up is reported unasked
-    poll.poll()
-    os._exit(1)
-
-
 def run(model: Model) -> None:
-    """The life of a worker's process; the socket's file descriptor is the program's last argument."""
-    # Ctrl-C and a service manager's stop signal reach all processes of a group: what becomes of them is for the parent
-    # to decide.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sock = socket.socket(fileno=int(sys.argv[-1]))
-    sock.set_inheritable(False)
-    threading.Thread(target=_exit_with_parent, args=(sock,), daemon=True).start()
-    status = serve(sock, Worker(model))
+    """The life of a worker's process."""
+    status = serve(parents_socket(), Worker(model))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # a peer's end may have left threads in a collective, for which an orderly exit would wait

@@ -7,7 +7,6 @@ the kernel before still computes x, and the next kernel may start as early.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,23 +14,6 @@ from torch import Tensor
 from nanovllm.kernels import launch
 
 MAX_ROWS = 16
-
-
-def few_rows_linear_reference(
-    x: Tensor,  # [M, K]
-    weight: Tensor,  # [N, K]
-    *,
-    bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [M, N], or [M, N / 2] if gated
-    gated: bool = False,
-) -> Tensor:
-    y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
-    if residual is not None:
-        y = residual.float() + y
-    return y.to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels import launch
-from nanovllm.kernels.few_rows_linear import few_rows_linear_reference
 
 MAX_ROWS = 64
 BLOCK_K = 128
 NUM_STAGES = 4
-
-
-def gated_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return few_rows_linear_reference(x, weight, bias=bias, gated=True)
 
 
 @dataclass(frozen=True)

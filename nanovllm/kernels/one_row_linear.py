@@ -14,16 +14,17 @@ from nanovllm.kernels import launch
 NUM_ROWS = 4  # of the weight, a program
 
 
-def one_row_linear_reference(
-    x: Tensor,  # [1, K]
+def linear_reference(
+    x: Tensor,  # [M, K]
     weight: Tensor,  # [N, K]
     *,
     bias: Tensor | None = None,  # [N]
     norm_weight: Tensor | None = None,  # [K]
     eps: float = 0.0,
-    residual: Tensor | None = None,  # [1, N], or [1, N / 2] if gated
+    residual: Tensor | None = None,  # [M, N], or [M, N / 2] if gated
     gated: bool = False,
 ) -> Tensor:
+    """For any number of rows: of this kernel, and of those for a few and for gates."""
     y = x.float()
     if norm_weight is not None:
         y = F.rms_norm(y, y.shape[-1:], norm_weight.float(), eps)

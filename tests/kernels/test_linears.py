@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import few_rows_linear, gated_linear
-from nanovllm.kernels.one_row_linear import one_row_linear, one_row_linear_reference
+from nanovllm.kernels.one_row_linear import linear_reference, one_row_linear
 from tests.kernels.support import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -37,7 +37,7 @@ def test_one_row(dtype: torch.dtype, n: int, k: int, pdl: bool) -> None:
         options = dict(
             bias=bias if with_bias else None, norm_weight=norm_weight if norm else None, eps=EPS, gated=bool(gated)
         )
-        expected = one_row_linear_reference(x, weight, residual=residual, **options)
+        expected = linear_reference(x, weight, residual=residual, **options)
         actual = one_row_linear(x, weight, residual=residual, pdl=pdl, **options)
         check(actual, expected)
         assert residual is None or actual is residual
@@ -59,7 +59,7 @@ def test_few_rows(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None
         buffer = random(m + 1, n // 2 if gated else n, dtype=dtype)
         before, residual = buffer.clone(), buffer[:m] if add else None
         options = dict(bias=bias if with_bias else None, residual=residual, gated=bool(gated))
-        expected = few_rows_linear.few_rows_linear_reference(x, weight, **options)
+        expected = linear_reference(x, weight, **options)
         actual = few_rows_linear.few_rows_linear(x, weight, pdl=pdl, **options)
         check(actual, expected)
         assert residual is None or actual is residual
@@ -73,7 +73,7 @@ def test_few_rows_read_ahead_of_any_width(monkeypatch: pytest.MonkeyPatch, name:
     monkeypatch.setattr(few_rows_linear, "_tiles", lambda *_, **__: getattr(few_rows_linear, name))
     x, weight, bias = few_rows_case(3, 20, k, torch.bfloat16)
     for gated in (False, True):
-        expected = few_rows_linear.few_rows_linear_reference(x, weight, bias=bias, gated=gated)
+        expected = linear_reference(x, weight, bias=bias, gated=gated)
         check(few_rows_linear.few_rows_linear(x, weight, bias=bias, gated=gated), expected)
 
 
@@ -84,5 +84,5 @@ def test_few_rows_read_ahead_of_any_width(monkeypatch: pytest.MonkeyPatch, name:
 def test_gated(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
     x, weight, bias = few_rows_case(m, n, k, dtype)
     for given in (None, bias):
-        expected = gated_linear.gated_linear_reference(x, weight, given)
+        expected = linear_reference(x, weight, bias=given, gated=True)
         check(gated_linear.gated_linear(x, weight, given, pdl=pdl), expected)

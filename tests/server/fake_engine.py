@@ -2,34 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nanovllm.bench.tiny_model import NO_MODEL
 from nanovllm.config import Config
 from nanovllm.engine.messages import Delta, EngineStats, EngineView, RequestView, StepView, TokenScores
 from nanovllm.errors import EngineClosedError, EngineError, RequestError
-from nanovllm.model_config import ModelConfig, RopeConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
 
 TOKENIZER = Path(__file__).parent.parent / "data" / "tokenizer"
 VOCAB_SIZE = 600
-MODEL_CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=3,
-    intermediate_size=4,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=3,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
-    max_position=512,
-    tie_word_embeddings=True,
-    dtype="float32",
-    eos_token_ids=(2,),
-)
+MODEL_CONFIG = replace(NO_MODEL, vocab_size=VOCAB_SIZE, hidden_size=3, max_position=512, eos_token_ids=(2,))
 STATS = EngineStats(1, 2, 10, 3, 5, 7, 100, 40, 1000, 500)
 
 
