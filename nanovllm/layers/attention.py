@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, LayerCache, QKNorm
 from nanovllm.distributed.group import ALONE, Group
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import add_over_ranks, make_linear
+from nanovllm.layers.linear import make_linear
+from nanovllm.layers.residual import Residual
 
 
 class Attention:
@@ -53,8 +53,8 @@ class Attention:
             both = torch.cat([self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)])
             self._qk_norm = QKNorm(self.q_norm, self.k_norm, both, self._qk_norm_eps)
 
-    def add_to(self, residual: Tensor, norm: RMSNorm, cache: LayerCache, step: Any) -> Tensor:
-        """residual + attention(norm(residual)), all [num_tokens, hidden]; `residual` may be written over."""
-        qkv = self.qkv_proj.after_norm(norm, residual).view(residual.shape[0], -1, self.head_dim)
+    def add_to(self, residual: Residual, norm: RMSNorm, cache: LayerCache, step: Any) -> None:
+        """residual += attention(norm(residual))"""
+        qkv = self.qkv_proj.after_norm(norm, residual).view(len(residual), -1, self.head_dim)
         out = self.backend.forward(qkv, self._qk_norm, cache, step, self.window)
-        return add_over_ranks(self.o_proj, residual, out, self.group)
+        residual.add(self.o_proj, out, self.group)

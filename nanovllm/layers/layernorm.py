@@ -41,3 +41,9 @@ class RMSNorm:
             scale = torch.addcmul(self._eps, length, length, value=1 / self.size).rsqrt_()
             return (x * scale).mul_(self.weight)
         return F.rms_norm(x, (self.size,), self.weight, self.eps)
+
+    def after_adding(self, x: Tensor, parts: Tensor) -> Tensor:  # [num_tokens, size], [parts, num_tokens, size]
+        """The norm of x with all parts added, which x then is; only kernels give parts."""
+        from nanovllm.kernels.rms_norm import add_rms_norm
+
+        return add_rms_norm(x, parts, self.weight, self.eps, pdl=dependent_launch())

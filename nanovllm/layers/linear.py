@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.distributed.group import Group
 from nanovllm.kernels import usable
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.residual import Residual
 
 
 def cpu_has_bfloat16() -> bool:
@@ -36,16 +36,20 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, in] -> [num_tokens, out]
         return F.linear(x, self.weight, self.bias)
 
-    def after_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        return self(norm(x))
+    def after_norm(self, norm: RMSNorm, residual: Residual) -> Tensor:
+        return self(residual.normed(norm))
 
-    def gated_after_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def gated_after_norm(self, norm: RMSNorm, residual: Residual) -> Tensor:
         """silu(gate) * up, where the rows of the weight are those of gate, then those of up."""
-        return silu_and_mul(self.after_norm(norm, x))
+        return silu_and_mul(self.after_norm(norm, residual))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x), in one pass where the kernel can; `residual` may be written over."""
         return residual + self(x)
+
+    def in_parts(self, x: Tensor) -> Tensor | None:  # [parts, num_tokens, out]
+        """What adds up to self(x), if adding it up later is faster than `add_to`."""
+        return None
 
 
 class CpuLinear(Linear):
@@ -76,11 +80,6 @@ class CpuLinear(Linear):
         if self.bias is None and x.shape[0] == 1:
             return torch.addmm(residual, x, self.weight.t())
         return super().add_to(residual, x)
-
-
-def add_over_ranks(linear: Linear, residual: Tensor, x: Tensor, group: Group) -> Tensor:
-    """residual + the sum of linear(x) over ranks that have a share of the input each; rank 0's carries the residual."""
-    return group.all_reduce(linear.add_to(residual, x) if group.rank == 0 else linear(x))
 
 
 def make_linear(

@@ -12,6 +12,7 @@ from nanovllm.kernels import dependent_launch, usable
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import make_linear
+from nanovllm.layers.residual import Residual
 
 
 class MoE:
@@ -68,16 +69,16 @@ class MoE:
         unsorted[order] = sorted_y
         return unsorted.view(x.shape[0], self.num_experts_per_token, -1).sum(dim=1)
 
-    def add_to(self, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """residual + moe(norm(residual)), all [num_tokens, hidden]; `residual` may be written over."""
-        x = norm(residual)
-        carries = self.group.rank == 0
+    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
+        """residual += moe(norm(residual))"""
+        x = residual.normed(norm)
+        rows = residual.rows if self.group.rank == 0 else None  # one rank's sum carries them
         if self._kernels is not None:
             weights, experts = self._route(x)
-            y = self._kernels(x, self.gate_up, self.down, weights, experts, residual=residual if carries else None)
+            y = self._kernels(x, self.gate_up, self.down, weights, experts, residual=rows)
         else:
-            y = residual + self(x) if carries else self(x)
-        return self.group.all_reduce(y)
+            y = self(x) if rows is None else rows + self(x)
+        residual.rows = self.group.all_reduce(y)
 
     def finish_loading(self) -> None:
         self.gate.finish_loading()

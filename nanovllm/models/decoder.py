@@ -13,8 +13,9 @@ from nanovllm.formats.stored import Part, Slot
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear, add_over_ranks, make_linear
+from nanovllm.layers.linear import Linear, make_linear
 from nanovllm.layers.moe import MoE
+from nanovllm.layers.residual import Residual
 from nanovllm.model_config import ModelConfig
 
 LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(.*)")
@@ -41,9 +42,9 @@ class MLP:
             intermediate_size, hidden_size, bias=down_bias, dtype=dtype, device=device, invariant=invariant
         )
 
-    def add_to(self, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """residual + mlp(norm(residual)), all [num_tokens, hidden]; `residual` may be written over."""
-        return add_over_ranks(self.down_proj, residual, self.gate_up_proj.gated_after_norm(norm, residual), self.group)
+    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
+        """residual += mlp(norm(residual))"""
+        residual.add(self.down_proj, self.gate_up_proj.gated_after_norm(norm, residual), self.group)
 
     def finish_loading(self) -> None:
         self.gate_up_proj.finish_loading()
@@ -104,9 +105,9 @@ class DecoderLayer:
                 group=group,
             )
 
-    def __call__(self, x: Tensor, cache: LayerCache, step: Any) -> Tensor:
-        x = self.self_attn.add_to(x, self.input_layernorm, cache, step)
-        return self.mlp.add_to(x, self.post_attention_layernorm)
+    def add_to(self, residual: Residual, cache: LayerCache, step: Any) -> None:
+        self.self_attn.add_to(residual, self.input_layernorm, cache, step)
+        self.mlp.add_to(residual, self.post_attention_layernorm)
 
 
 class Decoder:
@@ -144,13 +145,14 @@ class Decoder:
 
     def __call__(self, x: Tensor, caches: list[LayerCache], step: Any) -> Tensor:
         """Embedded tokens through all layers, [num_tokens, hidden]; `step` is the attention backend's own."""
+        residual = Residual(x)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, cache, step)
-        return x
+            layer.add_to(residual, cache, step)
+        return residual.rows
 
     def logits(self, hidden: Tensor) -> Tensor | None:  # [num_rows, hidden] -> [num_rows, vocab]
         """On rank 0 of the group; None elsewhere."""
-        logits = self.group.gather(self.lm_head.after_norm(self.norm, hidden), to=0)
+        logits = self.group.gather(self.lm_head.after_norm(self.norm, Residual(hidden)), to=0)
         if logits is None or logits.shape[1] == self.config.vocab_size:
             return logits
         return logits[:, : self.config.vocab_size].contiguous()  # without the padding of the last ranks' rows

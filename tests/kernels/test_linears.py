@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import few_rows_linear, gated_linear
+from nanovllm.kernels import few_rows_linear, tiled_linear
 from nanovllm.kernels.one_row_linear import linear_reference, one_row_linear
 from tests.kernels.support import DEVICE
 
@@ -78,11 +78,33 @@ def test_few_rows_read_ahead_of_any_width(monkeypatch: pytest.MonkeyPatch, name:
 
 
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("m", [2, 16, 17, 32, 33, gated_linear.MAX_ROWS])
+@pytest.mark.parametrize("m", [2, 16, 17, 32, 33, 64, 65, tiled_linear.MAX_ROWS])
 @pytest.mark.parametrize(("n", "k"), [*SIZES, (134, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gated(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
+def test_tiles(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
     x, weight, bias = few_rows_case(m, n, k, dtype)
-    for given in (None, bias):
-        expected = linear_reference(x, weight, bias=given, gated=True)
-        check(gated_linear.gated_linear(x, weight, given, pdl=pdl), expected)
+    for gated, with_bias in [(0, 1), (0, 0), (1, 1), (1, 0)]:
+        options = dict(bias=bias if with_bias else None, gated=bool(gated))
+        expected = linear_reference(x, weight, **options)
+        check(tiled_linear.tiled_linear(x, weight, pdl=pdl, **options), expected)
+
+
+@pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("m", [2, 17, 33, 65, 129, tiled_linear.MAX_ROWS_IN_PARTS])
+@pytest.mark.parametrize(("n", "k"), [*SIZES, (134, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_add_up(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
+    x, weight, bias = few_rows_case(m, n, k, dtype)
+    expected = linear_reference(x.float(), weight.float(), bias=bias.float())
+    seen = set()
+    for num_sms in (1, 2 * 3 * 9, 1 << 30):  # as many programs as fit, so as many parts
+        monkeypatch.setattr(tiled_linear, "_device_limits", lambda sms=num_sms: (sms, 200_000))
+        parts = tiled_linear.linear_in_parts(x, weight, bias, pdl=pdl)
+        seen.add(len(parts))
+        assert parts.shape[1:] == (m, n) and parts.dtype == torch.float32
+        torch.testing.assert_close(parts.sum(0), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    assert seen >= {1, min(tiled_linear.MAX_PARTS, _parts_at_most(k))}
+
+
+def _parts_at_most(k: int) -> int:
+    return max(parts for parts in (1, 2, 4) if parts == 1 or parts * 128 <= k)

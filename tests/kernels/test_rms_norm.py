@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.rms_norm import rms_norm, rms_norm_reference
+from nanovllm.kernels.rms_norm import (
+    add_parts,
+    add_parts_reference,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_reference,
+)
 from tests.kernels.support import DEVICE
 
 EPS = 1e-6
@@ -23,6 +29,21 @@ def test_equals_torch(m: int, hidden: int, dtype: torch.dtype) -> None:
     x, weight = make(m, hidden, dtype)
     expected = rms_norm_reference(x, weight, EPS)
     torch.testing.assert_close(rms_norm(x, weight, EPS), expected, rtol=2 * TOLERANCE[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("m", "hidden"), SHAPES)
+def test_parts_are_added_first(m: int, hidden: int, dtype: torch.dtype, num_parts: int) -> None:
+    x, weight = make(m, hidden, dtype)
+    parts = torch.randn(num_parts, m, hidden, device=DEVICE)
+    total = add_parts_reference(x, parts)
+    alone, options = x.clone(), dict(rtol=2 * TOLERANCE[dtype], atol=1e-6)
+    add_parts(alone, parts)
+    torch.testing.assert_close(alone, total, **options)
+    normed = add_rms_norm(x, parts, weight, EPS)
+    assert torch.equal(x, alone)
+    torch.testing.assert_close(normed, rms_norm_reference(x, weight, EPS), **options)
 
 
 def test_a_view_goes_in() -> None:

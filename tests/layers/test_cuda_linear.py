@@ -5,13 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.distributed.group import ALONE
 from nanovllm.layers.cuda_linear import LARGE_HIDDEN, CudaLinear, InvariantLinear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.residual import Residual
 from tests.kernels.support import DEVICE
 
 OUT = 20
-ROWS = [1, 2, 16, 17, 33, 65]  # at the edges of what each kernel takes
+ROWS = [1, 2, 16, 17, 33, 65, 129, 257]  # at the edges of what each kernel takes
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 
 
@@ -39,15 +41,35 @@ def test_every_number_of_rows(dtype: torch.dtype, hidden: int, num_rows: int) ->
     weight, bias = linear.weight.double(), linear.bias.double()
     normed = F.rms_norm(x.double(), (hidden,), norm.weight.double(), 1e-6)
     check(linear(x), F.linear(x.double(), weight, bias))
-    check(linear.after_norm(norm, x), F.linear(normed, weight, bias))
+    check(linear.after_norm(norm, Residual(x)), F.linear(normed, weight, bias))
     gate, up = F.linear(normed, weight, bias).chunk(2, dim=-1)
-    check(linear.gated_after_norm(norm, x), F.silu(gate) * up)
+    check(linear.gated_after_norm(norm, Residual(x)), F.silu(gate) * up)
     residual = torch.randn(num_rows, OUT, device=DEVICE).to(dtype)
     expected = residual.double() + F.linear(x.double(), weight, bias)
-    check(linear.add_to(residual, x), expected)
+    check(linear.add_to(residual.clone(), x), expected)
+    stream = Residual(residual.clone())
+    stream.add(linear, x, ALONE)
+    after = RMSNorm(OUT, eps=1e-6, dtype=dtype, device=torch.device(DEVICE))
+    check(stream.normed(after), F.rms_norm(expected, (OUT,), eps=1e-6))
+    check(stream.rows, expected)
+
+
+def test_parts_are_added_once_whoever_asks() -> None:
+    linear, norm, x = case(CudaLinear, 40, 20, torch.float16)
+    rows = torch.randn(40, OUT, device=DEVICE).half()
+    expected = rows.double() + 3 * F.linear(x.double(), linear.weight.double(), linear.bias.double())
+    stream = Residual(rows)
+    stream.add(linear, x, ALONE)
+    stream.add(linear, x, ALONE)
+    assert linear.in_parts(x) is not None
+    check(stream.rows, expected - F.linear(x.double(), linear.weight.double(), linear.bias.double()))
+    check(stream.rows, expected - F.linear(x.double(), linear.weight.double(), linear.bias.double()))
+    stream.add(linear, x, ALONE)
+    check(stream.normed(norm), F.rms_norm(expected, (OUT,), norm.weight.double(), 1e-6))
+    check(stream.normed(norm), F.rms_norm(expected, (OUT,), norm.weight.double(), 1e-6))
 
 
 def test_an_invariant_row_does_not_depend_on_the_others() -> None:
     linear, norm, x = case(InvariantLinear, 5, 96, torch.float32)
     for method in (linear.after_norm, linear.gated_after_norm):
-        assert torch.equal(method(norm, x)[:1], method(norm, x[:1]))
+        assert torch.equal(method(norm, Residual(x))[:1], method(norm, Residual(x[:1])))

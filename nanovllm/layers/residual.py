@@ -1,0 +1,53 @@
+"""The residual stream of a step: rows that every layer adds to, and parts of a sum that are not added yet.
+
+Where a linear gives its result in parts, the norm that follows adds them up on its way through the rows.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from nanovllm.distributed.group import Group
+from nanovllm.kernels import dependent_launch
+from nanovllm.layers.layernorm import RMSNorm
+
+if TYPE_CHECKING:
+    from nanovllm.layers.linear import Linear
+
+
+class Residual:
+    def __init__(self, rows: Tensor) -> None:  # [num_tokens, hidden]; may be written over
+        self._rows = rows
+        self._parts: Tensor | None = None  # [parts, num_tokens, hidden]
+
+    def __len__(self) -> int:
+        return self._rows.shape[0]
+
+    @property
+    def rows(self) -> Tensor:
+        """With everything added."""
+        if self._parts is not None:
+            from nanovllm.kernels.rms_norm import add_parts
+
+            add_parts(self._rows, self._parts, pdl=dependent_launch())
+            self._parts = None
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: Tensor) -> None:
+        self._rows, self._parts = rows, None
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        if self._parts is None:
+            return norm(self._rows)
+        normed = norm.after_adding(self._rows, self._parts)
+        self._parts = None
+        return normed
+
+    def add(self, linear: "Linear", x: Tensor, group: Group) -> None:
+        """linear(x), summed over ranks that have a share of the input each; rank 0's sum carries the rows."""
+        rows = self.rows
+        if group.size == 1 and (parts := linear.in_parts(x)) is not None:
+            self._parts = parts
+        else:
+            self.rows = group.all_reduce(linear.add_to(rows, x) if group.rank == 0 else linear(x))
