@@ -50,6 +50,7 @@ PROMPTS: list[tuple[Any, str]] = [
     ([5] * 256, "the prompt has 256 tokens, and max_model_len=256 must also hold at least one new token"),
     ([5, 600], "prompt_token_ids: token id 600 is outside the vocabulary of 600 tokens"),
     ([5, -1], "token id -1 is outside the vocabulary"),
+    ([5, 2**32], "token id 4294967296 is outside the vocabulary"),
     ([5] * 61, "the prompt of 61 tokens and up to 5 new ones need 5 KV blocks of 16 tokens, and there are 4"),
     (5, "prompts must be a prompt or a list of prompts, not int"),
     (None, "prompts must be a prompt or a list of prompts, not NoneType"),

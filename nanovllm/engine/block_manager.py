@@ -8,10 +8,10 @@ salt). Identities are never reused, block numbers are; a dictionary compares who
 crafted prompt can hand over another sequence's KV.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import count
+from struct import Struct
 from typing import NamedTuple
 
 from nanovllm.engine.sequence import Sequence
@@ -38,6 +38,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._key_type = key_type
+        self._packed = Struct(f"{block_size}q").pack  # a full block's tokens as bytes
         self._ref_count = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # content unknown; the last freed is reused first, still warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # content known, nobody uses it; oldest first
@@ -135,8 +136,8 @@ class BlockManager:
 
     def _key(self, seq: Sequence, index: int, parent: int) -> BlockKey:
         start = index * self.block_size
-        token_ids = array("q", seq.token_ids[start : start + self.block_size]).tobytes()
-        return self._key_type(parent, token_ids, seq.cache_salt)
+        token_ids = seq.token_ids[start : start + self.block_size]
+        return self._key_type(parent, self._packed(*token_ids), seq.cache_salt)
 
     # --- single blocks ------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_guided = 0  # running sequences with a guide
         self._rows = list(range(config.max_num_seqs, 0, -1))  # free rows of the device tables
+        self._decode_rows: tuple[int, ...] = ()  # of the last step that was put together
         self._in_flight: deque[ScheduledStep] = deque()
         self._steady: ScheduledStep | None = None  # the step that repeats while nothing changes
 
@@ -122,9 +123,12 @@ class Scheduler:
         )
         if not decodes and not chunks:
             return None
+        decode_rows = tuple([seq.row for seq in decodes])
+        if decode_rows != self._decode_rows:  # else the very same tuple says that the device knows them
+            self._decode_rows = decode_rows
         step = ScheduledStep(
             plan=StepPlan(
-                decode_rows=tuple([seq.row for seq in decodes]),
+                decode_rows=self._decode_rows,
                 chunks=tuple([chunk.plan for chunk in chunks]),
                 new_rows=tuple(new_rows),
                 new_blocks=tuple(new_blocks),

@@ -18,7 +18,7 @@ class ForwardBatch:
     positions: Tensor  # [num_tokens] int32
     attn: Any  # what the attention backend prepared for this step
     sampled_rows: Tensor | None  # [num_sampled] int32 rows of the request table; None = nobody samples
-    logits_rows: Tensor | None  # [num_sampled] int32 token index of each sampling row; None = every token samples
+    logits_rows: Tensor | None  # [head_size] int32 token index of each sampling row, padded; None = every token samples
     first_tokens: np.ndarray  # [num_decodes + num_chunks] token index of each sequence's first token, on the host
 
 
@@ -27,8 +27,10 @@ def step_capacity(*, max_num_tokens: int, max_num_seqs: int) -> int:
     return 4 * max_num_tokens + 16 * max_num_seqs
 
 
-def build_batch(plan: StepPlan, table: RequestTable, backend: AttentionBackend, upload: Upload) -> ForwardBatch:
-    """Tensors are valid once `upload` is sent."""
+def build_batch(
+    plan: StepPlan, table: RequestTable, backend: AttentionBackend, upload: Upload, *, head_size: int
+) -> ForwardBatch:
+    """Tensors are valid once `upload` is sent. `head_size`: how many rows get logits, padding included."""
     num_decodes = len(plan.decode_rows)
     rows = np.array(plan.decode_rows + tuple(chunk.row for chunk in plan.chunks), dtype=np.int64)
     starts = table.host_length[rows] - 1
@@ -40,7 +42,9 @@ def build_batch(plan: StepPlan, table: RequestTable, backend: AttentionBackend, 
     positions = starts[seqs] + np.arange(len(seqs)) - first_tokens[seqs]
     samples = np.ones(len(rows), dtype=bool)
     samples[num_decodes:] = [chunk.samples for chunk in plan.chunks]
-    last_tokens = (first_tokens + num_new - 1)[samples]
+    num_sampled = int(samples.sum())
+    logits_rows = np.zeros(head_size, dtype=np.int64)
+    logits_rows[:num_sampled] = (first_tokens + num_new - 1)[samples]
 
     num_blocks = int((starts + num_new - 1).max()) // backend.block_size + 1
     device_rows, device_positions = upload.add(rows[seqs]), upload.add(positions)
@@ -61,7 +65,7 @@ def build_batch(plan: StepPlan, table: RequestTable, backend: AttentionBackend, 
         rows=device_rows,
         positions=device_positions,
         attn=backend.prepare(geometry, upload.add),
-        sampled_rows=upload.add(rows[samples]) if samples.any() else None,
-        logits_rows=None if len(last_tokens) == len(positions) else upload.add(last_tokens),
+        sampled_rows=upload.add(rows[samples]) if num_sampled else None,
+        logits_rows=None if num_sampled == len(positions) else upload.add(logits_rows),
         first_tokens=first_tokens,
     )

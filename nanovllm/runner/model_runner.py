@@ -191,7 +191,9 @@ class ModelRunner:
             self._sampling = None  # a row may have been filled anew
         if self._decode is not None and not plan.chunks:
             return self._launch_decode(plan, self._decode)
-        batch = self._send(lambda: build_batch(plan, self.table, self.backend, self._upload))
+        sampled = plan.sampled_rows()
+        head_size = self._head_size(len(sampled))
+        batch = self._send(lambda: build_batch(plan, self.table, self.backend, self._upload, head_size=head_size))
         x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
         hidden = self._stage.forward(x, self.caches, batch.attn)
         prompt_logprobs = {} if hidden is None else self._score_prompts(plan, batch, hidden)
@@ -200,7 +202,9 @@ class ModelRunner:
         if hidden is not None and batch.logits_rows is not None:
             hidden = hidden[batch.logits_rows]
         logits = self._stage.logits(hidden)
-        sampling, sampled_rows = self._sampling_batch(plan.sampled_rows()), batch.sampled_rows
+        if logits is not None:
+            logits = logits[: len(sampled)]
+        sampling, sampled_rows = self._sampling_batch(sampled), batch.sampled_rows
 
         def finish(masks: Mapping[int, bytes]) -> PendingStep:
             drawn = self._draw(logits, sampling, sampled_rows, masks)
@@ -208,6 +212,11 @@ class ModelRunner:
             return PendingStep(drawn.tokens, drawn.scores, prompt_logprobs, self.device)
 
         return GuidedStep(finish) if plan.guided_rows else finish({})
+
+    def _head_size(self, num_sampled: int) -> int:
+        """That of the decode graph for as many rows: a size that cuBLAS has not seen may make it load another kernel,
+        for which it waits until the device is idle."""
+        return num_sampled if self._decode is None else self._decode.size_for(num_sampled)
 
     def _launch_decode(self, plan: StepPlan, decode: DecodeStep) -> PendingStep | GuidedStep:
         n, size = len(plan.decode_rows), decode.size_for(len(plan.decode_rows))

@@ -183,6 +183,9 @@ def test_a_step_with_new_blocks_is_not_repeated_but_its_rows_are() -> None:
     steady = step(scheduler)
     assert steady.new_blocks == () and steady.decode_rows is plan.decode_rows
     assert step(scheduler) is steady
+    step(scheduler)
+    more = step(scheduler)
+    assert more.new_blocks and more.decode_rows is plan.decode_rows
 
 
 def test_a_queue_without_a_free_row_does_not_disturb() -> None:

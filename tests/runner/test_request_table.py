@@ -60,9 +60,9 @@ def test_a_row_is_filled_and_filled_anew() -> None:
 def test_blocks_grow_and_tokens_are_appended() -> None:
     table = make_table()
     send(table, StepPlan(new_rows=(new_row(1, range(9), SamplingParams()), new_row(3, range(4), SamplingParams()))))
-    send(table, StepPlan(new_blocks=(NewBlocks(3, 2, (11,)),)))
-    assert table.blocks[3].tolist() == [7, 8, 11]
-    assert table.host_blocks[3].tolist() == [7, 8, 11]
+    send(table, StepPlan(new_blocks=(NewBlocks(3, 2, (11,)), NewBlocks(1, 1, (12, 13)))))
+    for blocks in (table.blocks, table.host_blocks):
+        assert blocks.tolist() == [[0, 0, 0], [7, 12, 13], [0, 0, 0], [7, 8, 11]]
     rows = torch.tensor([3, 1], dtype=torch.int32, device=DEVICE_)
     table.append(rows, torch.tensor([55, 66], device=DEVICE_))
     assert (table.tokens[3, 4].item(), table.tokens[1, 9].item()) == (55, 66)

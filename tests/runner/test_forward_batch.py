@@ -1,0 +1,58 @@
+"""A step is laid out as its plan says, and logits of padding rows change nothing."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.plan import NewRow, SeqPlan, StepPlan
+from nanovllm.runner.forward_batch import build_batch
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.upload import Upload
+from tests.helpers import TEXT_MODEL, assert_greedy, greedy_params, open_llm, prompt_of
+
+CPU = torch.device("cpu")
+BACKEND: Any = SimpleNamespace(block_size=16, prepare=lambda geometry, upload: None)
+
+
+def filled_row(row: int, num_tokens: int) -> NewRow:
+    return NewRow(
+        row=row,
+        token_ids=tuple(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        block_table=(row,),
+        params=SamplingParams(),
+        seed=0,
+        stop_token_ids=(),
+        bad_words=(),
+    )
+
+
+def test_the_rows_that_get_logits_are_padded() -> None:
+    table = RequestTable(max_num_seqs=4, max_model_len=16, block_size=16, device=CPU)
+    upload = Upload(capacity=64, device=CPU)
+    plan = StepPlan(
+        decode_rows=(2,),
+        chunks=(SeqPlan(1, 3, 4, samples=True), SeqPlan(4, 0, 5, samples=False), SeqPlan(3, 0, 2, samples=True)),
+        new_rows=tuple(filled_row(row, num_tokens) for row, num_tokens in ((1, 7), (2, 9), (3, 2), (4, 8))),
+    )
+    table.apply(plan)
+    upload.start(extra=0)
+    batch = build_batch(plan, table, BACKEND, upload, head_size=6)
+    upload.send()
+    assert batch.rows.tolist() == [2] + [1] * 4 + [4] * 5 + [3] * 2
+    assert batch.positions.tolist() == [8, 3, 4, 5, 6, 0, 1, 2, 3, 4, 0, 1]
+    assert batch.sampled_rows is not None and batch.sampled_rows.tolist() == [2, 1, 3]
+    assert batch.logits_rows is not None and batch.logits_rows.tolist() == [0, 4, 11, 0, 0, 0]
+
+
+def test_padding_rows_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "_head_size", lambda runner, num_sampled: num_sampled + 3)
+    prompts = [prompt_of(length) for length in (3, 20, 9)]
+    with open_llm(TEXT_MODEL, max_num_batched_tokens=16, max_num_seqs=4) as llm:
+        outputs = llm.generate(prompts, greedy_params(6), use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(TEXT_MODEL, prompt, output["token_ids"])
