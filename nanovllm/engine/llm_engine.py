@@ -21,6 +21,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
+from nanovllm.utils.collector import collector_paused
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -58,10 +59,11 @@ class LLMEngine:
         self._random = random.Random(self.config.seed)
 
     def _build_core(self, path: Path) -> "EngineCore":
-        from nanovllm.engine.core import EngineCore
-        from nanovllm.executor.make import make_executor
+        with collector_paused():
+            from nanovllm.engine.core import EngineCore
+            from nanovllm.executor.make import make_executor
 
-        executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
+            executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
         self.startup_seconds = executor.startup_seconds
         if executor.runs_beside_host:
             gc.freeze()  # what is here now stays: the collector need not look at it while steps of a millisecond run
