@@ -16,6 +16,7 @@ from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError
+from nanovllm.executor.head_start import head_start
 from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
@@ -42,6 +43,7 @@ class LLMEngine:
         self.config = Config.from_options(None if model is None else str(model), options)
         path = resolve_model(self.config.model)
         description = describe(path)
+        head_start(self.config, path)
         self.model_config = description.config
         self.max_model_len = min(self.config.max_model_len, self.model_config.max_position)
         self.tokenizer: Tokenizer | None = None
