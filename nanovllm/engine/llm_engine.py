@@ -18,11 +18,13 @@ from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError
+from nanovllm.executor.head_start import head_start
 from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
+from nanovllm.utils.collector import collector_paused
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class LLMEngine:
         self.config = Config.from_options(None if model is None else str(model), options)
         path = resolve_model(self.config.model)
         description = describe(path)
+        head_start(self.config, path)
         self.model_config = description.config
         self.max_model_len = min(self.config.max_model_len, self.model_config.max_position)
         self.tokenizer: Tokenizer | None = None
@@ -60,10 +63,11 @@ class LLMEngine:
         self._random = random.Random(self.config.seed)
 
     def _build_core(self, path: Path) -> "EngineCore":
-        from nanovllm.engine.core import EngineCore
-        from nanovllm.executor.make import make_executor
+        with collector_paused():
+            from nanovllm.engine.core import EngineCore
+            from nanovllm.executor.make import make_executor
 
-        executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
+            executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
         self.startup_seconds = executor.startup_seconds
         if executor.runs_beside_host:
             gc.freeze()  # what is here now stays: the collector need not look at it while steps of a millisecond run

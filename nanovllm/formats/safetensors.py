@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from nanovllm.model_config import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+BYTES_OPEN = 8 << 20  # read from a file before it is opened anew, which takes as long as a small tensor
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -36,35 +39,49 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-class _InFile:
-    """A tensor whose file is opened by the first read and closed when it is done with: closing unmaps the file's pages,
-    which would else count as a second model."""
+class _File:
+    """Opened by the first read, and closed when much has been read: closing unmaps the file's pages, which would else
+    count as a second model."""
 
-    def __init__(self, file: Path, name: str, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self._file, self._name = file, name
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._opened: Any = None
+        self._num_bytes = 0
+
+    def read(self, name: str, part: Part) -> "Tensor":
+        with _damage_named(self._path):
+            if self._opened is None:
+                self._opened = _open(self._path)
+            tensor = self._opened.get_slice(name)[part] if part else self._opened.get_tensor(name)
+        self._num_bytes += tensor.nbytes
+        return tensor
+
+    def close_after(self, num_bytes: int) -> None:
+        if self._opened is not None and self._num_bytes >= num_bytes:
+            self._opened.__exit__(None, None, None)
+            self._opened, self._num_bytes = None, 0
+
+
+@dataclass(frozen=True)
+class _InFile:
+    file: _File
+    name: str
+    shape: tuple[int, ...]
 
     def read(self, part: Part = ()) -> "Tensor":
-        with _damage_named(self._file):
-            if self._opened is None:
-                self._opened = _open(self._file)
-            return self._opened.get_slice(self._name)[part] if part else self._opened.get_tensor(self._name)
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.__exit__(None, None, None)
+        return self.file.read(self.name, part)
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
     """Each is readable until the next is asked for."""
-    for file in weight_files(folder):
-        with _damage_named(file), _open(file) as tensors:
+    for path in weight_files(folder):
+        with _damage_named(path), _open(path) as tensors:
             shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
+        file = _File(path)
         for name, shape in shapes.items():
-            stored = _InFile(file, name, shape)
-            yield name, stored
-            stored.close()
+            yield name, _InFile(file, name, shape)
+            file.close_after(BYTES_OPEN)
+        file.close_after(0)
 
 
 def _open(file: Path) -> Any:

@@ -1,7 +1,8 @@
 """Triton kernels, one operation a file: its plain torch reference, the kernel, and what launches it."""
 
 import importlib.util
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,6 +10,7 @@ from functools import cache
 from typing import Any
 
 _ahead: ContextVar["CompileAhead | None"] = ContextVar("compile_ahead", default=None)
+_preparing = threading.Lock()
 
 
 @cache
@@ -36,9 +38,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
         kernel[grid](*args, **options)
 
 
+def prepare_triton() -> None:
+    """What Triton does before it compiles or loads its first kernel. For its cache's key it reads all of itself, half a
+    gigabyte: once, and not in every thread."""
+    with _preparing:
+        import triton
+
+        triton.runtime.cache.triton_key()
+        import torch
+
+        if torch.cuda.is_available():
+            _ = triton.runtime.driver.active
+
+
 @contextmanager
-def compile_ahead() -> Iterator[None]:
-    """Within, launches do not run: their kernels are compiled, side by side, and ready at the end."""
+def compile_ahead(launches: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Compile the kernels that `launches` would launch, side by side and beside what is done within, before whose end
+    the function that this gives must be called: it waits for them."""
     import torch
 
     # the device that kernels are loaded onto is each thread's own affair
@@ -46,28 +62,33 @@ def compile_ahead() -> Iterator[None]:
         ahead = CompileAhead(pool)
         token = _ahead.set(ahead)
         try:
-            yield
+            launches()
         finally:
             _ahead.reset(token)
-        for job in ahead.jobs.values():
-            job.result()
+        try:
+            yield ahead.wait
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class CompileAhead:
     def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self.jobs: dict[tuple, Future] = {}
+        self._jobs: dict[tuple, Future] = {}
         self._pool = pool
 
     def submit(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
         key = (id(kernel), *map(_kind, args), *sorted((name, _kind(value)) for name, value in options.items()))
-        if key not in self.jobs:
-            job = self.jobs[key] = self._pool.submit(_prepare, kernel, grid, args, options)
-            if len(self.jobs) == 1:
-                job.result()  # Triton first reads all of itself for its cache's key: once, and not in every thread
+        if key not in self._jobs:
+            self._jobs[key] = self._pool.submit(_prepare, kernel, grid, args, options)
+
+    def wait(self) -> None:
+        for job in self._jobs.values():
+            job.result()
 
 
 def _prepare(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Any:
     """Compile a kernel, and by asking for its `run` also the piece of C that launches it."""
+    prepare_triton()
     return kernel.warmup(*args, grid=grid, **options).run
 
 

@@ -1,6 +1,7 @@
 """The device side of the engine, put together: model, KV cache, request table, sampler; one step after another."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,8 +68,9 @@ class ModelRunner:
         self.vocab_size = model_config.vocab_size
         self.phases = Phases(self.device)
         with out_of_memory_named(self.device):
-            with self.phases.timed("weights"):
+            with self.phases.timed("model"):
                 self._build(config, model_config, max_model_len)
+            with self._kernels_compiled(config), self.phases.timed("weights"):
                 self._load(config, path)
             with self.phases.timed("warm_up"):
                 activations = self._warm_up(config)
@@ -157,22 +159,38 @@ class ModelRunner:
             load_weights(destinations, bar, source=str(path), elsewhere=self.model.elsewhere)
         self.model.finish_loading()
 
-    def _warm_up(self, config: Config) -> int:
-        """Run the largest step there can be, on a cache of one block: what it takes beside weights and cache."""
-        if self.device.type == "cpu":
-            return 0
+    @contextmanager
+    def _kernels_compiled(self, config: Config) -> Iterator[None]:
+        """Beside what is done within, the kernels of the largest step and of the first answers."""
+        if not usable(self.device.type):
+            yield
+            return
         self.caches = self.backend.make_cache(1)
-        step = largest_step(
+
+        def launches() -> None:
+            with self.phases.timed("launches"):
+                self.launch(self._largest_step(config))
+                if self._decode is not None:
+                    self._decode.compile(self.caches)
+
+        with compile_ahead(launches) as wait:
+            self.table.clear()
+            yield
+            with self.phases.timed("kernels"):
+                wait()
+
+    def _largest_step(self, config: Config) -> StepPlan:
+        return largest_step(
             max_num_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.table.tokens.shape[1],
         )
-        if usable(self.device.type):
-            with compile_ahead():
-                self.launch(step)
-                if self._decode is not None:
-                    self._decode.compile(self.caches)
-            self.table.clear()
+
+    def _warm_up(self, config: Config) -> int:
+        """Run the largest step there can be, on a cache of one block: what it takes beside weights and cache."""
+        if self.device.type == "cpu":
+            return 0
+        self.caches, step = self.backend.make_cache(1), self._largest_step(config)
         taken = max(
             peak_memory(lambda: self.launch(step).wait(), self.device),
             peak_memory(

@@ -1,0 +1,79 @@
+"""What a model in this process needs and torch need not be there for, begun in threads while torch is imported.
+
+That import takes seconds, most of the time on one core. All of this would come later by itself: where something is
+missing or refused, nothing is said here, and whoever needs it tells.
+"""
+
+import ctypes
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from nanovllm.config import Config
+from nanovllm.kernels import prepare_triton, usable
+
+CUDA_SUCCESS = 0
+BYTES_AHEAD = 16 << 30  # of weights: more might push out of memory what was read first
+
+
+def head_start(config: Config, path: Path) -> None:
+    if config.load_format != "dummy":
+        files = [path] if path.is_file() else _weight_files(path)
+        _begin(lambda: _ask_for(files))
+    alone = config.tensor_parallel_size == config.pipeline_parallel_size == 1
+    here = alone and config.distributed_executor_backend is None
+    # where torch is there already, it may have been told to use another GPU
+    if here and config.device != "cpu" and "torch" not in sys.modules and _torch_has_cuda():
+        _begin(_open_first_gpu)
+
+
+def _begin(task: Callable[[], None]) -> None:
+    """Run it beside what follows. The process does not end before it does: libraries it is in must not be torn down."""
+    threading.Thread(target=task, name="nanovllm-head-start").start()
+
+
+def _weight_files(folder: Path) -> Sequence[Path]:
+    from nanovllm.formats.safetensors import weight_files
+
+    return weight_files(folder)
+
+
+def _ask_for(files: Sequence[Path]) -> None:
+    """Have the system read files into memory."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    left = BYTES_AHEAD
+    for path in files:
+        with suppress(OSError), path.open("rb") as file:
+            size = min(left, os.fstat(file.fileno()).st_size)
+            os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_WILLNEED)
+            left -= size
+        if not left:
+            break
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the torch that will be imported is built for CUDA."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    return (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists()
+
+
+def _open_first_gpu() -> None:
+    """Create the context that torch will use on the first GPU that this process may see; Triton beside it."""
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, but the driver looks when it starts
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) != CUDA_SUCCESS or driver.cuDeviceGet(ctypes.byref(device), 0) != CUDA_SUCCESS:
+        return
+    if usable("cuda"):
+        _begin(prepare_triton)
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
