@@ -46,7 +46,7 @@ def prefill_config(*, head_dim: int, group: int, dtype: torch.dtype, cache_dtype
         return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)
     if quantized:
         return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    # a third of the registers less than the compiler would like, or 64 keys, and it waits for each product by itself
+    # with 64 keys in as many registers the compiler would wait for every single product
     return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3, max_registers=128)
 
 
