@@ -1,7 +1,7 @@
 """Paged attention with our own kernels.
 
 A decode is one kernel: it norms, rotates and stores the new key and value and attends; there is one for a few sequences
-and one for all else. Prefill chunks take two: one that prepares and stores, one that attends through the block tables.
+and one for all else. Prefill chunks take two: one that stores, one that attends through the block tables.
 
 With `invariant`, decodes go the way of prefill chunks, in tiles of one fixed shape: then a token's result depends
 neither on what else is in the step nor on how its sequence was cut into chunks.
@@ -242,7 +242,6 @@ class TritonBackend:
             rows=step.rows[first:],
             positions=step.positions[first:],
             blocks=step.blocks,
-            q_norm=None if norm is None else norm.q,
             k_norm=None if norm is None else norm.k,
             eps=0.0 if norm is None else norm.eps,
             cos_sin=self._rotary_table,
@@ -254,6 +253,9 @@ class TritonBackend:
             qkv,
             cache.kv,
             cache.scales,
+            q_norm=None if norm is None else norm.q,
+            eps=0.0 if norm is None else norm.eps,
+            cos_sin=self._rotary_table,
             chunk_rows=chunks.rows,
             chunk_starts=chunks.starts,
             chunk_first_tokens=chunks.first_tokens,

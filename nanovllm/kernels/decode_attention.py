@@ -84,7 +84,6 @@ def paged_decode_reference(
     batch, kv_heads = qkv.shape[0], cache.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
     out = qkv.new_zeros(batch, heads * cache.shape[4])
-    qkv = qkv.clone()
     rope_store_reference(
         qkv,
         cache,
@@ -92,7 +91,6 @@ def paged_decode_reference(
         rows=rows,
         positions=positions,
         blocks=blocks,
-        q_norm=q_norm,
         k_norm=k_norm,
         eps=eps,
         cos_sin=cos_sin,
@@ -103,6 +101,9 @@ def paged_decode_reference(
         qkv,
         cache,
         scales,
+        q_norm=q_norm,
+        eps=eps,
+        cos_sin=cos_sin,
         chunk_rows=rows,
         chunk_starts=positions,
         chunk_first_tokens=torch.arange(batch),

@@ -1,7 +1,11 @@
 """Attention of prefill chunks over the paged cache: a tile of queries walks the keys once, softmax on the way.
 
 A tile holds a few consecutive tokens of one chunk with all query heads that share a KV head (row = token * group +
-head). Keys and values, of the prefix and of the chunk itself, are read through the block table.
+head); it norms and rotates them first. Keys and values, of the prefix and of the chunk itself, are read through the
+block table.
+
+Two programs share an SM where their registers allow: a tile of a short prompt sees few keys, and its beginning and end
+hide behind the other's products.
 
 A query's bits depend on its own sequence alone. Key tiles start at multiples of `block_n` whatever the chunk, every row
 goes through the same instructions in every tile, and a tile that is all masked for a row multiplies it by one and adds
@@ -18,6 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels import launch
+from nanovllm.kernels.decode_parts import block_numbers, slots_of
+from nanovllm.kernels.rope_store import load_halves, norm_rotate, norm_rotate_reference
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class PrefillConfig:
     block_n: int  # positions of a key tile
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread
 
 
 def prefill_config(*, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> PrefillConfig:
@@ -39,7 +46,8 @@ def prefill_config(*, head_dim: int, group: int, dtype: torch.dtype, cache_dtype
         return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)
     if quantized:
         return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+    # with 64 keys in as many registers the compiler would wait for every single product
+    return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3, max_registers=128)
 
 
 def query_tiles(num_new: np.ndarray, tokens_per_tile: int) -> np.ndarray:  # [num_chunks] -> [num_tiles, 2] int32
@@ -60,6 +68,9 @@ def paged_prefill_reference(
     cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim]
     scales: Tensor | None,  # [2, num_blocks, kv_heads, block_size]
     *,
+    q_norm: Tensor | None,  # [head_dim]
+    eps: float,
+    cos_sin: Tensor,  # [max_position, head_dim]
     chunk_rows: Tensor,  # [num_chunks]
     chunk_starts: Tensor,
     chunk_first_tokens: Tensor,
@@ -81,7 +92,8 @@ def paged_prefill_reference(
         if scales is not None:
             kv = kv * scales[:, block, :, positions % block_size].double().unsqueeze(-1)
         k, v = kv.repeat_interleave(num_heads // num_kv_heads, dim=2).unbind(1)  # [positions, heads, head_dim]
-        q = q_source[first : first + num_new, :num_heads].double()
+        cos, sin = cos_sin[start : start + num_new].unsqueeze(1).chunk(2, dim=-1)
+        q = norm_rotate_reference(q_source[first : first + num_new, :num_heads], q_norm, eps, cos, sin).double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * head_dim**-0.5
         distance = positions[start:, None] - positions[None, :]  # [num_new, positions]
         unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -100,12 +112,15 @@ def _prefill_kernel(
     cache,
     scales,
     out,
+    q_norm,
+    cos_sin,
     chunk_rows,
     chunk_starts,
     chunk_first_tokens,
     chunk_num_new,
     tiles,
     blocks,
+    eps,
     max_blocks,
     num_blocks,
     score_scale,  # of the scores, in powers of two
@@ -119,9 +134,11 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     DOT_TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    NORM: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    HALF: tl.constexpr = HEAD_DIM // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     # fp16 must not lose small probabilities when they take in the scale of their values
@@ -139,6 +156,7 @@ def _prefill_kernel(
     num_new = tl.load(chunk_num_new + chunk)
     row = tl.load(chunk_rows + chunk).to(tl.int64)
     num_new = tl.where(start < 0, 0, num_new)  # a padding chunk
+    row = tl.where(start < 0, 0, row)
     end_new = tl.minimum(first_new + TOKENS, num_new)
     first_position = start + first_new
     last_position = start + end_new - 1
@@ -152,42 +170,54 @@ def _prefill_kernel(
     inside = dims < HEAD_DIM
     q_heads = rows // GROUP * (HEADS + 2 * KV_HEADS) + kv_head * GROUP + rows % GROUP  # from the tile's first token on
     q_base = q_source + first_token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    q_pointers = q_base + q_heads[:, None] * HEAD_DIM + dims[None, :]
-    q = tl.load(q_pointers, mask=used[:, None] & inside[None, :], other=0.0).to(DOT_TYPE)
+    out_heads = rows // GROUP * HEADS + kv_head * GROUP + rows % GROUP
+    out_rows = out + first_token * (HEADS * HEAD_DIM) + out_heads[:, None] * HEAD_DIM
 
-    # keys any row of the tile sees; beyond them the cache may hold anything, and nothing is read
+    half = tl.arange(0, DIM_PADDED // 2)
+    half_mask = used[:, None] & (half < HALF)[None, :]
+    q1, q2 = load_halves(q_base, q_heads, half, half_mask, HEAD_DIM)
+    angles = cos_sin + first_position.to(tl.int64) * HEAD_DIM + rows[:, None] // GROUP * HEAD_DIM + half[None, :]
+    cos = tl.load(angles, mask=half_mask, other=0.0)
+    sin = tl.load(angles + HALF, mask=half_mask, other=0.0)
+    q1, q2 = norm_rotate(q1, q2, q_norm, eps, cos, sin, half, HEAD_DIM, NORM)
+    # Through memory, where the result will be: products take from shared memory what was loaded, and else need
+    # registers for it that are not to be had.
+    tl.store(out_rows + half[None, :], q1.to(out.dtype.element_ty), mask=half_mask)
+    tl.store(out_rows + HALF + half[None, :], q2.to(out.dtype.element_ty), mask=half_mask)
+    tl.debug_barrier()
+    q = tl.load(out_rows + dims[None, :], mask=used[:, None] & inside[None, :], other=0.0).to(DOT_TYPE)
+
+    # keys any row of the tile sees; values beyond them may be anything, and are not read
     low = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
     high = tl.where(end_new > first_new, last_position + 1, 0)
     begin = low // BLOCK_N * BLOCK_N
     table = blocks + row * max_blocks
-    k_base = cache + kv_head * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+    last_block = tl.maximum(high - 1, 0) // BLOCK_SIZE
 
     largest = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row that has seen nothing yet stays all zeros
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
-    block = tl.load(table + (begin + cols) // BLOCK_SIZE, mask=begin + cols < high, other=0)
+    block = block_numbers(table, begin, last_block, BLOCK_N, BLOCK_SIZE)
     for tile in tl.range(begin, high, BLOCK_N):
         positions = tile + cols
         seen = (positions >= low) & (positions < high)
-        slots = block.to(tl.int64) * (KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
-        kv_mask = seen[:, None] & inside[None, :]
-        k = tl.load(k_base + slots[:, None] * HEAD_DIM, mask=kv_mask, other=0.0).to(DOT_TYPE)
-        v = tl.load(k_base + value_offset + slots[:, None] * HEAD_DIM, mask=kv_mask, other=0.0).to(DOT_TYPE)
+        slots = slots_of(block, tile, kv_head, BLOCK_N, BLOCK_SIZE, KV_HEADS)
+        k_pointers = cache + slots[:, None] * HEAD_DIM + dims[None, :]
+        k = tl.load(k_pointers, mask=inside[None, :], other=0.0).to(DOT_TYPE)
+        v = tl.load(k_pointers + value_offset, mask=seen[:, None] & inside[None, :], other=0.0).to(DOT_TYPE)
         # the next tile's blocks, so that its loads need not wait for them
-        block = tl.load(table + (positions + BLOCK_N) // BLOCK_SIZE, mask=positions + BLOCK_N < high, other=0)
+        block = block_numbers(table, tile + BLOCK_N, last_block, BLOCK_N, BLOCK_SIZE)
         if FP8:
-            scale_slots = scales + kv_head * BLOCK_SIZE + slots
-            k_scale = tl.load(scale_slots, mask=seen, other=0.0).to(tl.float32) * score_scale
-            v_scale = tl.load(scale_slots + scale_offset, mask=seen, other=0.0).to(tl.float32) * LIFT
+            k_scale = tl.load(scales + slots).to(tl.float32) * score_scale
+            v_scale = tl.load(scales + scale_offset + slots, mask=seen, other=0.0).to(tl.float32) * LIFT
 
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if FP8:
             scores = scores * k_scale[None, :]
         if (tile + BLOCK_N > first_position + 1) | ((WINDOW > 0) & (tile <= last_position - WINDOW)):
-            distance = q_positions[:, None] - positions[None, :]
-            visible = distance >= 0
+            visible = positions[None, :] <= q_positions[:, None]
             if WINDOW > 0:
-                visible = visible & (distance < WINDOW)
+                visible = visible & (positions[None, :] > (q_positions - WINDOW)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         # multiply-adds are spelled out: which of them are fused must not differ from tile to tile
         if FP8:
@@ -203,17 +233,18 @@ def _prefill_kernel(
         acc = tl.dot(p.to(DOT_TYPE), v, acc * shrink[:, None], input_precision=PRECISION)
         largest = new_largest
 
-    result = acc / (tl.where(used, total, 1.0) * LIFT)[:, None]
-    out_heads = rows // GROUP * HEADS + kv_head * GROUP + rows % GROUP
-    out_pointers = out + first_token * (HEADS * HEAD_DIM) + out_heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_pointers, result.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
+    result = acc * (1.0 / (tl.where(used, total, 1.0) * LIFT))[:, None]
+    tl.store(out_rows + dims[None, :], result.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
 
 def paged_prefill(
-    q_source: Tensor,  # [num_tokens, heads + 2 * kv_heads, head_dim], the queries rotated
-    cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim]
+    q_source: Tensor,  # [num_tokens, heads + 2 * kv_heads, head_dim]
+    cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim], holds the chunks' own keys and values too
     scales: Tensor | None,  # [2, num_blocks, kv_heads, block_size] with an fp8 cache
     *,
+    q_norm: Tensor | None,  # [head_dim]
+    eps: float,
+    cos_sin: Tensor,  # [max_position, head_dim] float32
     chunk_rows: Tensor,  # [num_chunks] of the block table
     chunk_starts: Tensor,  # [num_chunks] position of a chunk's first token; -1 = padding
     chunk_first_tokens: Tensor,  # [num_chunks] index of that token in q_source
@@ -228,7 +259,8 @@ def paged_prefill(
     pdl: bool = False,
 ) -> None:
     head_dim = cache.shape[4]
-    assert q_source.is_contiguous() and cache.is_contiguous() and out.is_contiguous()
+    assert q_source.is_contiguous() and cache.is_contiguous() and out.is_contiguous() and cos_sin.is_contiguous()
+    assert out.dtype == q_source.dtype
     assert tiles.is_contiguous() and blocks.stride(1) == 1 and config.block_m >= num_heads // num_kv_heads
     assert (scales is not None) == (cache.dtype == torch.float8_e4m3fn)
     launch(
@@ -238,12 +270,15 @@ def paged_prefill(
         cache,
         cache if scales is None else scales,
         out,
+        cos_sin if q_norm is None else q_norm,
+        cos_sin,
         chunk_rows,
         chunk_starts,
         chunk_first_tokens,
         chunk_num_new,
         tiles,
         blocks,
+        eps,
         blocks.stride(0),
         cache.shape[1],
         head_dim**-0.5 * math.log2(math.e),
@@ -257,10 +292,12 @@ def paged_prefill(
         BLOCK_N=config.block_n,
         DOT_TYPE=_DOT_TYPES[torch.float16 if scales is not None else cache.dtype],
         PRECISION="ieee" if cache.dtype == torch.float32 else "tf32",
+        NORM=q_norm is not None,
         FP8=scales is not None,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
         enable_fp_fusion=False,
         pdl=pdl,
     )

@@ -1,7 +1,7 @@
-"""Prepare a step's attention in one launch: norm and rotate queries and keys, store keys and values in the cache.
+"""Norm and rotate keys, store them and their values in the cache; the queries are prefill attention's own affair.
 
-One program does one token, all heads: the token's cosines and sines are read once. Queries return to where they came
-from; keys and values go to the token's slot of the paged cache, with fp8 divided by a scale of their own.
+One program does one token, all heads: the token's cosines and sines are read once. Keys and values go to the token's
+slot of the paged cache, with fp8 divided by a scale of their own.
 """
 
 import torch
@@ -23,8 +23,7 @@ def rope_store_reference(
     rows: Tensor,  # [num_tokens]
     positions: Tensor,  # [num_tokens], -1 = padding
     blocks: Tensor,  # [num_rows, max_blocks]
-    q_norm: Tensor | None,  # [head_dim]
-    k_norm: Tensor | None,
+    k_norm: Tensor | None,  # [head_dim]
     eps: float,
     cos_sin: Tensor,  # [max_position, head_dim]
     num_heads: int,
@@ -33,10 +32,9 @@ def rope_store_reference(
     block_size = cache.shape[3]
     real = positions >= 0
     row, position = rows[real].long(), positions[real].long()
-    q, k, v = qkv[real].split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    _, k, v = qkv[real].split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     cos, sin = cos_sin[position].unsqueeze(1).chunk(2, dim=-1)
-    qkv[real, :num_heads] = _norm_rotate_reference(q, q_norm, eps, cos, sin)
-    k = _norm_rotate_reference(k, k_norm, eps, cos, sin)
+    k = norm_rotate_reference(k, k_norm, eps, cos, sin)
     block, slot = blocks[row, position // block_size].long(), position % block_size
     for side, values in enumerate((k, v)):
         if scales is not None:
@@ -45,7 +43,7 @@ def rope_store_reference(
         cache[side, block, :, slot] = values.to(cache.dtype)
 
 
-def _norm_rotate_reference(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def norm_rotate_reference(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     y = x.float()
     if weight is not None:
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -60,7 +58,7 @@ def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:  # [..., head_dim] -
 
 
 @triton.jit
-def _load_halves(base, heads, cols, mask, HEAD_DIM: tl.constexpr):
+def load_halves(base, heads, cols, mask, HEAD_DIM: tl.constexpr):
     pointers = base + heads[:, None] * HEAD_DIM + cols[None, :]
     first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(pointers + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
@@ -68,7 +66,7 @@ def _load_halves(base, heads, cols, mask, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _norm_rotate(x1, x2, weight, eps, cos, sin, cols, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+def norm_rotate(x1, x2, weight, eps, cos, sin, cols, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
     if NORM:
         inside = cols < HEAD_DIM // 2
         mean = (tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / HEAD_DIM
@@ -98,7 +96,6 @@ def _rope_store_kernel(
     rows,
     positions,
     blocks,
-    q_norm,
     k_norm,
     cos_sin,
     eps,
@@ -108,7 +105,6 @@ def _rope_store_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
     KV_HEADS_PADDED: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
@@ -121,7 +117,6 @@ def _rope_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, HALF_PADDED)
     dims = tl.arange(0, DIM_PADDED)
-    q_heads = tl.arange(0, HEADS_PADDED)
     kv_heads = tl.arange(0, KV_HEADS_PADDED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -132,29 +127,21 @@ def _rope_store_kernel(
     real = position >= 0
     inside = cols < HALF
     # a padding token has no heads
-    q_mask = (q_heads < tl.where(real, HEADS, 0))[:, None] & inside[None, :]
     kv_mask = kv_heads < tl.where(real, KV_HEADS, 0)
     k_mask = kv_mask[:, None] & inside[None, :]
     v_mask = kv_mask[:, None] & (dims < HEAD_DIM)[None, :]
     position = tl.maximum(position, 0)
 
-    q_base = qkv + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    k_base = q_base + HEADS * HEAD_DIM
+    k_base = qkv + (token * (HEADS + 2 * KV_HEADS) + HEADS) * HEAD_DIM
     v_base = k_base + KV_HEADS * HEAD_DIM
-    q1, q2 = _load_halves(q_base, q_heads, cols, q_mask, HEAD_DIM)
-    k1, k2 = _load_halves(k_base, kv_heads, cols, k_mask, HEAD_DIM)
+    k1, k2 = load_halves(k_base, kv_heads, cols, k_mask, HEAD_DIM)
     v = tl.load(v_base + kv_heads[:, None] * HEAD_DIM + dims[None, :], mask=v_mask, other=0.0)
     cos_base = cos_sin + position.to(tl.int64) * HEAD_DIM + cols
     cos = tl.load(cos_base, mask=inside, other=0.0)[None, :]
     sin = tl.load(cos_base + HALF, mask=inside, other=0.0)[None, :]
     block = tl.load(blocks + row * max_blocks + position // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
 
-    q1, q2 = _norm_rotate(q1, q2, q_norm, eps, cos, sin, cols, HEAD_DIM, NORM)
-    q_out = q_base + q_heads[:, None] * HEAD_DIM + cols[None, :]
-    tl.store(q_out, q1.to(qkv.dtype.element_ty), mask=q_mask)
-    tl.store(q_out + HALF, q2.to(qkv.dtype.element_ty), mask=q_mask)
-
-    k1, k2 = _norm_rotate(k1, k2, k_norm, eps, cos, sin, cols, HEAD_DIM, NORM)
+    k1, k2 = norm_rotate(k1, k2, k_norm, eps, cos, sin, cols, HEAD_DIM, NORM)
     slots = (block * KV_HEADS + kv_heads) * BLOCK_SIZE + position % BLOCK_SIZE  # [kv_heads]
     if FP8:
         k1 = k1.to(qkv.dtype.element_ty).to(tl.float32)  # what a cache of the activations' type would hold
@@ -175,15 +162,14 @@ def _rope_store_kernel(
 
 
 def rope_store(
-    qkv: Tensor,  # [num_tokens, heads + 2 * kv_heads, head_dim]; the queries are written over
+    qkv: Tensor,  # [num_tokens, heads + 2 * kv_heads, head_dim]
     cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim]
     scales: Tensor | None,  # [2, num_blocks, kv_heads, block_size] with an fp8 cache
     *,
     rows: Tensor,  # [num_tokens] of the block table
     positions: Tensor,  # [num_tokens], -1 = padding
     blocks: Tensor,  # [num_rows, max_blocks]
-    q_norm: Tensor | None,  # [head_dim]
-    k_norm: Tensor | None,
+    k_norm: Tensor | None,  # [head_dim]
     eps: float,
     cos_sin: Tensor,  # [max_position, head_dim] float32
     num_heads: int,
@@ -192,7 +178,7 @@ def rope_store(
 ) -> None:
     num_tokens, _, head_dim = qkv.shape
     assert qkv.is_contiguous() and cache.is_contiguous() and blocks.stride(1) == 1
-    assert (q_norm is None) == (k_norm is None) and (scales is not None) == (cache.dtype == torch.float8_e4m3fn)
+    assert (scales is not None) == (cache.dtype == torch.float8_e4m3fn)
     launch(
         _rope_store_kernel,
         (num_tokens,),
@@ -202,7 +188,6 @@ def rope_store(
         rows,
         positions,
         blocks,
-        cos_sin if q_norm is None else q_norm,
         cos_sin if k_norm is None else k_norm,
         cos_sin,
         eps,
@@ -212,20 +197,19 @@ def rope_store(
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=cache.shape[3],
-        HEADS_PADDED=triton.next_power_of_2(num_heads),
         KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
         HALF_PADDED=triton.next_power_of_2(head_dim // 2),
         DIM_PADDED=triton.next_power_of_2(head_dim),
-        NORM=q_norm is not None,
+        NORM=k_norm is not None,
         FP8=scales is not None,
         PDL=pdl,
-        num_warps=_num_warps(num_heads, head_dim),
+        num_warps=_num_warps(num_kv_heads, head_dim),
         enable_fp_fusion=False,  # the reference's roundings
         pdl=pdl,
     )
 
 
-def _num_warps(num_heads: int, head_dim: int) -> int:
-    """So many that a thread keeps about 32 elements of the queries."""
-    elements = triton.next_power_of_2(num_heads) * triton.next_power_of_2(head_dim)
+def _num_warps(num_kv_heads: int, head_dim: int) -> int:
+    """So many that a thread keeps about 32 elements of the keys."""
+    elements = triton.next_power_of_2(num_kv_heads) * triton.next_power_of_2(head_dim)
     return min(max(elements // 1024, 1), 16)

@@ -1,6 +1,6 @@
 """Paged prefill attention against plain torch, and bit for bit against itself under other ways to cut a prompt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -39,6 +39,7 @@ class Model:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype = torch.float32
     window: int | None = None
+    normed: bool = False
 
     @property
     def group(self) -> int:
@@ -51,11 +52,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Memory:
-    """Sequences of given lengths in a cache that is NaN wherever nothing was stored."""
+    """Sequences of given lengths in a cache that is NaN wherever nothing was stored, and what turns their queries."""
 
     cache: Tensor
     scales: Tensor | None
     blocks: Tensor
+    cos_sin: Tensor
+    q_norm: Tensor | None
 
     @staticmethod
     def of(model: Model, lengths: list[int], first_seen: list[int] | None = None) -> "Memory":
@@ -74,12 +77,19 @@ class Memory:
                 scales[:, block, :, slot] = scale
             cache[:, block, :, slot] = values.to(cache.dtype)
         blocks = torch.cat([torch.zeros(1, max_blocks, dtype=torch.int64), blocks]).int()  # row 0 is padding
-        return Memory(cache.to(DEVICE), None if scales is None else scales.to(DEVICE), blocks.to(DEVICE))
+        angles = torch.rand(max(lengths), model.head_dim // 2) * 6.3
+        return Memory(
+            cache.to(DEVICE),
+            None if scales is None else scales.to(DEVICE),
+            blocks.to(DEVICE),
+            torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE),
+            (torch.rand(model.head_dim) + 0.5).to(model.dtype).to(DEVICE) if model.normed else None,
+        )
 
     def without_nan(self) -> "Memory":
         """For the reference, which multiplies with what it masks."""
         cache = self.cache.float().nan_to_num().to(self.cache.dtype)
-        return Memory(cache, None if self.scales is None else self.scales.nan_to_num(), self.blocks)
+        return replace(self, cache=cache, scales=None if self.scales is None else self.scales.nan_to_num())
 
 
 def attend(model: Model, memory: Memory, chunks: list[Chunk], qkv: Tensor, config: PrefillConfig | None) -> Tensor:
@@ -91,6 +101,9 @@ def attend(model: Model, memory: Memory, chunks: list[Chunk], qkv: Tensor, confi
         return torch.tensor(np.asarray(values), dtype=torch.int32, device=DEVICE)
 
     arguments = {
+        "q_norm": memory.q_norm,
+        "eps": 1e-6,
+        "cos_sin": memory.cos_sin,
         "chunk_rows": column([chunk.row for chunk in chunks]),
         "chunk_starts": column([chunk.start for chunk in chunks]),
         "chunk_first_tokens": column(np.cumsum(num_new) - num_new),
@@ -120,12 +133,12 @@ UNEVEN = [Chunk(1, 0, 33), Chunk(2, 40, 1), Chunk(3, 0, 200), Chunk(4, 127, 70),
 @pytest.mark.parametrize(
     ("model", "config"),
     [
-        (Model(), None),
-        (Model(heads=2, kv_heads=2, head_dim=80, block_size=48), SMALL),
+        (Model(normed=True), None),
+        (Model(heads=2, kv_heads=2, head_dim=80, block_size=48, normed=True), SMALL),
         (Model(heads=5, kv_heads=1, head_dim=128, block_size=16, window=50), SMALL),
         (Model(heads=7, kv_heads=1, dtype=HALF, cache_dtype=HALF), None),
         (Model(heads=2, kv_heads=2, head_dim=96, dtype=HALF, cache_dtype=HALF, window=33), SMALL),
-        (Model(heads=16, kv_heads=1, head_dim=128, dtype=BRAIN, cache_dtype=BRAIN), None),
+        (Model(heads=16, kv_heads=1, head_dim=128, dtype=BRAIN, cache_dtype=BRAIN, normed=True), None),
         (Model(heads=3, kv_heads=1, head_dim=256, dtype=BRAIN, cache_dtype=BRAIN), None),
         (Model(heads=2, kv_heads=1, head_dim=128, dtype=torch.bfloat16, cache_dtype=FP8), None),
         (Model(heads=5, kv_heads=1, head_dim=80, dtype=HALF, cache_dtype=FP8, window=20), SMALL),
@@ -168,7 +181,7 @@ def cut(row: int, lengths: list[int]) -> list[Chunk]:
 @pytest.mark.parametrize(
     "model",
     [
-        Model(heads=4, kv_heads=2, head_dim=128, dtype=BRAIN, cache_dtype=BRAIN),
+        Model(heads=4, kv_heads=2, head_dim=128, dtype=BRAIN, cache_dtype=BRAIN, normed=True),
         Model(heads=5, kv_heads=1, dtype=HALF, cache_dtype=HALF, window=37),
         Model(heads=3, kv_heads=1, dtype=BRAIN, cache_dtype=FP8),
         Model(heads=2, kv_heads=1),
