@@ -145,7 +145,7 @@ class TritonBackend:
             chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
             num_decodes = 0
         elif n <= self._small_batch and not balanced:
-            tables = blocks.index_select(0, rows)
+            tables = blocks[rows]
         return TritonStep(
             rows=rows,
             positions=positions,

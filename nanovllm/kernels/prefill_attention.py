@@ -46,8 +46,8 @@ def prefill_config(*, head_dim: int, group: int, dtype: torch.dtype, cache_dtype
         return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)
     if quantized:
         return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    # with 64 keys in as many registers the compiler would wait for every single product
-    return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3, max_registers=128)
+    # so small that an SM has two: one's products hide the other's softmax, and its start
+    return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)
 
 
 def query_tiles(num_new: np.ndarray, tokens_per_tile: int) -> np.ndarray:  # [num_chunks] -> [num_tiles, 2] int32
@@ -180,12 +180,13 @@ def _prefill_kernel(
     cos = tl.load(angles, mask=half_mask, other=0.0)
     sin = tl.load(angles + HALF, mask=half_mask, other=0.0)
     q1, q2 = norm_rotate(q1, q2, q_norm, eps, cos, sin, half, HEAD_DIM, NORM)
-    # Through memory, where the result will be: products take from shared memory what was loaded, and else need
-    # registers for it that are not to be had.
-    tl.store(out_rows + half[None, :], q1.to(out.dtype.element_ty), mask=half_mask)
-    tl.store(out_rows + HALF + half[None, :], q2.to(out.dtype.element_ty), mask=half_mask)
-    tl.debug_barrier()
-    q = tl.load(out_rows + dims[None, :], mask=used[:, None] & inside[None, :], other=0.0).to(DOT_TYPE)
+    halves = tl.join(q1.to(out.dtype.element_ty), q2.to(out.dtype.element_ty))
+    q = tl.reshape(tl.permute(halves, (0, 2, 1)), (BLOCK_M, DIM_PADDED)).to(DOT_TYPE)
+    if HEAD_DIM == DIM_PADDED:
+        k_dims, k_inside = dims, inside
+    else:  # as the queries have it now: padding behind each half
+        k_dims = dims // (DIM_PADDED // 2) * HALF + dims % (DIM_PADDED // 2)
+        k_inside = dims % (DIM_PADDED // 2) < HALF
 
     # keys any row of the tile sees; values beyond them may be anything, and are not read
     low = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
@@ -202,9 +203,10 @@ def _prefill_kernel(
         positions = tile + cols
         seen = (positions >= low) & (positions < high)
         slots = slots_of(block, tile, kv_head, BLOCK_N, BLOCK_SIZE, KV_HEADS)
-        k_pointers = cache + slots[:, None] * HEAD_DIM + dims[None, :]
-        k = tl.load(k_pointers, mask=inside[None, :], other=0.0).to(DOT_TYPE)
-        v = tl.load(k_pointers + value_offset, mask=seen[:, None] & inside[None, :], other=0.0).to(DOT_TYPE)
+        kv_pointers = cache + slots[:, None] * HEAD_DIM
+        k = tl.load(kv_pointers + k_dims[None, :], mask=k_inside[None, :], other=0.0).to(DOT_TYPE)
+        v_pointers = kv_pointers + value_offset + dims[None, :]
+        v = tl.load(v_pointers, mask=seen[:, None] & inside[None, :], other=0.0).to(DOT_TYPE)
         # the next tile's blocks, so that its loads need not wait for them
         block = block_numbers(table, tile + BLOCK_N, last_block, BLOCK_N, BLOCK_SIZE)
         if FP8:

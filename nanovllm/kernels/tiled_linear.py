@@ -31,7 +31,7 @@ class Tile:
 def _tile(m: int, *, gated: bool, in_parts: bool) -> Tile:
     """What measured best on an H200."""
     if m <= 16:
-        return Tile(16, 128, 128, 4, weight_left=True)
+        return Tile(16, 128, 128, 5 if in_parts else 4, weight_left=True)
     if m <= 32:
         return Tile(32, 64, 128, 5, weight_left=True)
     if m <= 64:
@@ -115,7 +115,8 @@ def _tiled_kernel(
     else:
         w_rows = tl.minimum(first_n + j, N - 1)
     k = part * SLICE + tl.arange(0, BLOCK_K)[None, :]
-    x_pointers = x + tl.minimum(m, M - 1)[:, None] * x_stride + k
+    # past the end come other rows again: one row for them all would keep a corner of L2 busy, and masks cost time
+    x_pointers = x + (m % M)[:, None] * x_stride + k
     w_pointers = weight + w_rows.to(tl.int64)[:, None] * K + k
     if WEIGHT_LEFT:
         y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.distributed.group import ALONE
-from nanovllm.layers.cuda_linear import LARGE_HIDDEN, CudaLinear, InvariantLinear
+from nanovllm.layers.cuda_linear import LARGE_HIDDEN, NARROW_HIDDEN, WIDE_HIDDEN, CudaLinear, InvariantLinear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.residual import Residual
@@ -34,7 +34,7 @@ def case(kind: type[Linear], num_rows: int, hidden: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("hidden", [96, LARGE_HIDDEN, LARGE_HIDDEN + 16])
+@pytest.mark.parametrize("hidden", [96, NARROW_HIDDEN + 16, LARGE_HIDDEN + 16, WIDE_HIDDEN])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_number_of_rows(dtype: torch.dtype, hidden: int, num_rows: int) -> None:
     linear, norm, x = case(CudaLinear, num_rows, hidden, dtype)
@@ -56,17 +56,31 @@ def test_every_number_of_rows(dtype: torch.dtype, hidden: int, num_rows: int) ->
 
 def test_parts_are_added_once_whoever_asks() -> None:
     linear, norm, x = case(CudaLinear, 40, 20, torch.float16)
+    assert linear.in_parts(x) is not None
+    step = F.linear(x.double(), linear.weight.double(), linear.bias.double())
     rows = torch.randn(40, OUT, device=DEVICE).half()
-    expected = rows.double() + 3 * F.linear(x.double(), linear.weight.double(), linear.bias.double())
+    expected = rows.double() + 2 * step
     stream = Residual(rows)
     stream.add(linear, x, ALONE)
     stream.add(linear, x, ALONE)
-    assert linear.in_parts(x) is not None
-    check(stream.rows, expected - F.linear(x.double(), linear.weight.double(), linear.bias.double()))
-    check(stream.rows, expected - F.linear(x.double(), linear.weight.double(), linear.bias.double()))
+    for _ in range(2):
+        check(stream.rows, expected)
     stream.add(linear, x, ALONE)
-    check(stream.normed(norm), F.rms_norm(expected, (OUT,), norm.weight.double(), 1e-6))
-    check(stream.normed(norm), F.rms_norm(expected, (OUT,), norm.weight.double(), 1e-6))
+    for _ in range(2):
+        check(stream.normed(norm), F.rms_norm(expected + step, (OUT,), norm.weight.double(), 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "rows"),
+    [(64, {17, 256}), (NARROW_HIDDEN, {17, 256}), (LARGE_HIDDEN, {17, 128}), (2560, {17, 32}), (WIDE_HIDDEN, {2, 32})],
+)
+def test_which_rows_come_in_parts(num_outputs: int, rows: set[int]) -> None:
+    linear = CudaLinear(32, num_outputs, bias=False, dtype=torch.float16, device=torch.device(DEVICE))
+    linear.weight.zero_()
+    x = torch.zeros(300, 32, device=DEVICE).half()
+    edges = {1, 2, 16, 17, 32, 33, 128, 129, 256, 257}
+    in_parts = {n for n in edges if linear.in_parts(x[:n]) is not None}
+    assert (min(in_parts), max(in_parts)) == (min(rows), max(rows))
 
 
 def test_an_invariant_row_does_not_depend_on_the_others() -> None:
