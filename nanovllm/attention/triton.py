@@ -128,7 +128,7 @@ class TritonBackend:
                 starts=upload(geometry.starts[rest]),
                 first_tokens=upload(geometry.first_tokens[rest]),
                 num_new=upload(geometry.num_new[rest]),
-                tiles=upload(query_tiles(geometry.num_new[rest], self._tokens_per_tile)),
+                tiles=upload(query_tiles(geometry.starts[rest], geometry.num_new[rest], self._tokens_per_tile)),
             )
         return TritonStep(
             rows=geometry.device_rows,

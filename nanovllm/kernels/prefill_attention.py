@@ -50,17 +50,17 @@ def prefill_config(*, head_dim: int, group: int, dtype: torch.dtype, cache_dtype
     return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)
 
 
-def query_tiles(num_new: np.ndarray, tokens_per_tile: int) -> np.ndarray:  # [num_chunks] -> [num_tiles, 2] int32
-    """(chunk, tile of the chunk) of every query tile.
-
-    Tiles of a chunk stay together, since they read the same keys; the longest chunk comes first, and so does a chunk's
-    last tile, which sees the most keys: short work fills the gaps at the end.
-    """
-    order = np.argsort(-num_new, kind="stable")
-    counts = -(-num_new[order] // tokens_per_tile)
-    chunks = np.repeat(order, counts)
-    tiles = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(chunks))
-    return np.stack([chunks, tiles], axis=1).astype(np.int32)
+def query_tiles(
+    starts: np.ndarray,  # [num_chunks]
+    num_new: np.ndarray,  # [num_chunks]
+    tokens_per_tile: int,
+) -> np.ndarray:  # [num_tiles, 2] int32
+    """(chunk, tile of the chunk) of every query tile; what sees most keys comes first, and short work fills the gaps."""
+    counts = -(-num_new // tokens_per_tile)
+    chunks = np.repeat(np.arange(len(num_new)), counts)
+    tiles = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    num_keys = starts[chunks] + np.minimum((tiles + 1) * tokens_per_tile, num_new[chunks])
+    return np.stack([chunks, tiles], axis=1)[np.argsort(-num_keys, kind="stable")].astype(np.int32)
 
 
 def paged_prefill_reference(

@@ -41,17 +41,19 @@ class Attention:
         self.o_proj = make_linear(
             num_heads * head_dim, hidden_size, bias=o_bias, dtype=dtype, device=device, invariant=invariant
         )
-        self._qk_norm_eps = qk_norm_eps
         self.q_norm = torch.ones(head_dim, dtype=dtype, device=device)
         self.k_norm = torch.ones(head_dim, dtype=dtype, device=device)
         self._qk_norm: QKNorm | None = None
+        if qk_norm_eps is not None:
+            both = torch.ones(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
+            self._qk_norm = QKNorm(self.q_norm, self.k_norm, both, qk_norm_eps)
 
     def finish_loading(self) -> None:
         self.qkv_proj.finish_loading()
         self.o_proj.finish_loading()
-        if self._qk_norm_eps is not None:
-            both = torch.cat([self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)])
-            self._qk_norm = QKNorm(self.q_norm, self.k_norm, both, self._qk_norm_eps)
+        if self._qk_norm is not None:
+            self._qk_norm.both[: self.num_heads] = self.q_norm
+            self._qk_norm.both[self.num_heads :] = self.k_norm
 
     def add_to(self, residual: Residual, norm: RMSNorm, cache: LayerCache, step: Any) -> None:
         """residual += attention(norm(residual))"""

@@ -20,6 +20,9 @@ from nanovllm.runner.sampling import KernelSampler
 from nanovllm.runner.stage import Stage
 
 
+KERNEL_CLASSES = (1, 2, 32, 64, 128, 256)  # rows; between two of them kernels are those of the larger
+
+
 class Ending(Enum):
     """How a step ends."""
 
@@ -81,8 +84,8 @@ class DecodeStep:
         return self._graphs.replay(kind)
 
     def compile(self, caches: list[LayerCache]) -> None:
-        """Launch what the first answers will need: a step of one row, and one of a few."""
-        for size in self._sizes[:2]:
+        """Launch what the first answers will need: a step for each class of sizes that has kernels of its own."""
+        for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in KERNEL_CLASSES}):
             self._step(StepKind(size, Ending.TOKENS, balanced=False), caches)
 
     def _record(self, kind: StepKind, caches: list[LayerCache]) -> None:

@@ -117,7 +117,8 @@ def attend(model: Model, memory: Memory, chunks: list[Chunk], qkv: Tensor, confi
     if config is None:
         paged_prefill_reference(qkv, memory.cache, memory.scales, **arguments)
     else:
-        tiles = column(query_tiles(num_new, config.block_m // model.group))
+        starts = np.array([chunk.start for chunk in chunks])
+        tiles = column(query_tiles(starts, num_new, config.block_m // model.group))
         paged_prefill(qkv, memory.cache, memory.scales, **arguments, tiles=tiles, config=config)
     return out
 
@@ -214,9 +215,10 @@ def test_same_bits_however_a_prompt_is_cut(model):
     assert torch.equal(last[0], whole[-1])
 
 
-def test_query_tiles_cover_every_token_once():
-    num_new = np.array([5, 0, 64, 1, 130])
-    tiles = query_tiles(num_new, 32)
+def test_query_tiles_cover_every_token_once_and_come_longest_first():
+    starts, num_new = np.array([0, 7, 100, 0, 0]), np.array([5, 0, 64, 1, 130])
+    tiles = query_tiles(starts, num_new, 32)
     assert tiles.dtype == np.int32
-    assert tiles.tolist() == [[4, 4], [4, 3], [4, 2], [4, 1], [4, 0], [2, 1], [2, 0], [0, 0], [3, 0]]
-    assert query_tiles(np.array([], dtype=np.int64), 32).shape == (0, 2)
+    assert tiles.tolist() == [[2, 1], [2, 0], [4, 4], [4, 3], [4, 2], [4, 1], [4, 0], [0, 0], [3, 0]]
+    none = np.array([], dtype=np.int64)
+    assert query_tiles(none, none, 32).shape == (0, 2)
