@@ -19,6 +19,7 @@ from nanovllm.kernels.decode_parts import DecodeWorkspace, block_numbers, finish
 from nanovllm.kernels.prefill_attention import paged_prefill_reference
 from nanovllm.kernels.rope_store import rope_store_reference
 
+MANY_PAIRS = 11  # of (sequence, kv head), a multiprocessor
 FP8_MAX = tl.constexpr(448.0)
 MIN_SCALE = tl.constexpr(1e-10)
 # fp8 values enter the dot products as float16; probabilities times a value's scale are lifted by this much, so that
@@ -55,9 +56,11 @@ def decode_config(
     splits = max(1, min(2 * num_sms // pairs, 16))  # more are slow to merge
     if cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
-    # Small programs, many of them on a multiprocessor: one's start and end run beside the stream of another.
-    tile = max(16, min(64, 8192 // row_bytes))
-    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=3, splits=splits)
+    # Small programs, many of them on a multiprocessor: one's start and end run beside the stream of another. Where
+    # there are more than fit there at once, the smallest.
+    num_warps = 1 if pairs >= MANY_PAIRS * num_sms and row_bytes <= 256 else 2
+    tile = max(16, min(32 * num_warps, 4096 * num_warps // row_bytes))
+    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=num_warps, num_stages=3, splits=splits)
 
 
 def plan_decode_reference(positions: torch.Tensor, *, tile: int, window: int | None) -> torch.Tensor:
@@ -466,6 +469,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
+    WHOLE: tl.constexpr,  # one split: there is nothing to merge, and no registers are kept for it
     BATCH_COLS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -513,7 +517,7 @@ def _decode_kernel(
             finish(
                 acc, maximum, total_weight, part_acc, part_max, part_sum, arrived + pair,
                 out + (seq.to(tl.int64) * HEADS + head * GROUP) * HEAD_DIM,
-                first_part + split, share >= tiles, first_part, first_part + tl.cdiv(tiles, share) - 1, False,
+                first_part + split, WHOLE or share >= tiles, first_part, first_part + tl.cdiv(tiles, share) - 1, False,
                 1, FIXED_MERGED, GROUP, HEAD_DIM, DOT_ROWS,
             )  # fmt: skip
     else:
@@ -631,6 +635,7 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         TILE=config.tile,
+        WHOLE=config.splits == 1,
         BATCH_COLS=1 if config.splits else _padded_batch(batch),
         INTERPRETED=not isinstance(_decode_kernel, triton.JITFunction),
         PDL=pdl,

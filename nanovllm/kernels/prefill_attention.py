@@ -55,7 +55,7 @@ def query_tiles(
     num_new: np.ndarray,  # [num_chunks]
     tokens_per_tile: int,
 ) -> np.ndarray:  # [num_tiles, 2] int32
-    """(chunk, tile of the chunk) of every query tile; what sees most keys comes first, and short work fills the gaps."""
+    """(chunk, tile of the chunk) of every query tile: what sees most keys first, and short work fills the gaps."""
     counts = -(-num_new // tokens_per_tile)
     chunks = np.repeat(np.arange(len(num_new)), counts)
     tiles = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -19,7 +19,6 @@ from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.sampling import KernelSampler
 from nanovllm.runner.stage import Stage
 
-
 KERNEL_CLASSES = (1, 2, 32, 64, 128, 256)  # rows; between two of them kernels are those of the larger
 
 
