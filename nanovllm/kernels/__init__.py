@@ -44,7 +44,9 @@ def prepare_triton() -> None:
     with _preparing:
         import triton
 
-        triton.runtime.cache.triton_key()
+        # not part of its interface: without it, the first kernels do the same
+        if read_itself := getattr(triton.runtime.cache, "triton_key", None):
+            read_itself()
         import torch
 
         if torch.cuda.is_available():

@@ -56,11 +56,11 @@ def decode_config(
     splits = max(1, min(2 * num_sms // pairs, 16))  # more are slow to merge
     if cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
-    # Small programs, many of them on a multiprocessor: one's start and end run beside the stream of another. Where
-    # there are more than fit there at once, the smallest.
-    num_warps = 1 if pairs >= MANY_PAIRS * num_sms and row_bytes <= 256 else 2
-    tile = max(16, min(32 * num_warps, 4096 * num_warps // row_bytes))
-    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=num_warps, num_stages=3, splits=splits)
+    # Small programs, many of them on a multiprocessor: one's start and end run beside the stream of another.
+    tile = max(16, min(64, 8192 // row_bytes))
+    if cache_dtype.itemsize == 1 and pairs >= MANY_PAIRS * num_sms:
+        tile //= 2  # more of them still: unpacking takes its time
+    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=3, splits=splits)
 
 
 def plan_decode_reference(positions: torch.Tensor, *, tile: int, window: int | None) -> torch.Tensor:
