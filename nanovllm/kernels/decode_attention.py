@@ -635,7 +635,8 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         TILE=config.tile,
-        WHOLE=config.splits == 1,
+        # 16-bit caches are at the memory's speed without it, and with more programs at a time fell behind
+        WHOLE=config.splits == 1 and scales is not None,
         BATCH_COLS=1 if config.splits else _padded_batch(batch),
         INTERPRETED=not isinstance(_decode_kernel, triton.JITFunction),
         PDL=pdl,

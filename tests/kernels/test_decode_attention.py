@@ -220,6 +220,7 @@ def test_fp8_cache(window: int | None, head_dim: int) -> None:
     )  # fmt: skip
     check(case)
     check(replace(case, tile=32, norm=False, splits=2))
+    check(replace(case, splits=1))
 
 
 def test_without_norm() -> None:
@@ -269,3 +270,11 @@ def test_configs_fit_the_machine() -> None:
                 assert config.num_programs == 8 * batch * config.splits
             else:
                 assert config.num_programs % 132 == 0
+
+
+def test_bytes_in_smaller_tiles_where_there_are_most_programs() -> None:
+    def tile(batch: int, dtype: torch.dtype) -> int:
+        return decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132, balanced=False).tile
+
+    assert [tile(batch, torch.float8_e4m3fn) for batch in (64, 181, 182, 256)] == [64, 64, 32, 32]
+    assert [tile(batch, torch.bfloat16) for batch in (64, 181, 182, 256)] == [32, 32, 32, 32]
