@@ -12,8 +12,9 @@ from uuid import uuid4
 from nanovllm.chat_template import Message
 from nanovllm.config import Config
 from nanovllm.engine.client import EngineClient
-from nanovllm.engine.llm_engine import Prompt, load_tokenizer, read_prompt
+from nanovllm.engine.llm_engine import load_tokenizer
 from nanovllm.engine.messages import AddRequest, Delta, EngineStats, EngineView, Ready
+from nanovllm.engine.prompts import Prompt, read_prompt
 from nanovllm.engine.request import logprobs_of
 from nanovllm.errors import RequestError
 from nanovllm.model_config import ModelConfig

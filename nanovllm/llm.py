@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.chat_template import Message
-from nanovllm.engine.llm_engine import LLMEngine, Prompt, as_list
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompts import Prompt, as_list
 from nanovllm.errors import RequestError
 from nanovllm.outputs import BeamSearchOutput, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams

@@ -2,18 +2,17 @@
 
 import gc
 import random
-import struct
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from operator import countOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.engine.messages import Delta
 from nanovllm.engine.progress import Progress
+from nanovllm.engine.prompts import Prompt, all_below, as_list, one_each, read_prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from nanovllm.structured.compiler import Compiler, Grammar
 
 POOLINGS = ("last", "mean")
-
-Prompt = str | Seq[int] | Mapping[str, Any]
 
 
 class LLMEngine:
@@ -252,8 +249,8 @@ class LLMEngine:
     ) -> list[str]:
         """Queue all prompts or, if one is refused, none."""
         items = as_list(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
-        priorities = _one_each("priority", priority, int, len(items))
+        params = one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
+        priorities = one_each("priority", priority, int, len(items))
         names: list[str] = []
         try:
             for item, param, rank in zip(items, params, priorities, strict=True):
@@ -353,7 +350,7 @@ class LLMEngine:
             "stop_token_ids": params.stop_token_ids or (),
         }
         for field, ids in named.items():
-            if ids and not _all_below(vocab_size, ids):
+            if ids and not all_below(vocab_size, ids):
                 bad = next(token for token in ids if not 0 <= token < vocab_size)
                 raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {vocab_size} tokens")
         if self.tokenizer is None and (params.stop or params.bad_words):
@@ -439,68 +436,6 @@ def load_tokenizer(path: Path, description: Description, other: str | None) -> T
         special_tokens={role: token for role, token in special.items() if isinstance(token, str)},
         add_bos_token=bool(special.get("add_bos_token")),
     )
-
-
-def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], str | None]:
-    """Text (if any), token ids and cache salt of a prompt in any of its forms."""
-    salt = None
-    if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown:
-            raise RequestError(
-                f"a prompt has {', '.join(sorted(map(repr, unknown)))}; known: 'prompt' or 'prompt_token_ids', "
-                "'cache_salt'"
-            )
-        salt = prompt.get("cache_salt")
-        if salt is not None and not isinstance(salt, str):
-            raise RequestError(f"cache_salt={salt!r}: must be a string")
-        if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), _ids(prompt["prompt_token_ids"]), salt
-        prompt = prompt.get("prompt")  # type: ignore[assignment]
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise RequestError("skip_tokenizer_init=True: give prompt_token_ids instead of text")
-        return prompt, tokenizer.encode(prompt), salt
-    return None, _ids(prompt), salt
-
-
-def _ids(prompt: Any) -> list[int]:
-    ids = list(prompt) if isinstance(prompt, Seq) and not isinstance(prompt, str | bytes) else None
-    if ids is None or countOf(map(type, ids), int) < len(ids):
-        raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-    return ids
-
-
-def _all_below(limit: int, ids: Collection[int]) -> bool:
-    """Whether all are in [0, limit): in half the time that Python's min and max take for the ids of a long prompt."""
-    import numpy as np
-
-    try:
-        packed = struct.pack(f"{len(ids)}I", *ids)
-    except struct.error:  # negative, or far too large
-        return False
-    return bool(np.frombuffer(packed, dtype=np.uint32).max() < limit)
-
-
-def as_list(prompts: Any) -> list[Any]:
-    """One prompt or many, as a list of prompts."""
-    single = isinstance(prompts, str | Mapping)
-    if isinstance(prompts, Seq) and not single and len(prompts) and isinstance(prompts[0], int):
-        single = True
-    if single:
-        return [prompts]
-    if not isinstance(prompts, Seq):
-        raise RequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
-    return list(prompts)
-
-
-def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
-    if isinstance(value, kind):
-        return [value] * count
-    values = list(value) if isinstance(value, Seq) else []
-    if len(values) != count or not all(isinstance(item, kind) for item in values):
-        raise RequestError(f"{name}: give one {kind.__name__} for all prompts, or one for each of the {count}")
-    return values
 
 
 def _told(error: Exception) -> str:
