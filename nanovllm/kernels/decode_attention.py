@@ -16,15 +16,11 @@ import triton.language as tl
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.decode_parts import DecodeWorkspace, block_numbers, finish, new_heads, rotation, slots_of
+from nanovllm.kernels.fp8 import LIFT, scale_of, scaled, unpack
 from nanovllm.kernels.prefill_attention import paged_prefill_reference
 from nanovllm.kernels.rope_store import rope_store_reference
 
 MANY_PAIRS = 11  # of (sequence, kv head), a multiprocessor
-FP8_MAX = tl.constexpr(448.0)
-MIN_SCALE = tl.constexpr(1e-10)
-# fp8 values enter the dot products as float16; probabilities times a value's scale are lifted by this much, so that
-# scales of small values do not fall below what float16 resolves, and the result is lowered again at the end.
-LIFT = tl.constexpr(256.0)
 
 
 @dataclass(frozen=True)
@@ -194,56 +190,6 @@ def _is_seen(at, first, position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _unpack(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The fp8 values in the low and in the high bytes of 16-bit items."""
-    if INTERPRETED:
-        low = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
-        high = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
-    else:
-        # Two items a register: sort their low bytes from their high ones, convert both twos at once.
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 sorted;
-            .reg .b16 low, high;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {low, high}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }""",
-            "=r,=r,r",
-            [pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    return low, high
-
-
-@triton.jit
-def _quantize(x, INTERPRETED: tl.constexpr):
-    """[COLS] to fp8 values and their scale."""
-    x = x.to(tl.float32)
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), FP8_MAX), MIN_SCALE)
-    if INTERPRETED:
-        scale = _rounded(scale, 16)
-    scale = scale.to(tl.bfloat16)
-    values = tl.div_rn(x, tl.broadcast_to(scale.to(tl.float32), x.shape))
-    values = tl.clamp(values, -FP8_MAX, FP8_MAX)
-    if INTERPRETED:
-        # fp8 has steps of 2**-9 below 2**-6, as float32 has near 24576.
-        values = tl.where(tl.abs(values) < 0.015625, (values + 24576.0) - 24576.0, _rounded(values, 20))
-    return values.to(tl.float8e4nv), scale
-
-
-@triton.jit
-def _rounded(x, DROPPED: tl.constexpr):
-    """To the nearest float32 whose last bits are zero; the interpreter's own conversions do not round right."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits += (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)
-    return (bits & -(1 << DROPPED)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _prefetch(
     cache,
     value_offset,
@@ -367,8 +313,11 @@ def _attend(
         new_slot = (new_block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
         new_item = cache + new_slot * HEAD_DIM + col
         if FP8:
-            k_stored, k_scale = _quantize(k_new, INTERPRETED)
-            v_stored, v_scale = _quantize(v_new, INTERPRETED)
+            k_x, v_x = k_new.to(tl.float32), v_new.to(tl.float32)
+            k_scale = scale_of(tl.max(tl.abs(k_x), 0), INTERPRETED)
+            v_scale = scale_of(tl.max(tl.abs(v_x), 0), INTERPRETED)
+            k_stored = scaled(k_x, k_scale, INTERPRETED).to(tl.float8e4nv)
+            v_stored = scaled(v_x, v_scale, INTERPRETED).to(tl.float8e4nv)
             tl.store(scales + new_slot, k_scale)
             tl.store(scales + scale_offset + new_slot, v_scale)
             k_kept = k_stored.to(tl.float32) * k_scale.to(tl.float32)
@@ -408,7 +357,7 @@ def _attend(
         block = block_numbers(table, tile_at + TILE, last_block, TILE, BLOCK_SIZE)
 
         if FP8:
-            keys, odd_keys = _unpack(keys, DOT_TYPE, INTERPRETED)
+            keys, odd_keys = unpack(keys, DOT_TYPE, INTERPRETED)
             scores = tl.dot(keys, q)  # [TILE, DOT_ROWS]
             scores = tl.dot(odd_keys, odd_q, scores)
             scores = scores * (k_scales.to(tl.float32) * LOG2_SCALE)[:, None]
@@ -426,7 +375,7 @@ def _attend(
             later = _is_seen(tile_at + TILE + token, first, position, WINDOW)
             k_scales = tl.load(scales + slots, mask=later, other=0.0)
             v_scales = tl.load(scales + scale_offset + slots, mask=later, other=0.0)
-            values, odd_values = _unpack(values, DOT_TYPE, INTERPRETED)
+            values, odd_values = unpack(values, DOT_TYPE, INTERPRETED)
             acc = tl.dot(values, weights, acc * decay[None, :])
             odd_acc = tl.dot(odd_values, weights, odd_acc * decay[None, :])
         else:

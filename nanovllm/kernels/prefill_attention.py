@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.decode_parts import block_numbers, slots_of
+from nanovllm.kernels.fp8 import LIFT
 from nanovllm.kernels.rope_store import load_halves, norm_rotate, norm_rotate_reference
 
 
@@ -141,8 +142,7 @@ def _prefill_kernel(
     HALF: tl.constexpr = HEAD_DIM // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    # fp16 must not lose small probabilities when they take in the scale of their values
-    LIFT: tl.constexpr = 256.0 if FP8 else 1.0
+    LIFTED: tl.constexpr = LIFT if FP8 else 1.0
     scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)  # from a key's to its value's
     value_offset = scale_offset * HEAD_DIM
     kv_head = tl.program_id(1)
@@ -211,7 +211,7 @@ def _prefill_kernel(
         block = block_numbers(table, tile + BLOCK_N, last_block, BLOCK_N, BLOCK_SIZE)
         if FP8:
             k_scale = tl.load(scales + slots).to(tl.float32) * score_scale
-            v_scale = tl.load(scales + scale_offset + slots, mask=seen, other=0.0).to(tl.float32) * LIFT
+            v_scale = tl.load(scales + scale_offset + slots, mask=seen, other=0.0).to(tl.float32) * LIFTED
 
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if FP8:
@@ -235,7 +235,7 @@ def _prefill_kernel(
         acc = tl.dot(p.to(DOT_TYPE), v, acc * shrink[:, None], input_precision=PRECISION)
         largest = new_largest
 
-    result = acc * (1.0 / (tl.where(used, total, 1.0) * LIFT))[:, None]
+    result = acc * (1.0 / (tl.where(used, total, 1.0) * LIFTED))[:, None]
     tl.store(out_rows + dims[None, :], result.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
 

@@ -10,9 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels import launch
-
-FP8_MAX = 448.0
-MIN_SCALE = 1e-10
+from nanovllm.kernels.fp8 import quantize_reference, scale_of, scaled
 
 
 def rope_store_reference(
@@ -51,12 +49,6 @@ def norm_rotate_reference(x: Tensor, weight: Tensor | None, eps: float, cos: Ten
     return torch.cat([y1 * cos - y2 * sin, y2 * cos + y1 * sin], dim=-1).to(x.dtype)
 
 
-def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:  # [..., head_dim] -> the same in fp8, scales [...]
-    x = x.float()
-    scale = (x.abs().amax(-1) / FP8_MAX).clamp(min=MIN_SCALE).bfloat16()
-    return (x / scale.float().unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
-
-
 @triton.jit
 def load_halves(base, heads, cols, mask, HEAD_DIM: tl.constexpr):
     pointers = base + heads[:, None] * HEAD_DIM + cols[None, :]
@@ -74,17 +66,6 @@ def norm_rotate(x1, x2, weight, eps, cos, sin, cols, HEAD_DIM: tl.constexpr, NOR
         x1 = x1 * factor * tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
         x2 = x2 * factor * tl.load(weight + HEAD_DIM // 2 + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
-
-
-@triton.jit
-def _scale_of(largest):  # [heads] the largest magnitude of each head
-    return tl.maximum(tl.div_rn(largest, 448.0), 1e-10).to(tl.bfloat16)
-
-
-@triton.jit
-def _quantize(x, scale):
-    scaled = tl.div_rn(x, scale.to(tl.float32)[:, None] + tl.zeros_like(x))
-    return tl.minimum(tl.maximum(scaled, -448.0), 448.0)
 
 
 # views into a step's packed buffer lie at any address: one compiled kernel for all
@@ -110,6 +91,7 @@ def _rope_store_kernel(
     DIM_PADDED: tl.constexpr,
     NORM: tl.constexpr,
     FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -146,12 +128,12 @@ def _rope_store_kernel(
     if FP8:
         k1 = k1.to(qkv.dtype.element_ty).to(tl.float32)  # what a cache of the activations' type would hold
         k2 = k2.to(qkv.dtype.element_ty).to(tl.float32)
-        k_scale = _scale_of(tl.maximum(tl.max(tl.abs(k1), 1), tl.max(tl.abs(k2), 1)))
-        k1 = _quantize(k1, k_scale)
-        k2 = _quantize(k2, k_scale)
+        k_scale = scale_of(tl.maximum(tl.max(tl.abs(k1), 1), tl.max(tl.abs(k2), 1)), INTERPRETED)
+        k1 = scaled(k1, k_scale[:, None], INTERPRETED)
+        k2 = scaled(k2, k_scale[:, None], INTERPRETED)
         v = v.to(tl.float32)
-        v_scale = _scale_of(tl.max(tl.abs(v), 1))
-        v = _quantize(v, v_scale)
+        v_scale = scale_of(tl.max(tl.abs(v), 1), INTERPRETED)
+        v = scaled(v, v_scale[:, None], INTERPRETED)
         tl.store(scales + slots, k_scale, mask=kv_mask)
         tl.store(scales + scale_offset + slots, v_scale, mask=kv_mask)
     k_out = cache + slots[:, None] * HEAD_DIM + cols[None, :]
@@ -202,6 +184,7 @@ def rope_store(
         DIM_PADDED=triton.next_power_of_2(head_dim),
         NORM=k_norm is not None,
         FP8=scales is not None,
+        INTERPRETED=not isinstance(_rope_store_kernel, triton.JITFunction),
         PDL=pdl,
         num_warps=_num_warps(num_kv_heads, head_dim),
         enable_fp_fusion=False,  # the reference's roundings

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.fp8 import quantize_reference
 from nanovllm.kernels.prefill_attention import (
     PrefillConfig,
     paged_prefill,
@@ -14,7 +15,6 @@ from nanovllm.kernels.prefill_attention import (
     prefill_config,
     query_tiles,
 )
-from nanovllm.kernels.rope_store import quantize_reference
 from tests.kernels.support import DEVICE
 
 FP8, HALF = torch.float8_e4m3fn, torch.float16
