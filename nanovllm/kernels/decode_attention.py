@@ -313,11 +313,11 @@ def _attend(
         new_slot = (new_block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
         new_item = cache + new_slot * HEAD_DIM + col
         if FP8:
-            k_x, v_x = k_new.to(tl.float32), v_new.to(tl.float32)
-            k_scale = scale_of(tl.max(tl.abs(k_x), 0), INTERPRETED)
-            v_scale = scale_of(tl.max(tl.abs(v_x), 0), INTERPRETED)
-            k_stored = scaled(k_x, k_scale, INTERPRETED).to(tl.float8e4nv)
-            v_stored = scaled(v_x, v_scale, INTERPRETED).to(tl.float8e4nv)
+            k_wide, v_wide = k_new.to(tl.float32), v_new.to(tl.float32)
+            k_scale = scale_of(tl.max(tl.abs(k_wide), 0), INTERPRETED)
+            v_scale = scale_of(tl.max(tl.abs(v_wide), 0), INTERPRETED)
+            k_stored = scaled(k_wide, k_scale, INTERPRETED).to(tl.float8e4nv)
+            v_stored = scaled(v_wide, v_scale, INTERPRETED).to(tl.float8e4nv)
             tl.store(scales + new_slot, k_scale)
             tl.store(scales + scale_offset + new_slot, v_scale)
             k_kept = k_stored.to(tl.float32) * k_scale.to(tl.float32)

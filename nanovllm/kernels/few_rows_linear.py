@@ -43,7 +43,7 @@ def _tiles(n: int, k: int, dtype: torch.dtype, *, adds: bool) -> Tiles:
 
 
 @triton.jit
-def _step(pointers, first, k, K: tl.constexpr, STEP: tl.constexpr):
+def load_step(pointers, first, k, K: tl.constexpr, STEP: tl.constexpr):
     """What lies a step from column `first` on; zeros past the end."""
     if K % STEP == 0:
         return tl.load(pointers + first)
@@ -107,7 +107,7 @@ def _few_rows_kernel(
 
     ahead = ()  # type: tuple
     for step in tl.static_range(AHEAD):
-        ahead += (_step(w_pointers, step * STEP, k, K, STEP),)
+        ahead += (load_step(w_pointers, step * STEP, k, K, STEP),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -116,7 +116,7 @@ def _few_rows_kernel(
         a = _step_of_rows(x_pointers, step * STEP, is_row, k, K, STEP)
         products = _add_product(products, a, ahead[step], PRECISION, WIDEN)
     for first in tl.range(AHEAD * STEP, K, STEP, num_stages=STAGES):
-        w = _step(w_pointers, first, k, K, STEP)
+        w = load_step(w_pointers, first, k, K, STEP)
         a = _step_of_rows(x_pointers, first, is_row, k, K, STEP)
         products = _add_product(products, a, w, PRECISION, WIDEN)
 

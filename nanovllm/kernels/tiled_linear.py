@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels import launch
+from nanovllm.kernels.few_rows_linear import load_step
 
 MAX_ROWS = 128
 MAX_ROWS_IN_PARTS = 256
@@ -47,15 +48,6 @@ def _device_limits() -> tuple[int, int]:  # SMs, bytes of shared memory a progra
         return 1, 1 << 20
     properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
     return properties["multiprocessor_count"], properties["max_shared_mem"]
-
-
-@triton.jit
-def _step(pointers, first, k, K: tl.constexpr, EVEN: tl.constexpr):
-    """What lies a step from column `first` on; zeros past the end."""
-    if EVEN:
-        return tl.load(pointers + first)
-    else:
-        return tl.load(pointers + first, mask=first + k < K, other=0.0)
 
 
 @triton.jit
@@ -100,8 +92,8 @@ def _tiled_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    SLICE: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K  # of x and W, for a part
-    EVEN: tl.constexpr = SLICE * PARTS == K
+    STEP: tl.constexpr = PARTS * BLOCK_K  # of all parts together
+    SLICE: tl.constexpr = (K + STEP - 1) // STEP * BLOCK_K  # of x and W, for a part
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first_n = tl.program_id(0) * WIDTH
     part = tl.program_id(2)
@@ -129,8 +121,8 @@ def _tiled_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for first in tl.range(0, SLICE, BLOCK_K, num_stages=STAGES):
-        w = _step(w_pointers, first, k, K, EVEN)
-        a = _step(x_pointers, first, k, K, EVEN)
+        w = load_step(w_pointers, first, k, K, STEP)
+        a = load_step(x_pointers, first, k, K, STEP)
         y = _add_product(y, a, w, WEIGHT_LEFT, WIDEN)
     if bias is not None:
         y += tl.where(part == 0, tl.load(bias + w_rows).to(tl.float32), 0.0)
