@@ -49,7 +49,8 @@ def decode_config(
         tile = max(16, min(128, 16384 // row_bytes))
         return DecodeConfig(tile=tile, num_programs=2 * num_sms, num_warps=4, num_stages=3)
     pairs = batch * kv_heads
-    splits = max(1, min(2 * num_sms // pairs, 16))  # more are slow to merge
+    # Lengths differ: where pairs are few, one program each would leave most of the chip waiting for the longest.
+    splits = max(1, min(2 * num_sms // pairs, 16), min(5 * num_sms // pairs, 4))  # more are slow to merge
     if cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
     # Small programs, many of them on a multiprocessor: one's start and end run beside the stream of another.

@@ -1,7 +1,8 @@
-"""A linear layer for a few rows: weights so small that starting to read them is what takes the time.
+"""A linear layer for a few rows of a narrow model: weights so small that starting to read them takes the time.
 
-y = x W^T + bias; gated: silu(gate) * up of it; then residual + y. The first steps of the weight are on their way while
-the kernel before still computes x, and the next kernel may start as early.
+y = norm(x) W^T + bias; gated: silu(gate) * up of it; then residual + y. The weight is on its way while the kernel
+before still computes x, and the next kernel may start as early. It goes from memory into the registers that multiply
+it (see fragments.py). The norm is folded in as for one row: norm(x) W^T = rstd * ((x * norm_weight) W^T).
 """
 
 from dataclasses import dataclass
@@ -12,59 +13,58 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels import launch
+from nanovllm.kernels.fragments import all_asked_for, halves, operand, pair, pairs_of, rows_of
 
 MAX_ROWS = 16
+X_AHEAD = 4  # steps of x that are asked for at once
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of the weight a program, columns a warp multiplies in a step, warps, and how far ahead it all is read."""
+    """Rows of the weight a program; chunks of columns a warp multiplies in a step; warps, which share the columns of a
+    step; steps of the weight that are on their way before anything is known of x."""
 
     block_n: int
-    block_k: int
-    slices: int
-    num_stages: int
-    num_ahead: int  # steps before anything is known of x
+    chunks: int
+    num_warps: int
+    num_ahead: int
 
 
-FLOAT32 = Tiles(16, 32, 4, 2, 1)
-NARROW = Tiles(8, 128, 8, 3, 2)  # few rows a program, so that there are enough programs
-WIDE = Tiles(16, 128, 4, 3, 2)
-LARGE = Tiles(16, 128, 4, 3, 1)
+MANY_OUTPUTS = Tiles(16, 4, 4, 2)
+FEW_OUTPUTS = Tiles(8, 4, 4, 4)  # few rows a program, so that there are enough programs
+LONG_ROWS = Tiles(8, 4, 8, 3)
 
 
-def _tiles(n: int, k: int, dtype: torch.dtype, *, adds: bool) -> Tiles:
+def _tiles(n: int, k: int) -> Tiles:
     """What measured best on an H200."""
-    if dtype == torch.float32:
-        return FLOAT32
-    if n < 2048:
-        return NARROW
-    return LARGE if n >= 4096 and k >= 4096 and not adds else WIDE
+    if n > 2048:
+        return MANY_OUTPUTS
+    return LONG_ROWS if k > 2048 else FEW_OUTPUTS
+
+
+def few_rows_serves(dtype: torch.dtype, k: int) -> bool:
+    """Whether a row is made of whole 16 bytes of 16-bit items."""
+    return dtype in (torch.bfloat16, torch.float16) and k % 8 == 0
 
 
 @triton.jit
-def load_step(pointers, first, k, K: tl.constexpr, STEP: tl.constexpr):
-    """What lies a step from column `first` on; zeros past the end."""
-    if K % STEP == 0:
+def _load_step(pointers, first, k, mask, K: tl.constexpr, STEP: tl.constexpr):
+    """What lies a step from pair `first` on; zeros past the end and outside the mask."""
+    if K % STEP != 0:
+        inside = first + k < K // 2
+        mask = inside if mask is None else mask & inside
+    if mask is None:
         return tl.load(pointers + first)
     else:
-        return tl.load(pointers + first, mask=first + k < K, other=0.0)
+        return tl.load(pointers + first, mask=mask, other=0)
 
 
 @triton.jit
-def _step_of_rows(pointers, first, row_mask, k, K: tl.constexpr, STEP: tl.constexpr):
-    """The same of the rows in the mask; zeros elsewhere."""
-    if K % STEP == 0:
-        return tl.load(pointers + first, mask=row_mask, other=0.0)
-    else:
-        return tl.load(pointers + first, mask=row_mask & (first + k < K), other=0.0)
-
-
-@triton.jit
-def _add_product(products, a, w, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    if WIDEN:
-        a, w = a.to(tl.float32), w.to(tl.float32)
-    return tl.dot(a, tl.permute(w, (0, 2, 1)), products, input_precision=PRECISION)
+def _replaced(tiles, INDEX: tl.constexpr, tile):
+    result = ()  # type: tuple
+    for i in tl.static_range(len(tiles)):
+        result += (tile if i == INDEX else tiles[i],)
+    return result
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -72,65 +72,106 @@ def _few_rows_kernel(
     x,
     weight,
     bias,
+    norm_weight,
     residual,
     out,
     M,
     N,  # columns of `out`
     x_stride,
+    eps,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    EIGHTS: tl.constexpr,  # of rows
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr,
     MOST_AHEAD: tl.constexpr,
+    MOST_X_AHEAD: tl.constexpr,
     GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Every tile has a leading dimension, the slice, and a warp multiplies one: it then has K / SLICES dependent steps
-    # instead of K. The slices of a step are neighbours in memory.
-    STEP: tl.constexpr = SLICES * BLOCK_K
-    AHEAD: tl.constexpr = min((K + STEP - 1) // STEP, MOST_AHEAD)
+    ITEM: tl.constexpr = x.dtype.element_ty
+    DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else ITEM  # the interpreter's dot does not know bfloat16
+    ROWS: tl.constexpr = 16  # of the tensor cores' left operand
+    STEP: tl.constexpr = WARPS * CHUNKS * 32
+    PAIRS: tl.constexpr = STEP // 2
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    AHEAD: tl.constexpr = min(STEPS, MOST_AHEAD)
+    X_AHEAD: tl.constexpr = min(STEPS, MOST_X_AHEAD)
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    i = tl.arange(0, BLOCK_N)
+    i = rows_of(BLOCK_N // 8)
+    j = tl.arange(0, BLOCK_N)
+    first_n = tl.program_id(0) * WIDTH
     if GATED:  # even rows are gates, odd ones their ups, so that one thread holds both
-        w_rows = tl.minimum(tl.program_id(0) * WIDTH + i // 2, N - 1) + i % 2 * N
+        w_rows = tl.minimum(first_n + i // 2, N - 1) + i % 2 * N
+        outputs = tl.minimum(first_n + j // 2, N - 1) + j % 2 * N
     else:
-        w_rows = tl.minimum(tl.program_id(0) * WIDTH + i, N - 1)
-    m = tl.arange(0, ROWS)
-    is_row = m[None, :, None] < M
-    k = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-    w_pointers = weight + w_rows.to(tl.int64)[None, :, None] * K + k
-    x_pointers = x + m[None, :, None] * x_stride + k
+        w_rows = tl.minimum(first_n + i, N - 1)
+        outputs = tl.minimum(first_n + j, N - 1)
+    row = rows_of(EIGHTS)
+    k = pairs_of(WARPS, CHUNKS)
+    w_pointers = weight.to(tl.pointer_type(tl.int32)) + w_rows.to(tl.int64) * (K // 2) + k
+    x_pointers = x.to(tl.pointer_type(tl.int32)) + row * (x_stride // 2) + k
+    m = tl.arange(0, ROWS)[:, None]
+    n = first_n + tl.arange(0, WIDTH)[None, :]
+    mask = (m < M) & (n < N)
+    place = m * N + n
 
-    ahead = ()  # type: tuple
+    weights = ()  # type: tuple
     for step in tl.static_range(AHEAD):
-        ahead += (load_step(w_pointers, step * STEP, k, K, STEP),)
+        weights += (_load_step(w_pointers, step * PAIRS, k, None, K, STEP),)
+    gains = ()  # type: tuple
+    if norm_weight is not None:
+        # a copy for each row, where x lies
+        gain_pointers = norm_weight.to(tl.pointer_type(tl.int32)) + tl.broadcast_to(k, x_pointers.shape)
+        for step in tl.static_range(STEPS):
+            gains += (_load_step(gain_pointers, step * PAIRS, k, None, K, STEP),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    products = tl.zeros([SLICES, ROWS, BLOCK_N], tl.float32)
-    for step in tl.static_range(AHEAD):
-        a = _step_of_rows(x_pointers, step * STEP, is_row, k, K, STEP)
-        products = _add_product(products, a, ahead[step], PRECISION, WIDEN)
-    for first in tl.range(AHEAD * STEP, K, STEP, num_stages=STAGES):
-        w = load_step(w_pointers, first, k, K, STEP)
-        a = _step_of_rows(x_pointers, first, is_row, k, K, STEP)
-        products = _add_product(products, a, w, PRECISION, WIDEN)
+
+    if residual is not None:
+        before = tl.load(residual + place, mask=mask, other=0.0)
+        tl.debug_barrier()  # asked for here, not where it is used
+    xs = ()  # type: tuple
+    for step in tl.static_range(X_AHEAD):
+        xs += (_load_step(x_pointers, step * PAIRS, k, row < M, K, STEP),)
+    if not INTERPRETED:
+        xs = all_asked_for(xs)
+    products = tl.zeros([WARPS, ROWS, BLOCK_N], tl.float32)
+    squares = tl.zeros(x_pointers.shape, tl.float32)
+    for step in tl.static_range(STEPS):
+        a = xs[step % X_AHEAD]
+        if norm_weight is not None:
+            low, high = halves(a, ITEM, INTERPRETED)
+            low, high = low.to(tl.float32), high.to(tl.float32)
+            squares += low * low + high * high
+            low_gain, high_gain = halves(gains[step], ITEM, INTERPRETED)
+            a = pair((low * low_gain.to(tl.float32)).to(ITEM), (high * high_gain.to(tl.float32)).to(ITEM))
+        if EIGHTS == 1:  # the tensor cores take sixteen: the same again
+            a = tl.broadcast_to(a, (4, 8, WARPS, 2, CHUNKS, 4))
+        a = operand(a, ITEM, DOT_TYPE, INTERPRETED)
+        w = operand(weights[step % AHEAD], ITEM, DOT_TYPE, INTERPRETED)
+        products = tl.dot(a, tl.permute(w, (0, 2, 1)), products)
+        if step + X_AHEAD < STEPS:
+            later = _load_step(x_pointers, (step + X_AHEAD) * PAIRS, k, row < M, K, STEP)
+            xs = _replaced(xs, step % X_AHEAD, later)
+        if step + AHEAD < STEPS:
+            later = _load_step(w_pointers, (step + AHEAD) * PAIRS, k, None, K, STEP)
+            weights = _replaced(weights, step % AHEAD, later)
 
     y = tl.sum(products, axis=0)
+    if norm_weight is not None:
+        length = tl.sum(tl.sum(tl.sum(tl.sum(squares, 5), 4), 0), 1)  # [8 rows, EIGHTS]
+        length = tl.broadcast_to(tl.permute(length, (1, 0)), (2, 8)) if EIGHTS == 1 else tl.permute(length, (1, 0))
+        y *= tl.rsqrt(tl.reshape(length, (ROWS,)) / K + eps)[:, None]
     if bias is not None:
-        y += tl.load(bias + w_rows).to(tl.float32)[None, :]
+        y += tl.load(bias + outputs).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(y, (ROWS, WIDTH, 2)))
         y = gate * tl.sigmoid(gate) * up
-    n = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    place = m[:, None] * N + n[None, :]
-    mask = (m[:, None] < M) & (n[None, :] < N)
     if residual is not None:
-        y += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        y += before.to(tl.float32)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -139,6 +180,8 @@ def few_rows_linear(
     weight: Tensor,  # [N, K]; gated: the gates' rows, then the ups'
     *,
     bias: Tensor | None = None,  # [N]
+    norm_weight: Tensor | None = None,  # [K]; None = x is not normed
+    eps: float = 0.0,
     residual: Tensor | None = None,  # [M, N], or [M, N / 2] if gated: added to in place and returned
     gated: bool = False,
     pdl: bool = False,
@@ -146,33 +189,36 @@ def few_rows_linear(
     (m, k), num_weight_rows = x.shape, weight.shape[0]
     n = num_weight_rows // 2 if gated else num_weight_rows
     assert m <= MAX_ROWS and weight.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous()
+    assert few_rows_serves(x.dtype, k) and x.dtype == weight.dtype and x.stride(0) % 2 == 0
     out = residual if residual is not None else x.new_empty(m, n)
     assert out.shape == (m, n) and out.is_contiguous()
     assert out.data_ptr() != x.data_ptr()  # programs still read x when the first ones write
-    tiles = _tiles(num_weight_rows, k, x.dtype, adds=residual is not None)
+    tiles = _tiles(num_weight_rows, k)
     launch(
         _few_rows_kernel,
         (triton.cdiv(num_weight_rows, tiles.block_n),),
         x,
         weight,
         bias,
+        norm_weight,
         residual,
         out,
         m,
         n,
         x.stride(0),
+        eps,
         K=k,
-        ROWS=MAX_ROWS,
+        EIGHTS=1 if m <= 8 else 2,
         BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        SLICES=tiles.slices,
-        STAGES=tiles.num_stages,
+        CHUNKS=tiles.chunks,
+        WARPS=tiles.num_warps,
         MOST_AHEAD=tiles.num_ahead,
+        MOST_X_AHEAD=X_AHEAD,
         GATED=gated,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        WIDEN=not isinstance(_few_rows_kernel, triton.JITFunction),  # the interpreter's dot does not know bfloat16
+        INTERPRETED=not isinstance(_few_rows_kernel, triton.JITFunction),
         PDL=pdl,
-        num_warps=tiles.slices,
+        num_warps=tiles.num_warps,
+        num_stages=1,  # steps are asked for ahead by itself
         pdl=pdl,
     )
     return out

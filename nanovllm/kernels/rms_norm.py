@@ -70,6 +70,8 @@ def _launch(
     m, hidden = x.shape
     assert x.stride(1) == 1 and (parts is None or (parts.is_contiguous() and parts.shape[1:] == x.shape))
     block = triton.next_power_of_2(hidden)
+    # With parts, four columns a thread: the compiler has a thread with more of them wait for one load after the other.
+    num_warps = block // 128 if parts is not None else min(block // 256, 8)
     launch(
         _rms_norm_kernel,
         (m,),
@@ -84,6 +86,6 @@ def _launch(
         PARTS=0 if parts is None else parts.shape[0],
         BLOCK=block,
         PDL=pdl,
-        num_warps=min(max(block // 256, 1), 8),
+        num_warps=min(max(num_warps, 1), 32),
         pdl=pdl,
     )

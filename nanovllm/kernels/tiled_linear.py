@@ -1,4 +1,4 @@
-"""A linear layer for tens of rows of a narrow model: y = x W^T in tiles, so few that each may have an SM of its own.
+"""A linear layer for a few to hundreds of rows: y = x W^T in tiles, about as many as there are multiprocessors.
 
 Gated it gives silu(gate) * up in the same launch. In parts it gives sums over slices of x and W, for more programs than
 there are tiles; `add_rms_norm` adds them up.
@@ -13,10 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels import launch
-from nanovllm.kernels.few_rows_linear import load_step
 
-MAX_ROWS = 128
-MAX_ROWS_IN_PARTS = 256
+MAX_ROWS = 256
 MAX_PARTS = 4
 
 
@@ -25,21 +23,33 @@ class Tile:
     block_m: int  # rows of x
     block_n: int  # rows of the weight
     block_k: int
-    num_stages: int
     weight_left: bool = False  # tensor cores take 64 rows on the left: the weight's, where that needs fewer steps
+    num_warps: int = 4
+
+    def stage_bytes(self, element_size: int) -> int:
+        return (self.block_m + self.block_n) * self.block_k * element_size
 
 
-def _tile(m: int, *, gated: bool, in_parts: bool) -> Tile:
-    """What measured best on an H200."""
+def _tile(m: int, num_weight_rows: int, *, gated: bool, in_parts: bool) -> Tile:
+    """What measured best on an H200, in the chain of a layer's kernels."""
     if m <= 16:
-        return Tile(16, 128, 128, 5 if in_parts else 4, weight_left=True)
+        return Tile(16, 64, 128, weight_left=True)
     if m <= 32:
-        return Tile(32, 64, 128, 5, weight_left=True)
+        return Tile(32, 64, 128, weight_left=True)
     if m <= 64:
-        return Tile(64, 64, 128, 5) if gated else Tile(64, 32, 128, 5) if in_parts else Tile(64, 32, 64, 8)
+        return Tile(64, _block_n(num_weight_rows, MAX_PARTS if in_parts else 1), 128)
+    if m <= 128 and gated:
+        return Tile(128, 64, 64, weight_left=True)
     if m <= 128:
-        return Tile(128, 64, 64, 8, weight_left=True) if gated else Tile(64, 64, 64, 8)
-    return Tile(64, 128, 64, 8)
+        return Tile(64, _block_n(num_weight_rows, 4), 128) if in_parts else Tile(64, 64, 64)
+    if gated:
+        return Tile(128, 128, 64, weight_left=True, num_warps=8)
+    return Tile(128, 32 if in_parts else 64, 64)
+
+
+def _block_n(num_weight_rows: int, programs_each: int) -> int:
+    """64 rows of the weight, or 32 where tiles would else be so few that half of the chip had none."""
+    return 64 if triton.cdiv(num_weight_rows, 64) * programs_each > _num_sms() // 2 else 32
 
 
 @cache
@@ -48,6 +58,19 @@ def _device_limits() -> tuple[int, int]:  # SMs, bytes of shared memory a progra
         return 1, 1 << 20
     properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
     return properties["multiprocessor_count"], properties["max_shared_mem"]
+
+
+def _num_sms() -> int:
+    return _device_limits()[0]
+
+
+@triton.jit
+def _load_step(pointers, first, k, K: tl.constexpr, STEP: tl.constexpr):
+    """What lies a step from column `first` on; zeros past the end."""
+    if K % STEP == 0:
+        return tl.load(pointers + first)
+    else:
+        return tl.load(pointers + first, mask=first + k < K, other=0.0)
 
 
 @triton.jit
@@ -121,8 +144,8 @@ def _tiled_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for first in tl.range(0, SLICE, BLOCK_K, num_stages=STAGES):
-        w = load_step(w_pointers, first, k, K, STEP)
-        a = load_step(x_pointers, first, k, K, STEP)
+        w = _load_step(w_pointers, first, k, K, STEP)
+        a = _load_step(x_pointers, first, k, K, STEP)
         y = _add_product(y, a, w, WEIGHT_LEFT, WIDEN)
     if bias is not None:
         y += tl.where(part == 0, tl.load(bias + w_rows).to(tl.float32), 0.0)
@@ -143,27 +166,37 @@ def tiled_linear(
     m, num_weight_rows = x.shape[0], weight.shape[0]
     assert m <= MAX_ROWS
     out = x.new_empty(m, num_weight_rows // 2 if gated else num_weight_rows)
-    _launch(x, weight, bias, out, _tile(m, gated=gated, in_parts=False), parts=1, gated=gated, pdl=pdl)
+    tile = _tile(m, num_weight_rows, gated=gated, in_parts=False)
+    _launch(x, weight, bias, out, tile, parts=1, gated=gated, pdl=pdl)
     return out
 
 
 def linear_in_parts(
-    x: Tensor,  # [M, K] bfloat16 or float16, M <= MAX_ROWS_IN_PARTS
+    x: Tensor,  # [M, K] bfloat16 or float16, M <= MAX_ROWS
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
     *,
     pdl: bool = False,
 ) -> Tensor:  # [parts, M, N] float32
     (m, k), n = x.shape, weight.shape[0]
-    assert m <= MAX_ROWS_IN_PARTS
-    tile = _tile(m, gated=False, in_parts=True)
+    assert m <= MAX_ROWS
+    tile = _tile(m, n, gated=False, in_parts=True)
     tiles = triton.cdiv(n, tile.block_n) * triton.cdiv(m, tile.block_m)
     parts = MAX_PARTS
-    while parts > 1 and (tiles * parts > _device_limits()[0] or parts * tile.block_k > k):
+    while parts > 1 and (4 * tiles * parts > 5 * _num_sms() or parts * tile.block_k > k):
         parts //= 2
     out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
     _launch(x, weight, bias, out, tile, parts=parts, gated=False, pdl=pdl)
     return out
+
+
+def _num_stages(tile: Tile, num_programs: int, num_steps: int, element_size: int) -> int:
+    """As deep a pipeline as shared memory allows, or half of it where then all programs find a place at once."""
+    num_sms, shared_bytes = _device_limits()
+    if num_sms < num_programs <= 2 * num_sms:
+        shared_bytes = shared_bytes // 2 - 1024
+    most = 8 if tile.block_k <= 64 else 6
+    return max(1, min(most, num_steps, shared_bytes // tile.stage_bytes(element_size)))
 
 
 def _launch(
@@ -171,11 +204,11 @@ def _launch(
 ) -> None:
     (m, k), num_weight_rows = x.shape, weight.shape[0]
     assert weight.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous() and x.dtype != torch.float32
-    stage_bytes = (tile.block_m + tile.block_n) * tile.block_k * x.element_size()
+    grid = (triton.cdiv(num_weight_rows, tile.block_n), triton.cdiv(m, tile.block_m), parts)
     num_steps = triton.cdiv(k, parts * tile.block_k)
     launch(
         _tiled_kernel,
-        (triton.cdiv(num_weight_rows, tile.block_n), triton.cdiv(m, tile.block_m), parts),
+        grid,
         x,
         weight,
         bias,
@@ -188,11 +221,11 @@ def _launch(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        STAGES=min(tile.num_stages, num_steps, _device_limits()[1] // stage_bytes),
+        STAGES=_num_stages(tile, grid[0] * grid[1] * parts, num_steps, x.element_size()),
         GATED=gated,
         WEIGHT_LEFT=tile.weight_left,
         WIDEN=not isinstance(_tiled_kernel, triton.JITFunction),  # the interpreter's dot does not know bfloat16
         PDL=pdl,
-        num_warps=4,
+        num_warps=tile.num_warps,
         pdl=pdl,
     )

@@ -5,98 +5,108 @@ from torch import Tensor
 
 from nanovllm.kernels import dependent_launch
 from nanovllm.kernels.few_rows_linear import MAX_ROWS as FEW_ROWS
-from nanovllm.kernels.few_rows_linear import few_rows_linear
+from nanovllm.kernels.few_rows_linear import few_rows_linear, few_rows_serves
 from nanovllm.kernels.matmul import matmul
 from nanovllm.kernels.one_row_linear import one_row_linear
 from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.kernels.tiled_linear import MAX_ROWS as TENS_OF_ROWS
-from nanovllm.kernels.tiled_linear import MAX_ROWS_IN_PARTS, linear_in_parts, tiled_linear
+from nanovllm.kernels.tiled_linear import MAX_ROWS as HUNDREDS_OF_ROWS
+from nanovllm.kernels.tiled_linear import linear_in_parts, tiled_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.residual import Residual
 
-MANY_OUTPUTS = 16384  # from here on a kernel whose programs all read x for themselves falls behind cuBLAS
-SOME_ROWS = 32  # to here tiles and parts of ours beat cuBLAS for weights of any size, beyond for small ones
-LARGE_HIDDEN = 2048  # where a gate's weight is so large that the products, not the start, take the time
-WIDE_HIDDEN = 4096  # where cuBLAS and parts beat a few rows' own kernel
+# Bounds within which a kernel measured faster than the others on an H200
+SOME_ROWS = 32
+TENS_OF_ROWS = 64  # to here tiles of ours beat cuBLAS for weights of any size, beyond for small ones
 NARROW_HIDDEN = 1024
+WIDE_HIDDEN = 2048  # from here on reading a weight takes the time, not starting to
+ENOUGH_OUTPUTS = 5632  # for tiles on nearly every multiprocessor
+MANY_OUTPUTS = 16384  # a vocabulary
 
 
 class CudaLinear(Linear):
     """A single row only reads the weight, and norm, gate and residual cost nothing within the same kernel.
 
     For a few rows the kernels of a layer overlap: each asks for its weight before the one before it has ended. For tens
-    of rows of a narrow model they are short, and what counts is that there are few of them and none waits for long.
+    of rows they are short, and what counts is that there are few of them and none waits for long.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
-        (num_rows, hidden), num_outputs = x.shape, self.weight.shape[0]
+        num_rows = x.shape[0]
         if num_rows == 1:
             return one_row_linear(x, self.weight, bias=self.bias, pdl=dependent_launch())
-        if num_outputs < MANY_OUTPUTS:
-            if num_rows <= FEW_ROWS and not (self._half and hidden >= WIDE_HIDDEN):
-                return few_rows_linear(x, self.weight, bias=self.bias, pdl=dependent_launch())
-            if self._half and SOME_ROWS < num_rows <= TENS_OF_ROWS and hidden <= NARROW_HIDDEN:
-                return tiled_linear(x, self.weight, self.bias, pdl=dependent_launch())
+        if self._by_few_rows(num_rows):
+            return few_rows_linear(x, self.weight, bias=self.bias, pdl=dependent_launch())
+        if self._by_tiles(num_rows):
+            return tiled_linear(x, self.weight, self.bias, pdl=dependent_launch())
         return super().__call__(x)
 
     def after_norm(self, norm: RMSNorm, residual: Residual) -> Tensor:
-        if len(residual) == 1:
-            return one_row_linear(
-                residual.rows,
-                self.weight,
-                bias=self.bias,
-                norm_weight=norm.weight,
-                eps=norm.eps,
-                pdl=dependent_launch(),
-            )
-        return self(residual.normed(norm))
+        y = self._with_norm(norm, residual, gated=False)
+        return self(residual.normed(norm)) if y is None else y
 
     def gated_after_norm(self, norm: RMSNorm, residual: Residual) -> Tensor:
-        if len(residual) == 1:
-            return one_row_linear(
-                residual.rows,
-                self.weight,
-                bias=self.bias,
-                norm_weight=norm.weight,
-                eps=norm.eps,
-                gated=True,
-                pdl=dependent_launch(),
-            )
+        y = self._with_norm(norm, residual, gated=True)
+        if y is not None:
+            return y
         x = residual.normed(norm)
-        num_rows, hidden = x.shape
-        if num_rows <= FEW_ROWS and not (self._half and hidden >= LARGE_HIDDEN):
-            return few_rows_linear(x, self.weight, bias=self.bias, gated=True, pdl=dependent_launch())
-        if self._half and (num_rows <= SOME_ROWS or (num_rows <= TENS_OF_ROWS and hidden <= NARROW_HIDDEN)):
+        if self._half and x.shape[0] <= (HUNDREDS_OF_ROWS if x.shape[1] <= NARROW_HIDDEN else TENS_OF_ROWS):
             return tiled_linear(x, self.weight, self.bias, gated=True, pdl=dependent_launch())
         return silu_and_mul(super().__call__(x), pdl=dependent_launch())
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         if x.shape[0] == 1:
             return one_row_linear(x, self.weight, bias=self.bias, residual=residual, pdl=dependent_launch())
-        if x.shape[0] <= FEW_ROWS:
+        if self._by_few_rows(x.shape[0]):
             return few_rows_linear(x, self.weight, bias=self.bias, residual=residual, pdl=dependent_launch())
         if self.bias is not None:
             residual += self.bias
         return residual.addmm_(x, self.weight.t())
 
     def in_parts(self, x: Tensor) -> Tensor | None:
-        if self._half and x.shape[0] in _rows_in_parts(self.weight.shape[0]):
+        num_rows, num_outputs = x.shape[0], self.weight.shape[0]
+        most_rows = TENS_OF_ROWS
+        if num_outputs <= WIDE_HIDDEN:
+            most_rows = HUNDREDS_OF_ROWS if num_outputs <= NARROW_HIDDEN else HUNDREDS_OF_ROWS // 2
+        if self._half and 1 < num_rows <= most_rows and not self._by_few_rows(num_rows):
             return linear_in_parts(x, self.weight, self.bias, pdl=dependent_launch())
         return None
+
+    def _with_norm(self, norm: RMSNorm, residual: Residual, *, gated: bool) -> Tensor | None:
+        """By a kernel that norms on its own, where rows are so few that there is one."""
+        if len(residual) == 1:
+            kernel = one_row_linear
+        elif self._by_few_rows(len(residual), gated=gated):
+            kernel = few_rows_linear
+        else:
+            return None
+        return kernel(
+            residual.rows,
+            self.weight,
+            bias=self.bias,
+            norm_weight=norm.weight,
+            eps=norm.eps,
+            gated=gated,
+            pdl=dependent_launch(),
+        )
+
+    def _by_few_rows(self, num_rows: int, *, gated: bool = False) -> bool:
+        num_outputs, num_inputs = self.weight.shape
+        if not 1 < num_rows <= FEW_ROWS or not few_rows_serves(self.weight.dtype, num_inputs):
+            return False
+        if min(num_outputs, num_inputs) >= WIDE_HIDDEN:
+            return num_inputs <= WIDE_HIDDEN and num_outputs < ENOUGH_OUTPUTS
+        return gated or num_outputs < MANY_OUTPUTS
+
+    def _by_tiles(self, num_rows: int) -> bool:
+        num_outputs, num_inputs = self.weight.shape
+        fewest = 2 if num_outputs >= ENOUGH_OUTPUTS else SOME_ROWS + 1
+        most = HUNDREDS_OF_ROWS if num_inputs <= NARROW_HIDDEN else TENS_OF_ROWS
+        return self._half and num_outputs < MANY_OUTPUTS and fewest <= num_rows <= most
 
     @property
     def _half(self) -> bool:
         return self.weight.dtype != torch.float32
-
-
-def _rows_in_parts(num_outputs: int) -> range:
-    """For which adding up parts within the next norm measured faster on an H200 than adding in place."""
-    if num_outputs <= NARROW_HIDDEN:
-        return range(FEW_ROWS + 1, MAX_ROWS_IN_PARTS + 1)
-    if num_outputs <= LARGE_HIDDEN:
-        return range(FEW_ROWS + 1, TENS_OF_ROWS + 1)
-    return range(2 if num_outputs >= WIDE_HIDDEN else FEW_ROWS + 1, SOME_ROWS + 1)
 
 
 class InvariantLinear(Linear):

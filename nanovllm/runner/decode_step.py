@@ -19,7 +19,7 @@ from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.sampling import KernelSampler
 from nanovllm.runner.stage import Stage
 
-KERNEL_CLASSES = (1, 2, 32, 64, 128, 256)  # rows: one, a few (to 16), then up to so many share their kernels
+KERNEL_CLASSES = (1, 8, 16, 32, 64, 128, 256)  # rows: steps of one, of up to 8, and so on, have kernels of their own
 
 
 class Ending(Enum):

@@ -9,6 +9,7 @@ from nanovllm.kernels.one_row_linear import linear_reference, one_row_linear
 from tests.kernels.support import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+HALVES = [torch.bfloat16, torch.float16]
 EPS = 1e-6
 SIZES = [(40, 144), (48, 512), (24, 200), (2, 8)]  # (N, K)
 if DEVICE == "cuda":
@@ -19,10 +20,10 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
 
 
-def check(actual: Tensor, expected: Tensor) -> None:
+def check(actual: Tensor, expected: Tensor, times: int = 1) -> None:
     error = (actual.float() - expected.float()).abs().max() / expected.float().abs().max()
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    assert error < TOLERANCE[actual.dtype], error
+    assert error < times * TOLERANCE[actual.dtype], error
 
 
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
@@ -50,37 +51,45 @@ def few_rows_case(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("m", [1, 5, few_rows_linear.MAX_ROWS])
+@pytest.mark.parametrize("m", [2, 5, 8, 9, few_rows_linear.MAX_ROWS])
 @pytest.mark.parametrize(("n", "k"), SIZES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", HALVES)
 def test_few_rows(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
     x, weight, bias = few_rows_case(m, n, k, dtype)
-    for gated, add, with_bias in [(0, 1, 1), (0, 0, 0), (1, 0, 1), (1, 1, 0)]:
+    norm_weight = random(k, dtype=dtype) + 1
+    for norm, gated, add, with_bias in [(0, 0, 1, 1), (0, 0, 0, 0), (1, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 0)]:
         buffer = random(m + 1, n // 2 if gated else n, dtype=dtype)
         before, residual = buffer.clone(), buffer[:m] if add else None
-        options = dict(bias=bias if with_bias else None, residual=residual, gated=bool(gated))
+        options = dict(
+            bias=bias if with_bias else None,
+            norm_weight=norm_weight if norm else None,
+            eps=EPS,
+            residual=residual,
+            gated=bool(gated),
+        )
         expected = linear_reference(x, weight, **options)
         actual = few_rows_linear.few_rows_linear(x, weight, pdl=pdl, **options)
-        check(actual, expected)
+        check(actual, expected, 2 if norm else 1)  # x is rounded once more when the norm's weight is folded in
         assert residual is None or actual is residual
         assert torch.equal(buffer[m:], before[m:]), "a row past the end was written"
 
 
-@pytest.mark.parametrize("name", ["NARROW", "WIDE", "LARGE"])
-@pytest.mark.parametrize("k", [8, 100, 512, 1024, 1100, 1536, 2048, 3000])
+@pytest.mark.parametrize("name", ["MANY_OUTPUTS", "FEW_OUTPUTS", "LONG_ROWS"])
+@pytest.mark.parametrize("k", [8, 104, 512, 1024, 1104, 1536, 2048, 3000])
 def test_few_rows_read_ahead_of_any_width(monkeypatch: pytest.MonkeyPatch, name: str, k: int) -> None:
     """Fewer steps than are read ahead, as many, more, and a last one that is not full."""
-    monkeypatch.setattr(few_rows_linear, "_tiles", lambda *_, **__: getattr(few_rows_linear, name))
+    monkeypatch.setattr(few_rows_linear, "_tiles", lambda *_: getattr(few_rows_linear, name))
     x, weight, bias = few_rows_case(3, 20, k, torch.bfloat16)
     for gated in (False, True):
-        expected = linear_reference(x, weight, bias=bias, gated=gated)
-        check(few_rows_linear.few_rows_linear(x, weight, bias=bias, gated=gated), expected)
+        options = dict(bias=bias, norm_weight=random(k, dtype=torch.bfloat16) + 1, eps=EPS, gated=gated)
+        actual = few_rows_linear.few_rows_linear(x, weight, **options)
+        check(actual, linear_reference(x, weight, **options), 2)
 
 
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("m", [2, 16, 17, 32, 33, 64, 65, tiled_linear.MAX_ROWS])
+@pytest.mark.parametrize("m", [2, 16, 17, 32, 33, 64, 65, 128, 129, tiled_linear.MAX_ROWS])
 @pytest.mark.parametrize(("n", "k"), [*SIZES, (134, 128)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_tiles(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
     x, weight, bias = few_rows_case(m, n, k, dtype)
     for gated, with_bias in [(0, 1), (0, 0), (1, 1), (1, 0)]:
@@ -90,9 +99,9 @@ def test_tiles(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
 
 
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("m", [2, 17, 33, 65, 129, tiled_linear.MAX_ROWS_IN_PARTS])
+@pytest.mark.parametrize("m", [2, 17, 33, 65, 129, tiled_linear.MAX_ROWS])
 @pytest.mark.parametrize(("n", "k"), [*SIZES, (134, 128)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_parts_add_up(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
     x, weight, bias = few_rows_case(m, n, k, dtype)
     expected = linear_reference(x.float(), weight.float(), bias=bias.float())

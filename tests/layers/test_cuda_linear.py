@@ -6,14 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.distributed.group import ALONE
-from nanovllm.layers.cuda_linear import LARGE_HIDDEN, NARROW_HIDDEN, WIDE_HIDDEN, CudaLinear, InvariantLinear
+from nanovllm.layers import cuda_linear
+from nanovllm.layers.cuda_linear import NARROW_HIDDEN, WIDE_HIDDEN, CudaLinear, InvariantLinear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.residual import Residual
 from tests.kernels.support import DEVICE
 
 OUT = 20
-ROWS = [1, 2, 16, 17, 33, 65, 129, 257]  # at the edges of what each kernel takes
+ROWS = [1, 2, 9, 16, 17, 33, 65, 129, 257]  # at the edges of what each kernel takes
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 
 
@@ -34,7 +35,7 @@ def case(kind: type[Linear], num_rows: int, hidden: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("hidden", [96, NARROW_HIDDEN + 16, LARGE_HIDDEN + 16, WIDE_HIDDEN])
+@pytest.mark.parametrize("hidden", [96, 100, NARROW_HIDDEN + 16, WIDE_HIDDEN + 16])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_number_of_rows(dtype: torch.dtype, hidden: int, num_rows: int) -> None:
     linear, norm, x = case(CudaLinear, num_rows, hidden, dtype)
@@ -71,16 +72,45 @@ def test_parts_are_added_once_whoever_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_outputs", "rows"),
-    [(64, {17, 256}), (NARROW_HIDDEN, {17, 256}), (LARGE_HIDDEN, {17, 128}), (2560, {17, 32}), (WIDE_HIDDEN, {2, 32})],
+    ("inputs", "outputs", "rows", "kernels"),
+    [  # of Qwen3's 0.6B, 1.7B and 8B: what qkv, what o or down is served by
+        (1024, 4096, 1, ["one"]),
+        (1024, 4096, 2, ["few", "few"]),
+        (1024, 4096, 16, ["few", "few"]),
+        (1024, 4096, 17, ["cublas", "parts"]),
+        (1024, 4096, 33, ["tiles", "parts"]),
+        (1024, 4096, 256, ["tiles", "cublas"]),
+        (1024, 4096, 257, ["cublas", "cublas"]),
+        (3072, 1024, 16, ["few", "few"]),
+        (3072, 1024, 256, ["cublas", "parts"]),
+        (2048, 4096, 16, ["few", "few"]),
+        (6144, 2048, 16, ["cublas", "parts"]),
+        (6144, 2048, 129, ["cublas", "cublas"]),
+        (4096, 6144, 2, ["tiles", "parts"]),
+        (4096, 6144, 64, ["tiles", "parts"]),
+        (4096, 6144, 65, ["cublas", "cublas"]),
+        (1024, 151936, 2, ["cublas"]),
+    ],
 )
-def test_which_rows_come_in_parts(num_outputs: int, rows: set[int]) -> None:
-    linear = CudaLinear(32, num_outputs, bias=False, dtype=torch.float16, device=torch.device(DEVICE))
-    linear.weight.zero_()
-    x = torch.zeros(300, 32, device=DEVICE).half()
-    edges = {1, 2, 16, 17, 32, 33, 128, 129, 256, 257}
-    in_parts = {n for n in edges if linear.in_parts(x[:n]) is not None}
-    assert (min(in_parts), max(in_parts)) == (min(rows), max(rows))
+def test_which_kernel_serves(
+    monkeypatch: pytest.MonkeyPatch, inputs: int, outputs: int, rows: int, kernels: list[str]
+) -> None:
+    used = []
+    for name in ("one_row_linear", "few_rows_linear", "tiled_linear", "linear_in_parts"):
+        short = {"one_row_linear": "one", "few_rows_linear": "few", "tiled_linear": "tiles"}.get(name, "parts")
+
+        def kernel(x: Tensor, weight: Tensor, *_: object, short: str = short, **__: object) -> Tensor:
+            used.append(short)
+            return x.new_empty(x.shape[0], weight.shape[0])
+
+        monkeypatch.setattr(cuda_linear, name, kernel)
+    linear = CudaLinear(inputs, outputs, bias=False, dtype=torch.bfloat16, device=torch.device("meta"))
+    x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
+    for run in (lambda: linear(x), lambda: Residual(x.new_empty(rows, outputs)).add(linear, x, ALONE))[: len(kernels)]:
+        before = len(used)
+        run()
+        used += ["cublas"] * (len(used) == before)
+    assert used == kernels
 
 
 def test_an_invariant_row_does_not_depend_on_the_others() -> None:
