@@ -17,6 +17,7 @@ import triton.language as tl
 from nanovllm.kernels import launch
 from nanovllm.kernels.decode_parts import DecodeWorkspace, block_numbers, finish, new_heads, rotation, slots_of
 from nanovllm.kernels.fp8 import LIFT, scale_of, scaled, unpack
+from nanovllm.kernels.prefetch import prefetch
 from nanovllm.kernels.prefill_attention import paged_prefill_reference
 from nanovllm.kernels.rope_store import rope_store_reference
 
@@ -225,10 +226,7 @@ def _prefetch_lines(base, items, wanted, HEAD_DIM: tl.constexpr):
     LINE_ITEMS: tl.constexpr = 128 * 8 // base.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_DIM, LINE_ITEMS))
     line = tl.minimum(tl.arange(0, LINES) * LINE_ITEMS, HEAD_DIM - 1)
-    at = base + tl.where(wanted, items, 0)[:, None] + line[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
+    prefetch(base + tl.where(wanted, items, 0)[:, None] + line[None, :])
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels import launch
+from nanovllm.kernels.prefetch import prefetch
 
 MAX_ROWS = 256
 MAX_PARTS = 4
@@ -132,7 +133,8 @@ def _tiled_kernel(
     k = part * SLICE + tl.arange(0, BLOCK_K)[None, :]
     # past the end come other rows again: one row for them all would keep a corner of L2 busy, and masks cost time
     x_pointers = x + (m % M)[:, None] * x_stride + k
-    w_pointers = weight + w_rows.to(tl.int64)[:, None] * K + k
+    rows_of_weight = weight + w_rows.to(tl.int64)[:, None] * K
+    w_pointers = rows_of_weight + k
     if WEIGHT_LEFT:
         y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         m, w_rows = m[None, :], w_rows[:, None]
@@ -142,6 +144,8 @@ def _tiled_kernel(
         m, w_rows = m[:, None], w_rows[None, :]
         n = first_n + tl.arange(0, WIDTH)[None, :]
     if PDL:
+        # the first lines of every row; more of them would keep others from theirs
+        prefetch(rows_of_weight + tl.minimum(part * SLICE + tl.arange(0, 2) * 64, K - 1)[None, :])
         tl.extra.cuda.gdc_wait()
     for first in tl.range(0, SLICE, BLOCK_K, num_stages=STAGES):
         w = _load_step(w_pointers, first, k, K, STEP)
