@@ -90,7 +90,9 @@ class SdpaBackend:
             chunks={w: self._chunks(geometry, w) for w in self._windows},
         )
 
-    def decode_step(self, rows: Tensor, positions: Tensor, blocks: Tensor, *, balanced: bool) -> SdpaStep:
+    def decode_step(
+        self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, balanced: bool
+    ) -> SdpaStep:
         raise NotImplementedError("what to gather is decided on the host")
 
     def _slots(self, geometry: BatchGeometry) -> Tensor:

@@ -18,6 +18,7 @@ from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QK
 from nanovllm.kernels import dependent_launch
 from nanovllm.kernels.decode_attention import DecodeConfig, decode_config, paged_decode, plan_decode
 from nanovllm.kernels.decode_parts import DecodeWorkspace
+from nanovllm.kernels.decode_tables import decode_tables
 from nanovllm.kernels.prefill_attention import paged_prefill, prefill_config, query_tiles
 from nanovllm.kernels.rope_store import rope_store
 from nanovllm.kernels.small_batch_attention import (
@@ -71,7 +72,8 @@ class TritonBackend:
         if shape.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(shape.device).multi_processor_count
         self._small_batch = 0  # the most sequences that make one
-        if small_batch_serves(head_dim=shape.head_dim, cache_dtype=shape.cache_dtype) and None in shape.windows:
+        served = small_batch_serves(head_dim=shape.head_dim, group=group, cache_dtype=shape.cache_dtype)
+        if served and None in shape.windows:
             self._small_batch = MAX_PAIRS // shape.num_kv_heads
         most_programs = max(
             self._decode_config(batch, balanced=balanced).num_programs
@@ -139,13 +141,16 @@ class TritonBackend:
             balanced=uneven(geometry.starts[:num_decodes]),
         )
 
-    def decode_step(self, rows: Tensor, positions: Tensor, blocks: Tensor, *, balanced: bool) -> TritonStep:
+    def decode_step(
+        self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, balanced: bool
+    ) -> TritonStep:
         n, num_decodes, chunks, tables = len(rows), len(rows), None, None
         if self._invariant:
             chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
             num_decodes = 0
         elif n <= self._small_batch and not balanced:
-            tables = blocks[rows]
+            tables = torch.empty(n, blocks.shape[1], dtype=torch.int32, device=blocks.device)
+            decode_tables(rows, blocks, lengths, tables=tables, positions=positions)
         return TritonStep(
             rows=rows,
             positions=positions,

@@ -33,7 +33,8 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # The wait first: what later kernels of the step read before their own must not be still in the making.
+        # The wait first: what later kernels of the step read before their own must not be still in the making. Where
+        # they read positions, these are there already, and are stored here once more.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]

@@ -100,7 +100,9 @@ class DecodeStep:
         table = self._table
         rows, positions = table.decode_rows[: kind.size], self._positions[: kind.size]
         # in this order: once the embedding is under way, layers may read ahead what `decode_step` has laid out
-        step = self._backend.decode_step(rows, positions, table.blocks, balanced=kind.balanced)
+        step = self._backend.decode_step(
+            rows, positions, blocks=table.blocks, lengths=table.length, balanced=kind.balanced
+        )
         x = self._stage.newest_inputs(table, rows, positions)
         logits = self._stage.logits(self._stage.forward(x, caches, step))
         if kind.ending is Ending.LOGITS:

@@ -17,7 +17,6 @@ BACKENDS = {
     "triton invariant": partial(TritonBackend, max_num_seqs=8, invariant=True),
 }
 HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 16, 16, 64
-UNROTATED = torch.cat([torch.ones(512, HEAD_DIM // 2), torch.zeros(512, HEAD_DIM // 2)], dim=1)
 
 # (tokens already computed, new tokens) of each sequence; decodes first
 STEPS = {
@@ -28,6 +27,10 @@ STEPS = {
     "chunks": [(16, 7), (5, 20), (33, 2)],
     "mixed": [(9, 1), (100, 1), (0, 21), (17, 30), (63, 2)],
 }
+
+
+def unrotated(head_dim: int) -> torch.Tensor:
+    return torch.cat([torch.ones(512, head_dim // 2), torch.zeros(512, head_dim // 2)], dim=1).to(DEVICE)
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -102,7 +105,7 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
             cache_dtype=torch.float32,
             device=torch.device(DEVICE),
         ),
-        UNROTATED.to(DEVICE),
+        unrotated(HEAD_DIM),
     )
     (layer,) = backend.make_cache(NUM_BLOCKS)
     cache = layer.kv
@@ -127,42 +130,67 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
     assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"
 
 
+@pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize(
-    ("backend_name", "dtype"),
-    [("triton", torch.float32), ("triton", torch.bfloat16), ("triton invariant", torch.float32)],
+    ("backend_name", "num_heads", "head_dim", "dtype", "reads_ahead"),
+    [
+        ("triton", 4, 64, torch.bfloat16, True),
+        ("triton", 8, 128, torch.float16, True),
+        ("triton", 18, 64, torch.bfloat16, False),
+        ("triton", 4, 256, torch.bfloat16, False),
+        ("triton", 4, 32, torch.bfloat16, False),
+        ("triton", 4, 16, torch.float32, False),
+        ("triton invariant", 4, 64, torch.float32, False),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("balanced", [False, True])
 @torch.inference_mode()
-def test_a_decode_step_that_only_the_device_knows(backend_name: str, balanced: bool, dtype: torch.dtype) -> None:
+def test_a_decode_step_that_only_the_device_knows(
+    backend_name: str,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    reads_ahead: bool,
+    balanced: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The same as the step prepared on the host, with padding among the rows, which leaves everything alone."""
+    if DEVICE == "cpu":  # the interpreter runs one program after the other
+        monkeypatch.setattr("nanovllm.attention.triton.small_batch_splits", lambda pairs: 3)
     parts = [(40, 1), (3, 1), (100, 1)]
     shape = CacheShape(
         num_layers=1,
-        num_heads=4,
+        num_heads=num_heads,
         num_kv_heads=2,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         block_size=BLOCK_SIZE,
         windows=(None,),
         dtype=dtype,
         cache_dtype=dtype,
         device=torch.device(DEVICE),
     )
-    backend = BACKENDS[backend_name](shape, UNROTATED.to(DEVICE))
+    backend = BACKENDS[backend_name](shape, unrotated(head_dim))
     tables = block_tables_of(parts)
     (layer,) = backend.make_cache(NUM_BLOCKS)
     layer.kv.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
-    qkv = torch.randn(3, 8, HEAD_DIM, generator=torch.Generator().manual_seed(2)).to(dtype).to(DEVICE)
+    qkv = torch.randn(3, num_heads + 4, head_dim, generator=torch.Generator().manual_seed(2)).to(dtype).to(DEVICE)
     expected_cache = LayerCache(layer.kv.clone())
     step = backend.prepare(geometry_of(parts, tables), as_int32)
     expected = backend.forward(qkv.clone(), None, expected_cache, step, None)
 
-    rows, positions = as_int32(np.array([1, 0, 2, 3, 0])), as_int32(np.array([40, -1, 3, 100, -1]))
+    rows, known = as_int32(np.array([1, 0, 2, 3, 0])), as_int32(np.array([40, -1, 3, 100, -1]))
     blocks = as_int32(np.concatenate([np.zeros_like(tables[:1]), tables]))
-    padded = torch.full((5, 8, HEAD_DIM), float("nan"), dtype=dtype, device=DEVICE)
+    lengths = as_int32(np.array([0, 41, 4, 101]))
+    padded = torch.full((5, num_heads + 4, head_dim), float("nan"), dtype=dtype, device=DEVICE)
     real = torch.tensor([0, 2, 3], device=DEVICE)
     padded[real] = qkv
-    step = backend.decode_step(rows, positions, blocks, balanced=balanced)
+    positions = torch.full_like(known, 77)
+    step = backend.decode_step(rows, positions, blocks=blocks, lengths=lengths, balanced=balanced)
+    if reads_ahead and not balanced:
+        assert torch.equal(positions, known)
+    else:
+        assert step.tables is None
+    positions.copy_(known)
     out = backend.forward(padded, None, layer, step, None)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out[real], expected, atol=tolerance, rtol=tolerance)
