@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels import launch
-from nanovllm.kernels.fragments import all_asked_for, halves, operand, pair, pairs_of, rows_of
+from nanovllm.kernels.fragments import all_asked_for, halves, operand, rows_of, word, words_of
 
 MAX_ROWS = 16
 X_AHEAD = 4  # steps of x that are asked for at once
@@ -49,7 +49,7 @@ def few_rows_serves(dtype: torch.dtype, k: int) -> bool:
 
 @triton.jit
 def _load_step(pointers, first, k, mask, K: tl.constexpr, STEP: tl.constexpr):
-    """What lies a step from pair `first` on; zeros past the end and outside the mask."""
+    """What lies a step from word `first` on; zeros past the end and outside the mask."""
     if K % STEP != 0:
         inside = first + k < K // 2
         mask = inside if mask is None else mask & inside
@@ -94,7 +94,7 @@ def _few_rows_kernel(
     DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else ITEM  # the interpreter's dot does not know bfloat16
     ROWS: tl.constexpr = 16  # of the tensor cores' left operand
     STEP: tl.constexpr = WARPS * CHUNKS * 32
-    PAIRS: tl.constexpr = STEP // 2
+    WORDS: tl.constexpr = STEP // 2
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
     AHEAD: tl.constexpr = min(STEPS, MOST_AHEAD)
     X_AHEAD: tl.constexpr = min(STEPS, MOST_X_AHEAD)
@@ -109,7 +109,7 @@ def _few_rows_kernel(
         w_rows = tl.minimum(first_n + i, N - 1)
         outputs = tl.minimum(first_n + j, N - 1)
     row = rows_of(EIGHTS)
-    k = pairs_of(WARPS, CHUNKS)
+    k = words_of(WARPS, CHUNKS)
     w_pointers = weight.to(tl.pointer_type(tl.int32)) + w_rows.to(tl.int64) * (K // 2) + k
     x_pointers = x.to(tl.pointer_type(tl.int32)) + row * (x_stride // 2) + k
     m = tl.arange(0, ROWS)[:, None]
@@ -119,13 +119,13 @@ def _few_rows_kernel(
 
     weights = ()  # type: tuple
     for step in tl.static_range(AHEAD):
-        weights += (_load_step(w_pointers, step * PAIRS, k, None, K, STEP),)
+        weights += (_load_step(w_pointers, step * WORDS, k, None, K, STEP),)
     gains = ()  # type: tuple
     if norm_weight is not None:
         # a copy for each row, where x lies
         gain_pointers = norm_weight.to(tl.pointer_type(tl.int32)) + tl.broadcast_to(k, x_pointers.shape)
         for step in tl.static_range(STEPS):
-            gains += (_load_step(gain_pointers, step * PAIRS, k, None, K, STEP),)
+            gains += (_load_step(gain_pointers, step * WORDS, k, None, K, STEP),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -135,7 +135,7 @@ def _few_rows_kernel(
         tl.debug_barrier()  # asked for here, not where it is used
     xs = ()  # type: tuple
     for step in tl.static_range(X_AHEAD):
-        xs += (_load_step(x_pointers, step * PAIRS, k, row < M, K, STEP),)
+        xs += (_load_step(x_pointers, step * WORDS, k, row < M, K, STEP),)
     if not INTERPRETED:
         xs = all_asked_for(xs)
     products = tl.zeros([WARPS, ROWS, BLOCK_N], tl.float32)
@@ -147,17 +147,17 @@ def _few_rows_kernel(
             low, high = low.to(tl.float32), high.to(tl.float32)
             squares += low * low + high * high
             low_gain, high_gain = halves(gains[step], ITEM, INTERPRETED)
-            a = pair((low * low_gain.to(tl.float32)).to(ITEM), (high * high_gain.to(tl.float32)).to(ITEM))
+            a = word((low * low_gain.to(tl.float32)).to(ITEM), (high * high_gain.to(tl.float32)).to(ITEM))
         if EIGHTS == 1:  # the tensor cores take sixteen: the same again
             a = tl.broadcast_to(a, (4, 8, WARPS, 2, CHUNKS, 4))
         a = operand(a, ITEM, DOT_TYPE, INTERPRETED)
         w = operand(weights[step % AHEAD], ITEM, DOT_TYPE, INTERPRETED)
         products = tl.dot(a, tl.permute(w, (0, 2, 1)), products)
         if step + X_AHEAD < STEPS:
-            later = _load_step(x_pointers, (step + X_AHEAD) * PAIRS, k, row < M, K, STEP)
+            later = _load_step(x_pointers, (step + X_AHEAD) * WORDS, k, row < M, K, STEP)
             xs = _replaced(xs, step % X_AHEAD, later)
         if step + AHEAD < STEPS:
-            later = _load_step(w_pointers, (step + AHEAD) * PAIRS, k, None, K, STEP)
+            later = _load_step(w_pointers, (step + AHEAD) * WORDS, k, None, K, STEP)
             weights = _replaced(weights, step % AHEAD, later)
 
     y = tl.sum(products, axis=0)

@@ -1,10 +1,11 @@
 """Tiles that are loaded just as the tensor cores take them: no way through shared memory, no barrier.
 
-A tensor core's operand of 16-bit items is spread over a warp: thread 4 r + l has row r, and of each 32 columns four
-pairs. Which columns they are is a matter of names, as long as both operands agree: here a thread's are the eight that
-lie side by side in memory, 16 bytes, one load. A tile is therefore loaded with many axes, [4 lanes, 8 rows, warp,
-eight, chunk, 4 pairs], of which Triton gives the last to a thread, the first two to the lanes of a warp and the third
-to the warps; and the reshaping that makes rows and columns of it only renames what each thread holds already.
+A tensor core's operand of 16-bit items is spread over a warp: thread 4 r + l has row r, and eight of each 32 columns.
+Which columns they are is a matter of names, as long as both operands agree: here a thread's are eight that lie side by
+side in memory, 16 bytes, one load of four words of two items. A tile is therefore loaded with many axes, [4 lanes, 8
+rows, warp, eight, chunk, 4 words], of which Triton (3.6) gives the last to a thread, the first two to the lanes of a
+warp and the third to the warps; and the reshaping that makes rows and columns of it only renames what each thread holds
+already. A compiler that lays tensors out otherwise computes the same, only slower.
 """
 
 import triton
@@ -23,19 +24,19 @@ def axis(SIZE: tl.constexpr, AXIS: tl.constexpr, AXES: tl.constexpr):
 
 @triton.jit
 def rows_of(EIGHTS: tl.constexpr):
-    """The row of each pair of a tile with EIGHTS times eight rows."""
+    """The row of each word of a tile with EIGHTS times eight rows."""
     return axis(EIGHTS, 3, 6) * 8 + axis(8, 1, 6)
 
 
 @triton.jit
-def pairs_of(WARPS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Its place among the pairs of a row; warps have columns side by side."""
+def words_of(WARPS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Its place among the words of a row; warps have columns side by side."""
     return axis(WARPS, 2, 6) * (CHUNKS * 16) + axis(CHUNKS, 4, 6) * 16 + axis(4, 0, 6) * 4 + axis(4, 5, 6)
 
 
 @triton.jit
 def halves(x, ITEM: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The two 16-bit items of each pair."""
+    """The two 16-bit items of each word."""
     if INTERPRETED:
         low = (x & 0xFFFF).to(tl.int16)
         high = (x >> 16).to(tl.int16)
@@ -47,7 +48,7 @@ def halves(x, ITEM: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def pair(low, high):
+def word(low, high):
     return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 

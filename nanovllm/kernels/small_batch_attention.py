@@ -5,14 +5,12 @@ The first of these were written by earlier steps, so they are on their way to re
 computes the new token; when one has been used, a later one is asked for in its place. The new token is normed, rotated
 and stored by the program with the least to do.
 
-Tiles reach the tensor cores through neither shared memory nor barriers. A thread loads 16 bytes in a row, eight columns
-of one token, but the tensor cores want other places of a matrix of it: scattered columns of a token for keys, four
-tokens of a column for values. No sum depends on the order of its terms, though, and the result's columns may come in
-any order that is known. So places in a tile are numbered anew, such that a thread has loaded just what is wanted of it.
-For this the tensors that are loaded have many axes, which say what lanes and items count: which bits of the token and
-the column (`_key_places`, `_value_places`). One permutation, which leaves every number in its thread, then makes the
-matrix (`_keys`, `_values`). The other factors, queries and weights, get the same order; the result gets its own at the
-end. A compiler that lays tensors out otherwise than Triton 3.6 computes the same, only slower.
+Tiles reach the tensor cores through neither shared memory nor barriers, as fragments.py says. A thread loads eight
+columns of one token, but the tensor cores want other places of a matrix of it: scattered columns of a token for keys,
+four tokens of a column for values. No sum depends on the order of its terms, though, and the result's columns may come
+in any order that is known. So places in a tile are numbered anew (`_key_places`, `_value_places`), such that a thread
+has loaded just what is wanted of it, and one permutation, which leaves every number in its thread, makes the matrix
+(`_keys`, `_values`). The other factors, queries and weights, get the same order; the result gets its own at the end.
 """
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.decode_parts import DecodeWorkspace, finish, new_heads, rotation
+from nanovllm.kernels.fragments import axis, halves
 
 TILE = tl.constexpr(16)  # tokens; every block is a multiple of it
 QUERIES = tl.constexpr(8)  # columns of the tensor cores' smallest product: the queries of a group, over and over
@@ -39,16 +38,6 @@ def small_batch_splits(pairs: int) -> int:
     return min(32 if pairs <= 16 else 16, MAX_PROGRAMS // pairs)
 
 
-@triton.jit
-def _axis(SIZE: tl.constexpr, AXIS: tl.constexpr, AXES: tl.constexpr):
-    """0 to SIZE along one of so many axes."""
-    x = tl.arange(0, SIZE)
-    for axis in tl.static_range(AXES):
-        if axis != AXIS:
-            x = tl.expand_dims(x, axis)
-    return x
-
-
 # Loaded are words of two items: a loop keeps 32-bit registers better than halves of them. Of the axes below, Triton
 # spreads the first two over the 32 lanes; all others are a thread's own, the last being what it loads at once.
 
@@ -56,8 +45,8 @@ def _axis(SIZE: tl.constexpr, AXIS: tl.constexpr, AXES: tl.constexpr):
 @triton.jit
 def _key_places(HEAD_DIM: tl.constexpr):
     """Tokens and words of [4 lanes: eight columns, 8 lanes: token, eight tokens, 32 columns, word]."""
-    token = _axis(TILE // 8, 2, 5) * 8 + _axis(8, 1, 5)
-    word = _axis(HEAD_DIM // 32, 3, 5) * 16 + _axis(4, 0, 5) * 4 + _axis(4, 4, 5)
+    token = axis(TILE // 8, 2, 5) * 8 + axis(8, 1, 5)
+    word = axis(HEAD_DIM // 32, 3, 5) * 16 + axis(4, 0, 5) * 4 + axis(4, 4, 5)
     return token, word
 
 
@@ -81,9 +70,9 @@ def _queries(q, OWN: tl.constexpr, HEAD_DIM: tl.constexpr):
 @triton.jit
 def _value_places(HEAD_DIM: tl.constexpr):
     """Tokens and words of [4 lanes: token bits 2, 1, 8 lanes: eight columns, token bits 3, 0, 64 columns, word]."""
-    bits = _axis(4, 2, 5)
-    token = (bits // 2) * 8 + _axis(4, 0, 5) * 2 + bits % 2
-    word = _axis(HEAD_DIM // 64, 3, 5) * 32 + _axis(8, 1, 5) * 4 + _axis(4, 4, 5)
+    bits = axis(4, 2, 5)
+    token = (bits // 2) * 8 + axis(4, 0, 5) * 2 + bits % 2
+    word = axis(HEAD_DIM // 64, 3, 5) * 32 + axis(8, 1, 5) * 4 + axis(4, 4, 5)
     return token, word
 
 
@@ -118,14 +107,8 @@ def _result(acc, HEAD_DIM: tl.constexpr):
 @triton.jit
 def _items(words, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """The two items of each word, along a new last axis."""
-    if INTERPRETED:
-        low = (words & 0xFFFF).to(tl.int16)
-        high = (words >> 16).to(tl.int16)
-    else:
-        low, high = tl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(tl.int16, tl.int16), is_pure=True, pack=1
-        )
-    items = tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+    low, high = halves(words, dtype, INTERPRETED)
+    items = tl.join(low, high)
     return items.to(tl.float32) if INTERPRETED else items  # the interpreter's dot does not know bfloat16
 
 
