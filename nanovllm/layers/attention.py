@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, LayerCache, QKNorm
 from nanovllm.distributed.group import ALONE, Group
@@ -55,8 +56,14 @@ class Attention:
             self._qk_norm.both[: self.num_heads] = self.q_norm
             self._qk_norm.both[self.num_heads :] = self.k_norm
 
-    def add_to(self, residual: Residual, norm: RMSNorm, cache: LayerCache, step: Any) -> None:
-        """residual += attention(norm(residual))"""
+    def add_to(
+        self, residual: Residual, norm: RMSNorm, cache: LayerCache, step: Any, wanted: Tensor | None = None
+    ) -> None:
+        """residual += attention(norm(residual)), of which only the `wanted` rows are left, [n] indices."""
         qkv = self.qkv_proj.after_norm(norm, residual).view(len(residual), -1, self.head_dim)
         out = self.backend.forward(qkv, self._qk_norm, cache, step, self.window)
-        residual.add(self.o_proj, out, self.group)
+        if wanted is not None:
+            residual.keep(wanted)
+            out = out[wanted]
+        if len(residual):
+            residual.add(self.o_proj, out, self.group)

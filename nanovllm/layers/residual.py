@@ -37,6 +37,10 @@ class Residual:
     def rows(self, rows: Tensor) -> None:
         self._rows, self._parts = rows, None
 
+    def keep(self, wanted: Tensor) -> None:
+        """Only these of the rows, [n] indices, from here on."""
+        self.rows = self.rows[wanted]
+
     def normed(self, norm: RMSNorm) -> Tensor:
         if self._parts is None:
             return norm(self._rows)

@@ -105,9 +105,11 @@ class DecoderLayer:
                 group=group,
             )
 
-    def add_to(self, residual: Residual, cache: LayerCache, step: Any) -> None:
-        self.self_attn.add_to(residual, self.input_layernorm, cache, step)
-        self.mlp.add_to(residual, self.post_attention_layernorm)
+    def add_to(self, residual: Residual, cache: LayerCache, step: Any, wanted: Tensor | None = None) -> None:
+        """`wanted`: the tokens, [n] indices, whose rows are left; of the others only keys and values are."""
+        self.self_attn.add_to(residual, self.input_layernorm, cache, step, wanted)
+        if len(residual):
+            self.mlp.add_to(residual, self.post_attention_layernorm)
 
 
 class Decoder:
@@ -143,11 +145,15 @@ class Decoder:
         if self._shares_weight:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def __call__(self, x: Tensor, caches: list[LayerCache], step: Any) -> Tensor:
-        """Embedded tokens through all layers, [num_tokens, hidden]; `step` is the attention backend's own."""
+    def __call__(self, x: Tensor, caches: list[LayerCache], step: Any, wanted: Tensor | None = None) -> Tensor:
+        """Embedded tokens through all layers, [num_tokens, hidden]; `step` is the attention backend's own.
+
+        With `wanted`, [n] indices of tokens, gives [n, hidden]: the last layer does no more than these need.
+        """
         residual = Residual(x)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            layer.add_to(residual, cache, step)
+        last = len(self.layers) - 1
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            layer.add_to(residual, cache, step, wanted if index == last else None)
         return residual.rows
 
     def logits(self, hidden: Tensor) -> Tensor | None:  # [num_rows, hidden] -> [num_rows, vocab]

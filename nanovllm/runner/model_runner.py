@@ -213,12 +213,14 @@ class ModelRunner:
         head_size = self._head_size(len(sampled))
         batch = self._send(lambda: build_batch(plan, self.table, self.backend, self._upload, head_size=head_size))
         x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
-        hidden = self._stage.forward(x, self.caches, batch.attn)
-        prompt_logprobs = {} if hidden is None else self._score_prompts(plan, batch, hidden)
+        scores_prompts = any(chunk.num_prompt_logprobs is not None for chunk in plan.chunks)
+        hidden = self._stage.forward(x, self.caches, batch.attn, None if scores_prompts else batch.logits_rows)
+        prompt_logprobs = {}
+        if hidden is not None and scores_prompts:
+            prompt_logprobs = self._score_prompts(plan, batch, hidden)
+            hidden = hidden if batch.logits_rows is None else hidden[batch.logits_rows]
         if batch.sampled_rows is None:
             return PendingStep(None, None, prompt_logprobs, self.device)
-        if hidden is not None and batch.logits_rows is not None:
-            hidden = hidden[batch.logits_rows]
         logits = self._stage.logits(hidden)
         if logits is not None:
             logits = logits[: len(sampled)]

@@ -40,12 +40,11 @@ class Stage:
         x = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
         return self._group.receive(x, self._group.rank - 1)
 
-    def forward(self, x: Tensor, caches: list[LayerCache], step: Any) -> Tensor | None:
-        """Through the stage's layers; None where later stages go on."""
-        x = self.model(x, caches, step)
+    def forward(self, x: Tensor, caches: list[LayerCache], step: Any, wanted: Tensor | None = None) -> Tensor | None:
+        """Through the stage's layers, the `wanted` tokens, [n] indices, to the end; None where later stages go on."""
         if self._group.rank == self._group.size - 1:
-            return x
-        self._group.send(x, self._group.rank + 1)
+            return self.model(x, caches, step, wanted)
+        self._group.send(self.model(x, caches, step), self._group.rank + 1)
         return None
 
     def logits(self, hidden: Tensor | None) -> Tensor | None:  # [num_rows, hidden] -> [num_rows, vocab]
