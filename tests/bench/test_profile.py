@@ -1,16 +1,20 @@
 """The profile of a decode phase, from made-up kernels: idle time, the table, the picture."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 from torch.autograd import DeviceType
 
+import nanovllm
 from nanovllm.bench.profile import COLOURS, EDGE_STEPS, Kernel, ProfileReport, Steps, _kernels, draw, middle_steps
 from nanovllm.cli.main import main
 from nanovllm.errors import EngineError
 
+KERNELS = Path(nanovllm.__file__).parent / "kernels"
 SVG = "{http://www.w3.org/2000/svg}"
 STEP_US = 100.0
 
@@ -53,6 +57,30 @@ def test_first_and_last_steps_are_cut_off() -> None:
     slow_start = [Kernel(k.name, k.start - 5000, k.end - 5000) for k in recorded[:5]] + recorded[5:]
     steps = middle_steps(reversed(slow_start), 10)
     assert steps == Steps(recorded[5 * EDGE_STEPS : -5 * EDGE_STEPS], 10 - 2 * EDGE_STEPS)
+
+
+OURS = {
+    "attention": [
+        "_decode_kernel",
+        "_decode_tables_kernel",
+        "_plan_kernel",
+        "_prefill_kernel",
+        "_small_batch_attention_kernel",
+    ],
+    "linear": ["_down_kernel", "_down_row_kernel", "_few_rows_kernel", "_gate_up_kernel", "_gate_up_row_kernel"]
+    + ["_matmul_kernel", "_one_row_kernel", "_tiled_kernel"],
+    "sampling": ["_cut_kernel", "_sample_kernel"],
+    "norm, rotation, activation": ["_embed_kernel", "_group_kernel", "_rms_norm_kernel", "_rope_store_kernel"]
+    + ["_scatter_kernel", "_silu_and_mul_kernel", "_sum_kernel"],
+}
+
+
+def test_every_kernel_of_ours_has_its_kind() -> None:
+    assert {kind: [name for name in names if Kernel(name, 0, 1).kind == kind] for kind, names in OURS.items()} == OURS
+    found = [
+        name for path in KERNELS.glob("*.py") for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)
+    ]
+    assert sorted(found) == sorted(sum(OURS.values(), []))
 
 
 def test_kernels_by_time() -> None:
