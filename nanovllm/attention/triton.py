@@ -16,8 +16,9 @@ from torch import Tensor
 
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm, uneven
 from nanovllm.kernels import dependent_launch
-from nanovllm.kernels.decode_attention import DecodeConfig, decode_config, paged_decode, plan_decode
+from nanovllm.kernels.decode_attention import paged_decode
 from nanovllm.kernels.decode_parts import DecodeWorkspace
+from nanovllm.kernels.decode_plan import DecodeConfig, decode_config, plan_decode
 from nanovllm.kernels.decode_tables import decode_tables
 from nanovllm.kernels.prefill_attention import paged_prefill, prefill_config, query_tiles
 from nanovllm.kernels.rope_store import rope_store

@@ -6,15 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from nanovllm.kernels.decode_attention import (
-    DecodeConfig,
-    decode_config,
-    paged_decode,
-    paged_decode_reference,
-    plan_decode,
-    plan_decode_reference,
-)
+from nanovllm.kernels.decode_attention import paged_decode, paged_decode_reference
 from nanovllm.kernels.decode_parts import DecodeWorkspace
+from nanovllm.kernels.decode_plan import DecodeConfig, decode_config, plan_decode, plan_decode_reference
 from tests.kernels.support import DEVICE
 
 MAX_POSITION = 4096 if DEVICE == "cuda" else 128
@@ -278,3 +272,11 @@ def test_bytes_in_smaller_tiles_where_there_are_most_programs() -> None:
 
     assert [tile(batch, torch.float8_e4m3fn) for batch in (64, 181, 182, 256)] == [64, 64, 32, 32]
     assert [tile(batch, torch.bfloat16) for batch in (64, 181, 182, 256)] == [32, 32, 32, 32]
+
+
+def test_splits_until_programs_fill_the_machine() -> None:
+    def splits(batch: int) -> int:
+        config = decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=torch.bfloat16, num_sms=132, balanced=False)
+        return config.splits
+
+    assert [splits(batch) for batch in (1, 4, 8, 16, 20, 24, 32, 41, 42, 256)] == [16, 8, 4, 4, 4, 3, 2, 2, 1, 1]
