@@ -1,6 +1,7 @@
 """What all tests share: no network, a bounded thread pool, the default model, and an eye on skipped tests."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: without a GPU they run in NumPy
+
+# A shell starts what it runs in the background deaf to Ctrl-C, and so would be all that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXPECTED_SKIPS = ("needs a GPU", "needs the Qwen3 tokenizer")
 
