@@ -73,10 +73,10 @@ class CudaLinear(Linear):
         return None
 
     def _with_norm(self, norm: RMSNorm, residual: Residual, *, gated: bool) -> Tensor | None:
-        """By a kernel that norms on its own, where rows are so few that there is one."""
+        """By a kernel that norms on its own, where rows are so few, and short enough, that there is one."""
         if len(residual) == 1:
             kernel = one_row_linear
-        elif self._by_few_rows(len(residual), gated=gated):
+        elif self._by_few_rows(len(residual), gated=gated) and self.weight.shape[1] < WIDE_HIDDEN:
             kernel = few_rows_linear
         else:
             return None

@@ -35,7 +35,7 @@ def case(kind: type[Linear], num_rows: int, hidden: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("hidden", [96, 100, NARROW_HIDDEN + 16, WIDE_HIDDEN + 16])
+@pytest.mark.parametrize("hidden", [96, 100, NARROW_HIDDEN + 16, WIDE_HIDDEN, WIDE_HIDDEN + 16])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_number_of_rows(dtype: torch.dtype, hidden: int, num_rows: int) -> None:
     linear, norm, x = case(CudaLinear, num_rows, hidden, dtype)
