@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.fragments import all_asked_for, halves, operand, rows_of, word, words_of
+from nanovllm.kernels.one_row_linear import weight_rows
 
 MAX_ROWS = 16
 X_AHEAD = 4  # steps of x that are asked for at once
@@ -48,10 +49,10 @@ def few_rows_serves(dtype: torch.dtype, k: int) -> bool:
 
 
 @triton.jit
-def _load_step(pointers, first, k, mask, K: tl.constexpr, STEP: tl.constexpr):
-    """What lies a step from word `first` on; zeros past the end and outside the mask."""
+def load_step(pointers, first, k, K: tl.constexpr, STEP: tl.constexpr, mask=None):
+    """What lies a step from column `first` on, of K; zeros past the end and outside the mask."""
     if K % STEP != 0:
-        inside = first + k < K // 2
+        inside = first + k < K
         mask = inside if mask is None else mask & inside
     if mask is None:
         return tl.load(pointers + first)
@@ -93,24 +94,17 @@ def _few_rows_kernel(
     ITEM: tl.constexpr = x.dtype.element_ty
     DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else ITEM  # the interpreter's dot does not know bfloat16
     ROWS: tl.constexpr = 16  # of the tensor cores' left operand
-    STEP: tl.constexpr = WARPS * CHUNKS * 32
-    WORDS: tl.constexpr = STEP // 2
-    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    WORDS: tl.constexpr = K // 2  # of a row
+    STEP: tl.constexpr = WARPS * CHUNKS * 16  # in words
+    STEPS: tl.constexpr = (WORDS + STEP - 1) // STEP
     AHEAD: tl.constexpr = min(STEPS, MOST_AHEAD)
     X_AHEAD: tl.constexpr = min(STEPS, MOST_X_AHEAD)
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    i = rows_of(BLOCK_N // 8)
-    j = tl.arange(0, BLOCK_N)
     first_n = tl.program_id(0) * WIDTH
-    if GATED:  # even rows are gates, odd ones their ups, so that one thread holds both
-        w_rows = tl.minimum(first_n + i // 2, N - 1) + i % 2 * N
-        outputs = tl.minimum(first_n + j // 2, N - 1) + j % 2 * N
-    else:
-        w_rows = tl.minimum(first_n + i, N - 1)
-        outputs = tl.minimum(first_n + j, N - 1)
+    w_rows = weight_rows(rows_of(BLOCK_N // 8), first_n, N, GATED)
     row = rows_of(EIGHTS)
     k = words_of(WARPS, CHUNKS)
-    w_pointers = weight.to(tl.pointer_type(tl.int32)) + w_rows.to(tl.int64) * (K // 2) + k
+    w_pointers = weight.to(tl.pointer_type(tl.int32)) + w_rows.to(tl.int64) * WORDS + k
     x_pointers = x.to(tl.pointer_type(tl.int32)) + row * (x_stride // 2) + k
     m = tl.arange(0, ROWS)[:, None]
     n = first_n + tl.arange(0, WIDTH)[None, :]
@@ -119,13 +113,13 @@ def _few_rows_kernel(
 
     weights = ()  # type: tuple
     for step in tl.static_range(AHEAD):
-        weights += (_load_step(w_pointers, step * WORDS, k, None, K, STEP),)
+        weights += (load_step(w_pointers, step * STEP, k, WORDS, STEP),)
     gains = ()  # type: tuple
     if norm_weight is not None:
         # a copy for each row, where x lies
         gain_pointers = norm_weight.to(tl.pointer_type(tl.int32)) + tl.broadcast_to(k, x_pointers.shape)
         for step in tl.static_range(STEPS):
-            gains += (_load_step(gain_pointers, step * WORDS, k, None, K, STEP),)
+            gains += (load_step(gain_pointers, step * STEP, k, WORDS, STEP),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -135,7 +129,7 @@ def _few_rows_kernel(
         tl.debug_barrier()  # asked for here, not where it is used
     xs = ()  # type: tuple
     for step in tl.static_range(X_AHEAD):
-        xs += (_load_step(x_pointers, step * WORDS, k, row < M, K, STEP),)
+        xs += (load_step(x_pointers, step * STEP, k, WORDS, STEP, row < M),)
     if not INTERPRETED:
         xs = all_asked_for(xs)
     products = tl.zeros([WARPS, ROWS, BLOCK_N], tl.float32)
@@ -154,10 +148,10 @@ def _few_rows_kernel(
         w = operand(weights[step % AHEAD], ITEM, DOT_TYPE, INTERPRETED)
         products = tl.dot(a, tl.permute(w, (0, 2, 1)), products)
         if step + X_AHEAD < STEPS:
-            later = _load_step(x_pointers, (step + X_AHEAD) * WORDS, k, row < M, K, STEP)
+            later = load_step(x_pointers, (step + X_AHEAD) * STEP, k, WORDS, STEP, row < M)
             xs = _replaced(xs, step % X_AHEAD, later)
         if step + AHEAD < STEPS:
-            later = _load_step(w_pointers, (step + AHEAD) * WORDS, k, None, K, STEP)
+            later = load_step(w_pointers, (step + AHEAD) * STEP, k, WORDS, STEP)
             weights = _replaced(weights, step % AHEAD, later)
 
     y = tl.sum(products, axis=0)
@@ -166,7 +160,7 @@ def _few_rows_kernel(
         length = tl.broadcast_to(tl.permute(length, (1, 0)), (2, 8)) if EIGHTS == 1 else tl.permute(length, (1, 0))
         y *= tl.rsqrt(tl.reshape(length, (ROWS,)) / K + eps)[:, None]
     if bias is not None:
-        y += tl.load(bias + outputs).to(tl.float32)[None, :]
+        y += tl.load(bias + weight_rows(tl.arange(0, BLOCK_N), first_n, N, GATED)).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(y, (ROWS, WIDTH, 2)))
         y = gate * tl.sigmoid(gate) * up

@@ -38,6 +38,15 @@ def linear_reference(
 
 
 @triton.jit
+def weight_rows(i, first, N, GATED: tl.constexpr):
+    """Which rows of a weight `i` counts for outputs from `first` on, of N; past the end the last one again."""
+    if GATED:  # even ones are gates, odd ones their ups, so that one thread holds both
+        return tl.minimum(first + i // 2, N - 1) + i % 2 * N
+    else:
+        return tl.minimum(first + i, N - 1)
+
+
+@triton.jit
 def _columns(pointers, k, first: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """What lies BLOCK_K columns from `first` on; zeros past the end."""
     if first + BLOCK_K <= K:
@@ -64,12 +73,10 @@ def _one_row_kernel(
 ):
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     AHEAD: tl.constexpr = min(STEPS, 4)  # tiles of the weight on their way before anything is known of x
-    tile = tl.program_id(0)
-    i = tl.arange(0, ROWS)
-    if GATED:  # even rows are gates, odd ones their ups, so that one thread holds both
-        rows = tl.minimum(tile * (ROWS // 2) + i // 2, N // 2 - 1) + i % 2 * (N // 2)
-    else:
-        rows = tl.minimum(tile * ROWS + i, N - 1)
+    WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
+    num_columns = N // 2 if GATED else N
+    first = tl.program_id(0) * WIDTH
+    rows = weight_rows(tl.arange(0, ROWS), first, num_columns, GATED)
     k = tl.arange(0, BLOCK_K)
     w_pointers = weight + rows.to(tl.int64)[:, None] * K + k[None, :]
 
@@ -80,9 +87,7 @@ def _one_row_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
-    num_columns = N // 2 if GATED else N
-    n = tile * WIDTH + tl.arange(0, WIDTH)
+    n = first + tl.arange(0, WIDTH)
     if residual is not None:
         before = tl.load(residual + n, mask=n < num_columns, other=0.0)
         tl.debug_barrier()  # asked for here, not where it is used

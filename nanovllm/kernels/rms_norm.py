@@ -71,7 +71,7 @@ def _launch(
     assert x.stride(1) == 1 and (parts is None or (parts.is_contiguous() and parts.shape[1:] == x.shape))
     block = triton.next_power_of_2(hidden)
     # With parts, four columns a thread: the compiler has a thread with more of them wait for one load after the other.
-    num_warps = block // 128 if parts is not None else min(block // 256, 8)
+    columns_a_warp, most_warps = (128, 32) if parts is not None else (256, 8)
     launch(
         _rms_norm_kernel,
         (m,),
@@ -86,6 +86,6 @@ def _launch(
         PARTS=0 if parts is None else parts.shape[0],
         BLOCK=block,
         PDL=pdl,
-        num_warps=min(max(num_warps, 1), 32),
+        num_warps=min(max(block // columns_a_warp, 1), most_warps),
         pdl=pdl,
     )

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels import launch
+from nanovllm.kernels.few_rows_linear import load_step
+from nanovllm.kernels.one_row_linear import weight_rows
 from nanovllm.kernels.prefetch import prefetch
 
 MAX_ROWS = 256
@@ -42,6 +44,7 @@ def _tile(m: int, num_weight_rows: int, *, gated: bool, in_parts: bool) -> Tile:
     if m <= 128 and gated:
         return Tile(128, 64, 64, weight_left=True)
     if m <= 128:
+        # in two blocks of rows and two parts
         return Tile(64, _block_n(num_weight_rows, 4), 128) if in_parts else Tile(64, 64, 64)
     if gated:
         return Tile(128, 128, 64, weight_left=True, num_warps=8)
@@ -63,15 +66,6 @@ def _device_limits() -> tuple[int, int]:  # SMs, bytes of shared memory a progra
 
 def _num_sms() -> int:
     return _device_limits()[0]
-
-
-@triton.jit
-def _load_step(pointers, first, k, K: tl.constexpr, STEP: tl.constexpr):
-    """What lies a step from column `first` on; zeros past the end."""
-    if K % STEP == 0:
-        return tl.load(pointers + first)
-    else:
-        return tl.load(pointers + first, mask=first + k < K, other=0.0)
 
 
 @triton.jit
@@ -126,10 +120,8 @@ def _tiled_kernel(
     # a gate and its up are in the same thread's hands: columns side by side, or rows eight apart
     if GATED and WEIGHT_LEFT:
         w_rows = tl.minimum(first_n + j // 16 * 8 + j % 8, N - 1) + j // 8 % 2 * N
-    elif GATED:
-        w_rows = tl.minimum(first_n + j // 2, N - 1) + j % 2 * N
     else:
-        w_rows = tl.minimum(first_n + j, N - 1)
+        w_rows = weight_rows(j, first_n, N, GATED)
     k = part * SLICE + tl.arange(0, BLOCK_K)[None, :]
     # past the end come other rows again: one row for them all would keep a corner of L2 busy, and masks cost time
     x_pointers = x + (m % M)[:, None] * x_stride + k
@@ -148,8 +140,8 @@ def _tiled_kernel(
         prefetch(rows_of_weight + tl.minimum(part * SLICE + tl.arange(0, 2) * 64, K - 1)[None, :])
         tl.extra.cuda.gdc_wait()
     for first in tl.range(0, SLICE, BLOCK_K, num_stages=STAGES):
-        w = _load_step(w_pointers, first, k, K, STEP)
-        a = _load_step(x_pointers, first, k, K, STEP)
+        w = load_step(w_pointers, first, k, K, STEP)
+        a = load_step(x_pointers, first, k, K, STEP)
         y = _add_product(y, a, w, WEIGHT_LEFT, WIDEN)
     if bias is not None:
         y += tl.where(part == 0, tl.load(bias + w_rows).to(tl.float32), 0.0)
