@@ -85,7 +85,8 @@ class FakeRunner:
         return [float(self._rank), *map(float, token_ids)]
 
     def close(self) -> None:
-        print("the runner of rank", self._rank, "is closed", flush=True)
+        # In one piece: where output is not buffered, print() writes word by word, and the ranks share a stream.
+        os.write(1, f"the runner of rank {self._rank} is closed\n".encode())
 
 
 if __name__ == "__main__":
