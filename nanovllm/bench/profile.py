@@ -39,7 +39,7 @@ NAME_WIDTH = 60
 KINDS = {
     "copy": r"memcpy|memset",
     "attention": r"attention|attn|flash|fmha|decode|prefill|_plan_kernel",
-    "linear": r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitk|_rows?_kernel|_tiled_kernel|gate_up|_down_kernel",
+    "linear": r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitk|_rows?_kernel|_tiled_kernel|_experts_kernel",
     "sampling": r"sample|_cut_kernel|argmax|logit",
     "norm, rotation, activation": r"",
 }

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import moe
-from nanovllm.kernels.moe import Tile, Tiles, experts_forward, experts_forward_reference, group
+from nanovllm.kernels import moe_tiles
+from nanovllm.kernels.moe import experts_forward, experts_forward_reference
+from nanovllm.kernels.moe_grouped import group, grouped_forward
+from nanovllm.kernels.moe_tiles import Tile, Tiles, choose_tiles
 from nanovllm.layers.moe import MoE
 from tests.kernels.support import DEVICE
 
@@ -15,6 +17,7 @@ from tests.kernels.support import DEVICE
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's tl.dot takes bfloat16 for integers
+TILES = [moe_tiles.DECODE_TILES, moe_tiles.MEDIUM_TILES, moe_tiles.LARGE_TILES, moe_tiles.PREFILL_TILES]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -77,11 +80,11 @@ def test_sizes_of_several_tiles(num_tokens: int, hidden: int, size: int, dtype: 
     check(experts_forward(*case), case)
 
 
-@pytest.mark.parametrize("tiles", [moe.DECODE_TILES, moe.MEDIUM_TILES, moe.LARGE_TILES, moe.PREFILL_TILES])
+@pytest.mark.parametrize("tiles", TILES)
 def test_every_tile_shape(tiles: Tiles) -> None:
     case = make_case(20, 2, 3, hidden=144, size=72, dtype=HALF)
     out = torch.empty_like(case.x)
-    assert moe.grouped_forward(*case, out, None, tiles, pdl=False) is out
+    assert grouped_forward(*case, out, None, tiles, pdl=False) is out
     check(out, case)
 
 
@@ -191,7 +194,7 @@ def test_one_graph_serves_any_routing(num_tokens: int, pdl: bool) -> None:
 
 
 def test_tiles_follow_the_tokens_per_expert() -> None:
-    sizes = [moe.choose_tiles(mean, torch.bfloat16, invariant=False).block_m for mean in (0.1, 4, 16, 60, 1000)]
+    sizes = [choose_tiles(mean, torch.bfloat16, invariant=False).block_m for mean in (0.1, 4, 16, 60, 1000)]
     assert sizes == sorted(sizes) and sizes[0] == 16 and sizes[-1] == 128
-    invariant = {moe.choose_tiles(mean, torch.bfloat16, invariant=True) for mean in (0.1, 4, 16, 60, 1000)}
+    invariant = {choose_tiles(mean, torch.bfloat16, invariant=True) for mean in (0.1, 4, 16, 60, 1000)}
     assert len(invariant) == 1 and isinstance(invariant.pop().down, Tile)

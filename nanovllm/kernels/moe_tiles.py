@@ -1,0 +1,57 @@
+"""In which pieces a mixture of experts is multiplied: by type, and by how many tokens an expert has."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """The part of a weight one step of a program multiplies, and how the program runs."""
+
+    block_n: int  # rows of the weight: columns of the result
+    block_k: int
+    num_warps: int
+    num_stages: int
+    weight_left: bool = False  # the weight as the left factor: its rows fill a tensor core's 64 where tokens are few
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+class Tiles(NamedTuple):
+    block_m: int  # pairs of a block
+    gate_up: Tile
+    down: Tile
+
+
+DECODE_TILES = Tiles(16, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4))
+MEDIUM_TILES = Tiles(32, gate_up=Tile(64, 64, 4, 4, weight_left=True), down=Tile(64, 128, 4, 4, weight_left=True))
+LARGE_TILES = Tiles(64, gate_up=Tile(64, 64, 4, 4), down=Tile(128, 64, 4, 4))
+PREFILL_TILES = Tiles(128, gate_up=Tile(128, 64, 8, 3), down=Tile(128, 64, 8, 4))
+# a float32 product is no tensor core's work: small tiles, to keep it in the registers
+FLOAT32_DECODE_TILES = Tiles(16, gate_up=Tile(32, 32, 4, 3), down=Tile(32, 32, 4, 3))
+FLOAT32_PREFILL_TILES = Tiles(64, gate_up=Tile(32, 32, 4, 3), down=Tile(64, 32, 4, 3))
+
+
+def choose_tiles(pairs_per_expert: float, dtype: torch.dtype, *, invariant: bool) -> Tiles:
+    """`invariant`: the tiles that lose least where there are many tokens, whatever their number."""
+    if dtype == torch.float32:
+        return FLOAT32_PREFILL_TILES if invariant or pairs_per_expert > 32 else FLOAT32_DECODE_TILES
+    if invariant:
+        return LARGE_TILES
+    if pairs_per_expert <= 8:
+        return DECODE_TILES
+    if pairs_per_expert <= 24:
+        return MEDIUM_TILES
+    return LARGE_TILES if pairs_per_expert <= 96 else PREFILL_TILES
+
+
+def row_tiles(dtype: torch.dtype) -> tuple[Tile, Tile]:
+    block_k = 256 if dtype == torch.float32 else 512
+    return Tile(4, block_k, 4, 1), Tile(4, 256, 4, 1)
