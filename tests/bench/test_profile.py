@@ -70,7 +70,13 @@ OURS = {
     "linear": ["_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_gate_up_row_kernel"]
     + ["_matmul_kernel", "_one_row_kernel", "_tiled_kernel"],
     "sampling": ["_cut_kernel", "_sample_kernel"],
-    "norm, rotation, activation": ["_embed_kernel", "_group_kernel", "_rms_norm_kernel", "_rope_store_kernel"]
+    "norm, rotation, activation": [
+        "_embed_kernel",
+        "_group_kernel",
+        "_rms_norm_kernel",
+        "_rope_store_kernel",
+        "_route_kernel",
+    ]
     + ["_scatter_kernel", "_silu_and_mul_kernel", "_sum_kernel"],
 }
 
