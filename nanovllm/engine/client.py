@@ -2,17 +2,15 @@
 
 import asyncio
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from nanovllm.engine.hosts import Host, ProcessHost, ThreadHost
 from nanovllm.engine.messages import (
     Abort,
     Aborted,
@@ -37,150 +35,12 @@ from nanovllm.engine.messages import (
     View,
     Watch,
 )
-from nanovllm.engine.service import MAX_STEPS_KEPT, serve
-from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError, raised_elsewhere
-from nanovllm.utils import children
+from nanovllm.engine.streams import DeltaStream, ViewStream
+from nanovllm.errors import EngineClosedError, EngineError, RequestError, raised_elsewhere
 from nanovllm.utils.frames import FrameReader, to_frame
 
 SECONDS_TO_STOP = 5.0  # before an engine that was told to is killed
 SECONDS_TO_EXIT = 0.5  # for a process whose socket is gone, until its exit status is there
-
-
-# --- where the engine runs --------------------------------------------------------------------------------------------
-
-
-class Host(Protocol):
-    pid: int | None
-
-    def wait(self, timeout: float) -> str | None:
-        """How it ended, or None if it has not within `timeout` seconds. Blocks."""
-        ...
-
-    def kill(self) -> None: ...
-
-
-class ProcessHost:
-    """A child process; what it prints goes to this one's stderr. `environment` is added to what it inherits."""
-
-    def __init__(self, sock: socket.socket, environment: Mapping[str, str]) -> None:
-        self._process = children.start([sys.executable, "-m", "nanovllm.engine.service"], sock, environment)
-        self.pid: int | None = self._process.pid
-
-    def wait(self, timeout: float) -> str | None:
-        try:
-            return f"its process ended with exit status {self._process.wait(timeout)}"
-        except subprocess.TimeoutExpired:
-            return None
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-class ThreadHost:
-    """A thread of this process."""
-
-    pid: int | None = None
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._thread = threading.Thread(target=serve, args=(sock,), name="nanovllm-engine", daemon=True)
-        self._thread.start()
-
-    def wait(self, timeout: float) -> str | None:
-        self._thread.join(timeout)
-        return None if self._thread.is_alive() else "its thread ended"
-
-    def kill(self) -> None:
-        """A thread cannot be ended from outside: it does so itself once it finds the socket closed."""
-
-
-# --- who waits for what -----------------------------------------------------------------------------------------------
-
-
-class DeltaStream:
-    """The deltas of one request between the reader and their consumer.
-
-    Those not yet consumed are merged, so a slow consumer holds at most one delta a completion.
-    """
-
-    def __init__(self, num_completions: int) -> None:
-        self._unfinished = set(range(num_completions))
-        self._pending: dict[int, Delta] = {}
-        self._error: NanoError | None = None
-        self._waiting: asyncio.Future[None] | None = None  # the consumer, for news
-
-    def put(self, delta: Delta) -> None:
-        waiting = self._pending.get(delta.index)
-        if waiting is None:
-            self._pending[delta.index] = delta
-        else:
-            _merge(waiting, delta)
-        if delta.finish_reason is not None:
-            self._unfinished.discard(delta.index)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    @property
-    def finished(self) -> bool:
-        return not self._unfinished
-
-    def abort(self, request_id: str) -> None:
-        for index in sorted(self._unfinished):
-            self.put(Delta(request_id, index, "", [], finish_reason="abort"))
-
-    def fail(self, error: NanoError) -> None:
-        """What came before can still be taken."""
-        self._error = error
-        self._wake()
-
-    async def take(self) -> list[Delta]:
-        """All that is new, at most one delta a completion; an empty list once all have finished."""
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if self.finished:
-                return []
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
-        taken, self._pending = self._pending, {}
-        return list(taken.values())
-
-
-def _merge(into: Delta, later: Delta) -> None:
-    into.text += later.text
-    into.token_ids += later.token_ids
-    if later.logprobs is not None:
-        into.logprobs = (into.logprobs or []) + later.logprobs
-    into.finish_reason, into.stop_reason = later.finish_reason, later.stop_reason
-
-
-class ViewStream:
-    """The newest view for one viewer, with the steps of those it missed."""
-
-    def __init__(self) -> None:
-        self._view: EngineView | None = None
-        self._error: NanoError | None = None
-        self._news = asyncio.Event()
-
-    def put(self, view: EngineView) -> None:
-        missed = [] if self._view is None else self._view.steps
-        self._view = msgspec.structs.replace(view, steps=(missed + view.steps)[-MAX_STEPS_KEPT:])
-        self._news.set()
-
-    def fail(self, error: NanoError) -> None:
-        self._error = error
-        self._news.set()
-
-    async def take(self) -> EngineView:
-        while self._view is None:
-            if self._error is not None:
-                raise self._error
-            self._news.clear()
-            await self._news.wait()
-        view, self._view = self._view, None
-        return view
 
 
 class _Reader(asyncio.Protocol):
@@ -198,9 +58,6 @@ class _Reader(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._on_end()
-
-
-# --- the client -------------------------------------------------------------------------------------------------------
 
 
 class EngineClient:
