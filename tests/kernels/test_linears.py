@@ -6,10 +6,9 @@ from torch import Tensor
 
 from nanovllm.kernels import few_rows_linear, tiled_linear
 from nanovllm.kernels.one_row_linear import linear_reference, one_row_linear
-from tests.kernels.support import DEVICE
+from tests.kernels.support import DEVICE, with_halves
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-HALVES = [torch.bfloat16, torch.float16]
 EPS = 1e-6
 SIZES = [(40, 144), (48, 512), (24, 200), (2, 8)]  # (N, K)
 if DEVICE == "cuda":
@@ -51,9 +50,8 @@ def few_rows_case(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("m", [2, 5, 8, 9, few_rows_linear.MAX_ROWS])
+@pytest.mark.parametrize(("dtype", "m"), with_halves([2, 5, 8, 9, few_rows_linear.MAX_ROWS]))
 @pytest.mark.parametrize(("n", "k"), SIZES)
-@pytest.mark.parametrize("dtype", HALVES)
 def test_few_rows(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
     x, weight, bias = few_rows_case(m, n, k, dtype)
     norm_weight = random(k, dtype=dtype) + 1
@@ -88,9 +86,8 @@ def test_few_rows_read_ahead_of_any_width(monkeypatch: pytest.MonkeyPatch, name:
 
 
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("m", [2, 16, 17, 32, 33, 64, 65, 128, 129, tiled_linear.MAX_ROWS])
+@pytest.mark.parametrize(("dtype", "m"), with_halves([2, 16, 17, 32, 33, 64, 65, 128, 129, tiled_linear.MAX_ROWS]))
 @pytest.mark.parametrize(("n", "k"), [*SIZES, (134, 128)])
-@pytest.mark.parametrize("dtype", HALVES)
 def test_tiles(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
     x, weight, bias = few_rows_case(m, n, k, dtype)
     for gated, with_bias in [(1, 1)] if pdl else [(0, 1), (0, 0), (1, 1), (1, 0)]:
@@ -100,9 +97,8 @@ def test_tiles(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
 
 
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("m", [2, 17, 33, 65, 129, tiled_linear.MAX_ROWS])
+@pytest.mark.parametrize(("dtype", "m"), with_halves([2, 17, 33, 65, 129, tiled_linear.MAX_ROWS]))
 @pytest.mark.parametrize(("n", "k"), [*SIZES, (134, 128)])
-@pytest.mark.parametrize("dtype", HALVES)
 def test_parts_add_up(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None:
     x, weight, bias = few_rows_case(m, n, k, dtype)
     expected = linear_reference(x.float(), weight.float(), bias=bias.float())
