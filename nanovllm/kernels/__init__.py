@@ -38,6 +38,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
         kernel[grid](*args, **options)
 
 
+def cdiv(n: int, size: int) -> int:
+    """How many of a size hold n. Triton's own takes 4 us, as kernels can call it too; every launch asks such things."""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
 def prepare_triton() -> None:
     """What Triton does before it compiles or loads its first kernel. For its cache's key it reads all of itself, half a
     gigabyte: once, and not in every thread."""

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import launch, next_power_of_2
 
 MANY_PAIRS = 11  # of (sequence, kv head), a multiprocessor
 
@@ -36,7 +36,7 @@ def decode_config(
     batch: int, *, kv_heads: int, head_dim: int, cache_dtype: torch.dtype, num_sms: int, balanced: bool
 ) -> DecodeConfig:
     """What measured best on an H200. `balanced`: lengths are so unequal that sequences must share programs."""
-    row_bytes = triton.next_power_of_2(head_dim) * cache_dtype.itemsize
+    row_bytes = next_power_of_2(head_dim) * cache_dtype.itemsize
     if balanced and cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=2 * num_sms, num_warps=4, num_stages=2)
     if balanced:
@@ -103,7 +103,7 @@ def plan_decode(positions: torch.Tensor, prefix: torch.Tensor, *, tile: int, win
 
 def padded_batch(batch: int) -> int:
     """The batch size kernels are compiled for: three classes, so that buckets share a compilation."""
-    return next((size for size in (32, 256, 1024) if batch <= size), triton.next_power_of_2(batch))
+    return next((size for size in (32, 256, 1024) if batch <= size), next_power_of_2(batch))
 
 
 @triton.jit

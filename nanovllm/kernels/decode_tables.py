@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch
 
 TILE = 1024  # blocks a program copies
 
@@ -37,5 +37,5 @@ def decode_tables(
     """
     max_blocks = blocks.shape[1]
     assert blocks.is_contiguous() and tables.is_contiguous() and tables.shape == (len(rows), max_blocks)
-    grid = (len(rows), triton.cdiv(max_blocks, TILE))
+    grid = (len(rows), cdiv(max_blocks, TILE))
     launch(_decode_tables_kernel, grid, rows, blocks, lengths, tables, positions, max_blocks, TILE=TILE, num_warps=4)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch, next_power_of_2
 
 TILE = 4096  # elements a program copies where there are many tokens
 
@@ -69,7 +69,7 @@ def _launch(
     num_tokens, hidden = out.shape
     launch(
         _embed_kernel,
-        (triton.cdiv(num_tokens, rows_each),),
+        (cdiv(num_tokens, rows_each),),
         tokens,
         length,
         rows,
@@ -82,7 +82,7 @@ def _launch(
         embedding.stride(0),
         out.stride(0),
         ROWS=rows_each,
-        COLUMNS=triton.next_power_of_2(hidden),
+        COLUMNS=next_power_of_2(hidden),
         PDL=pdl,
         num_warps=4,
         pdl=pdl,
@@ -112,5 +112,5 @@ def embed_tokens(
     out: Tensor,  # [T, hidden], written
 ) -> None:
     """Embeddings of the tokens at these positions of these rows; zeros for padding."""
-    rows_each = max(1, TILE // triton.next_power_of_2(out.shape[1]))
+    rows_each = max(1, TILE // next_power_of_2(out.shape[1]))
     _launch(tokens, None, rows, positions, embedding, out, rows_each=rows_each, pdl=False)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch
 from nanovllm.kernels.fragments import all_asked_for, halves, operand, rows_of, word, words_of
 from nanovllm.kernels.one_row_linear import weight_rows
 
@@ -190,7 +190,7 @@ def few_rows_linear(
     tiles = _tiles(num_weight_rows, k)
     launch(
         _few_rows_kernel,
-        (triton.cdiv(num_weight_rows, tiles.block_n),),
+        (cdiv(num_weight_rows, tiles.block_n),),
         x,
         weight,
         bias,

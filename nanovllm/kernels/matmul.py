@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch
 
 BLOCK_K = 64
 GROUP = 8  # tiles of rows that go through the weight together, so that the L2 serves it
@@ -91,7 +91,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tile = FLOAT32 if x.dtype == torch.float32 else FEW_ROWS if m <= FEW_ROWS.block_m else MANY_ROWS
     launch(
         _matmul_kernel,
-        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
+        (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
         x,
         weight,
         bias,

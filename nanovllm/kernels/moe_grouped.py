@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch, next_power_of_2
 from nanovllm.kernels.moe_tiles import Tile, Tiles
 
 
@@ -203,7 +203,7 @@ def grouped_forward(
     def multiply(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, shared: int, gated: bool) -> None:
         launch(
             _experts_kernel,
-            (block_experts.numel() * triton.cdiv(out.shape[1], tile.block_n),),
+            (block_experts.numel() * cdiv(out.shape[1], tile.block_n),),
             x,
             weight,
             pairs,
@@ -223,10 +223,10 @@ def grouped_forward(
 
     multiply(x, gate_up, hidden, tiles.gate_up, shared=top_k, gated=True)
     multiply(hidden, down, y, tiles.down, shared=1, gated=False)
-    block = min(1024, triton.next_power_of_2(hidden_size))
+    block = min(1024, next_power_of_2(hidden_size))
     launch(
         _sum_kernel,
-        (num_tokens, triton.cdiv(hidden_size, block)),
+        (num_tokens, cdiv(hidden_size, block)),
         y,
         experts,
         residual,
@@ -258,7 +258,7 @@ def group(experts: Tensor, num_experts: int, *, block_m: int, pdl: bool = False)
         num_pairs,
         max_blocks,
         NUM_EXPERTS=num_experts,
-        BINS=triton.next_power_of_2(num_experts + 1),
+        BINS=next_power_of_2(num_experts + 1),
         BLOCK_M=block_m,
         CHUNK=1024,
         PDL=pdl,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch
 from nanovllm.kernels.moe_tiles import Tile
 
 
@@ -116,7 +116,7 @@ def rows_forward(
     tile = gate_up_tile
     launch(
         _gate_up_row_kernel,
-        (num_tokens * top_k * triton.cdiv(size, tile.block_n),),
+        (num_tokens * top_k * cdiv(size, tile.block_n),),
         x,
         gate_up,
         experts,
@@ -129,7 +129,7 @@ def rows_forward(
     tile = down_tile
     launch(
         _down_row_kernel,
-        (num_tokens * triton.cdiv(hidden_size, tile.block_n),),
+        (num_tokens * cdiv(hidden_size, tile.block_n),),
         hidden,
         down,
         experts,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch
 
 NUM_ROWS = 4  # of the weight, a program
 
@@ -131,7 +131,7 @@ def one_row_linear(
     num_warps = 8 if 4096 <= k <= 8192 else 2
     launch(
         _one_row_kernel,
-        (triton.cdiv(n, NUM_ROWS),),
+        (cdiv(n, NUM_ROWS),),
         x,
         weight,
         bias,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import launch, next_power_of_2
 from nanovllm.kernels.decode_parts import block_numbers, slots_of
 from nanovllm.kernels.fp8 import LIFT
 from nanovllm.kernels.rope_store import load_halves, norm_rotate, norm_rotate_reference
@@ -39,7 +39,7 @@ class PrefillConfig:
 def prefill_config(*, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> PrefillConfig:
     """`group` query heads share a KV head."""
     if dtype == torch.float32:
-        return PrefillConfig(block_m=max(32, triton.next_power_of_2(group)), block_n=32, num_warps=8, num_stages=1)
+        return PrefillConfig(block_m=max(32, next_power_of_2(group)), block_n=32, num_warps=8, num_stages=1)
     quantized = cache_dtype == torch.float8_e4m3fn
     if head_dim > 128 and quantized:
         return PrefillConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)
@@ -287,7 +287,7 @@ def paged_prefill(
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        DIM_PADDED=triton.next_power_of_2(head_dim),
+        DIM_PADDED=next_power_of_2(head_dim),
         BLOCK_SIZE=cache.shape[3],
         WINDOW=window or 0,
         BLOCK_M=config.block_m,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import launch, next_power_of_2
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [M, hidden], [hidden]
@@ -69,7 +69,7 @@ def _launch(
 ) -> None:
     m, hidden = x.shape
     assert x.stride(1) == 1 and (parts is None or (parts.is_contiguous() and parts.shape[1:] == x.shape))
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     # With parts, four columns a thread: the compiler has a thread with more of them wait for one load after the other.
     columns_a_warp, most_warps = (128, 32) if parts is not None else (256, 8)
     launch(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import launch, next_power_of_2
 from nanovllm.kernels.fp8 import quantize_reference, scale_of, scaled
 
 
@@ -179,9 +179,9 @@ def rope_store(
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=cache.shape[3],
-        KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
-        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
-        DIM_PADDED=triton.next_power_of_2(head_dim),
+        KV_HEADS_PADDED=next_power_of_2(num_kv_heads),
+        HALF_PADDED=next_power_of_2(head_dim // 2),
+        DIM_PADDED=next_power_of_2(head_dim),
         NORM=k_norm is not None,
         FP8=scales is not None,
         INTERPRETED=not isinstance(_rope_store_kernel, triton.JITFunction),
@@ -194,5 +194,5 @@ def rope_store(
 
 def _num_warps(num_kv_heads: int, head_dim: int) -> int:
     """So many that a thread keeps about 32 elements of the keys."""
-    elements = triton.next_power_of_2(num_kv_heads) * triton.next_power_of_2(head_dim)
+    elements = next_power_of_2(num_kv_heads) * next_power_of_2(head_dim)
     return min(max(elements // 1024, 1), 16)

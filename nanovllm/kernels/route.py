@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import launch, next_power_of_2
 
 
 def route_reference(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -69,8 +69,8 @@ def route(logits: Tensor, top_k: int, *, normalize: bool, pdl: bool = False) -> 
             NUM_EXPERTS=num_experts,
             TOP_K=top_k,
             NORMALIZE=normalize,
-            EXPERTS=triton.next_power_of_2(num_experts),
-            CHOICES=triton.next_power_of_2(top_k),
+            EXPERTS=next_power_of_2(num_experts),
+            CHOICES=next_power_of_2(top_k),
             PDL=pdl,
             num_warps=1,
             pdl=pdl,

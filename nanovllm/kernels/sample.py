@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 GOLDEN = tl.constexpr(0x9E3779B9)
@@ -147,7 +147,7 @@ def sample(
     tile = 1024 if batch <= SMALL_BATCH else 4096
     launch(
         _sample_kernel,
-        (triton.cdiv(vocab_size, tile), batch),
+        (cdiv(vocab_size, tile), batch),
         logits,
         rows,
         tokens,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch
 
 BLOCK = 256
 
@@ -25,6 +25,4 @@ def _scatter_kernel(table, indices, values, num_values, BLOCK: tl.constexpr):
 def scatter(table: Tensor, indices: Tensor, values: Tensor) -> None:
     """table[indices[i]] = values[i] for int32 tensors; an index occurs at most once."""
     assert table.dtype == indices.dtype == values.dtype == torch.int32
-    launch(
-        _scatter_kernel, (triton.cdiv(indices.numel(), BLOCK),), table, indices, values, indices.numel(), BLOCK=BLOCK
-    )
+    launch(_scatter_kernel, (cdiv(indices.numel(), BLOCK),), table, indices, values, indices.numel(), BLOCK=BLOCK)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch
 
 BLOCK = 1024
 MANY_ROWS = 512  # from here on programs are plenty and take several rows each
@@ -37,7 +37,7 @@ def silu_and_mul(gate_up: Tensor, *, out: Tensor | None = None, pdl: bool = Fals
     rows = 4 if m >= MANY_ROWS else 1
     launch(
         _silu_and_mul_kernel,
-        (triton.cdiv(m, rows), triton.cdiv(n, BLOCK)),
+        (cdiv(m, rows), cdiv(n, BLOCK)),
         gate_up,
         out,
         m,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels import launch
+from nanovllm.kernels import cdiv, launch
 from nanovllm.kernels.few_rows_linear import load_step
 from nanovllm.kernels.one_row_linear import weight_rows
 from nanovllm.kernels.prefetch import prefetch
@@ -53,7 +53,7 @@ def _tile(m: int, num_weight_rows: int, *, gated: bool, in_parts: bool) -> Tile:
 
 def _block_n(num_weight_rows: int, programs_each: int) -> int:
     """64 rows of the weight, or 32 where tiles would else be so few that half of the chip had none."""
-    return 64 if triton.cdiv(num_weight_rows, 64) * programs_each > _num_sms() // 2 else 32
+    return 64 if cdiv(num_weight_rows, 64) * programs_each > _num_sms() // 2 else 32
 
 
 @cache
@@ -177,7 +177,7 @@ def linear_in_parts(
     (m, k), n = x.shape, weight.shape[0]
     assert m <= MAX_ROWS
     tile = _tile(m, n, gated=False, in_parts=True)
-    tiles = triton.cdiv(n, tile.block_n) * triton.cdiv(m, tile.block_m)
+    tiles = cdiv(n, tile.block_n) * cdiv(m, tile.block_m)
     parts = MAX_PARTS
     while parts > 1 and (4 * tiles * parts > 5 * _num_sms() or parts * tile.block_k > k):
         parts //= 2
@@ -200,8 +200,8 @@ def _launch(
 ) -> None:
     (m, k), num_weight_rows = x.shape, weight.shape[0]
     assert weight.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous() and x.dtype != torch.float32
-    grid = (triton.cdiv(num_weight_rows, tile.block_n), triton.cdiv(m, tile.block_m), parts)
-    num_steps = triton.cdiv(k, parts * tile.block_k)
+    grid = (cdiv(num_weight_rows, tile.block_n), cdiv(m, tile.block_m), parts)
+    num_steps = cdiv(k, parts * tile.block_k)
     launch(
         _tiled_kernel,
         grid,
