@@ -1,33 +1,23 @@
 """Paged decode attention against plain torch: output, what it writes to the cache, and the counters it leaves."""
 
-import random
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from nanovllm.kernels.decode_attention import paged_decode, paged_decode_reference
+from nanovllm.kernels.decode_attention import paged_decode
 from nanovllm.kernels.decode_parts import DecodeWorkspace
 from nanovllm.kernels.decode_plan import DecodeConfig, decode_config, plan_decode, plan_decode_reference
+from tests.kernels.decode_inputs import Inputs, Sequences, check_decode
 from tests.kernels.support import DEVICE
 
 MAX_POSITION = 4096 if DEVICE == "cuda" else 128
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call's shape; `lengths` counts the newest token, 0 is padding."""
-
-    lengths: tuple[int, ...]
-    heads: int = 2
-    kv_heads: int = 1
-    head_dim: int = 64
-    block_size: int = 16
+class Case(Sequences):
     dtype: torch.dtype = torch.float32
-    cache_dtype: torch.dtype | None = None
-    window: int | None = None
-    norm: bool = True
     programs: int = 3
     tile: int = 16
     splits: int = 0
@@ -38,112 +28,34 @@ class Case:
         return DecodeConfig(self.tile, programs, num_warps=4, num_stages=2, splits=self.splits)
 
 
-class Inputs:
-    """Random inputs of a case; every slot of the cache no sequence may read is NaN."""
-
-    def __init__(self, case: Case, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shuffle = random.Random(seed)
-
-        def normal(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
-
-        cache_dtype = case.cache_dtype or case.dtype
-        fp8 = cache_dtype == torch.float8_e4m3fn
-        batch = len(case.lengths)
-        needed = [-(-length // case.block_size) for length in case.lengths]
-        num_blocks = sum(needed) + 2
-        numbers = list(range(1, num_blocks))
-        shuffle.shuffle(numbers)
-        self.rows = torch.tensor([0 if n == 0 else i + 1 for i, n in enumerate(case.lengths)], dtype=torch.int32)
-        self.blocks = torch.full((batch + 1, max(needed) + 3), 10**6, dtype=torch.int32)
-        self.blocks[0] = 0
-        cache = torch.full((2, num_blocks, case.kv_heads, case.block_size, case.head_dim), float("nan"))
-        scales = torch.full(cache.shape[:-1], float("nan"))
-        for row, (length, count) in enumerate(zip(case.lengths, needed, strict=True), start=1):
-            for i in range(count):
-                block = numbers.pop()
-                self.blocks[row, i] = block
-                filled = max(0, min(case.block_size, length - 1 - i * case.block_size))
-                cache[:, block, :, :filled] = torch.randn(2, case.kv_heads, filled, case.head_dim, generator=generator)
-                scales[:, block, :, :filled] = torch.rand(2, case.kv_heads, filled, generator=generator) + 0.5
-        self.cache = cache.to(cache_dtype).to(DEVICE)
-        self.scales = scales.to(torch.bfloat16).to(DEVICE) if fp8 else None
-        self.rows, self.blocks = self.rows.to(DEVICE), self.blocks.to(DEVICE)
-        self.positions = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE) - 1
-        self.qkv = normal(batch, case.heads + 2 * case.kv_heads, case.head_dim) * 2
-        self.q_norm = 1 + normal(case.head_dim) / 4 if case.norm else None
-        self.k_norm = 1 + normal(case.head_dim) / 4 if case.norm else None
-        angles = torch.rand(MAX_POSITION, case.head_dim // 2, generator=generator) * 6.3
-        self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE)
-
-    def arguments(self, case: Case) -> dict:
-        names = ("rows", "positions", "blocks", "q_norm", "k_norm", "cos_sin")
-        return {name: getattr(self, name) for name in names} | {"eps": 1e-6, "window": case.window}
-
-
 def make_workspace(case: Case) -> DecodeWorkspace:
-    return DecodeWorkspace(
-        max_batch=len(case.lengths) + 1,
-        max_programs=case.config.num_programs,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        device=DEVICE,
-    )
+    return case.workspace(case.config.num_programs)
 
 
 def check(case: Case, workspace: DecodeWorkspace | None = None, seed: int = 0, pdl: bool = False) -> None:
-    inputs = Inputs(case, seed)
     workspace = workspace or make_workspace(case)
-    batch = len(case.lengths)
-    cache, scales = inputs.cache.clone(), None if inputs.scales is None else inputs.scales.clone()
-    expected = paged_decode_reference(inputs.qkv, cache, scales, **inputs.arguments(case))
 
-    prefix = None
-    if not case.splits:
-        prefix = torch.full((batch + 1,), -7, dtype=torch.int32, device=DEVICE)
-        plan_decode(inputs.positions, prefix, tile=case.tile, window=case.window, pdl=False)
-    out = torch.full_like(expected, 5.0)
-    paged_decode(
-        inputs.qkv,
-        inputs.cache,
-        inputs.scales,
-        **inputs.arguments(case),
-        prefix=prefix,
-        workspace=workspace,
-        out=out,
-        config=case.config,
-        pdl=pdl,
-    )
+    def run(inputs: Inputs, out: Tensor) -> None:
+        prefix = None
+        if not case.splits:
+            prefix = torch.full((len(case.lengths) + 1,), -7, dtype=torch.int32, device=DEVICE)
+            plan_decode(inputs.positions, prefix, tile=case.tile, window=case.window, pdl=False)
+        paged_decode(
+            inputs.qkv,
+            inputs.cache,
+            inputs.scales,
+            rows=inputs.rows,
+            blocks=inputs.blocks,
+            window=case.window,
+            prefix=prefix,
+            workspace=workspace,
+            out=out,
+            config=case.config,
+            pdl=pdl,
+            **inputs.arguments(),
+        )
 
-    expected[inputs.positions < 0] = 5.0
-    tolerance = TOLERANCE[case.dtype]
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    assert not workspace.arrived.any()
-    # The new slots agree up to the rounding of the norm; nothing else may change at all.
-    written = torch.zeros(inputs.cache.shape[:-1], dtype=torch.bool)
-    for i, length in enumerate(case.lengths):
-        if length:
-            block = int(inputs.blocks[i + 1, (length - 1) // case.block_size])
-            written[:, block, :, (length - 1) % case.block_size] = True
-    before = Inputs(case, seed)
-    written = written.to(DEVICE)
-    assert torch.equal(bits(inputs.cache)[~written], bits(before.cache)[~written])
-    new, new_expected = dequantized(inputs.cache, inputs.scales)[written], dequantized(cache, scales)[written]
-    rounding = 0.07 if inputs.scales is not None else tolerance
-    torch.testing.assert_close(new, new_expected, rtol=rounding, atol=tolerance)
-    if inputs.scales is not None and before.scales is not None and scales is not None:
-        assert torch.equal(bits(inputs.scales)[~written], bits(before.scales)[~written])
-        torch.testing.assert_close(inputs.scales[written], scales[written], rtol=1e-2, atol=0)
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
-
-
-def dequantized(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    return cache.float() if scales is None else cache.float() * scales.float()[..., None]
+    check_decode(case, seed, workspace, run)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 17, 1000])
