@@ -41,13 +41,13 @@ class MoE:
         self.gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
         self._kernels: Callable[..., Tensor] | None = None
-        self._route_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
         if usable(device.type):
             from nanovllm.kernels.moe import experts_forward
             from nanovllm.kernels.route import route
 
             self._kernels = partial(experts_forward, invariant=invariant, pdl=dependent_launch())
-            self._route_kernel = partial(route, pdl=dependent_launch())
+            self._choose = partial(route, pdl=dependent_launch())
 
     def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden]
         weights, experts = self._route(x)
@@ -87,10 +87,12 @@ class MoE:
         self.gate.finish_loading()
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:  # two of [num_tokens, experts per token]
-        logits = self.gate(x)
-        if self._route_kernel is not None:
-            return self._route_kernel(logits, self.num_experts_per_token, normalize=self.norm_topk_prob)
-        weights, experts = logits.float().softmax(dim=-1).topk(self.num_experts_per_token, dim=-1)
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), experts
+        return self._choose(self.gate(x), self.num_experts_per_token, normalize=self.norm_topk_prob)
+
+
+def choose_experts(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """What `kernels/route.py` does in one launch: [num_tokens, experts] to weights and experts, [num_tokens, top_k]."""
+    weights, experts = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(logits.dtype), experts
