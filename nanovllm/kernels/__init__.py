@@ -27,6 +27,18 @@ def dependent_launch() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
+@cache
+def gluon_usable() -> bool:
+    """Whether kernels in Gluon run here. They are written for Hopper; their language is not settled yet, and these are
+    the versions of Triton that compile them."""
+    import torch
+    import triton
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    return (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **options: Any) -> None:
     """Launch a kernel; with `pdl` while the one before it may still run, for which it waits by itself."""
     if pdl:  # not known to the interpreter
@@ -104,7 +116,9 @@ def _prepare(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str,
 
 
 def _kind(value: Any) -> str:
-    """What a kernel is compiled for: a tensor's type and alignment, a number itself."""
+    """What a kernel is compiled for: a tensor's type and alignment, a descriptor's block, a number itself."""
     if hasattr(value, "data_ptr"):
         return f"{value.dtype}{value.data_ptr() % 16 == 0}"
+    if hasattr(value, "block_shape"):  # a descriptor, of what lies where TMA can read it
+        return f"{value.base.dtype}{value.block_shape}{value.layout}"
     return repr(value)

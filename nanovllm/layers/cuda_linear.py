@@ -1,9 +1,9 @@
-"""Linear layers on a GPU: our own kernels for a few rows, cuBLAS for many, or one fixed kernel for all."""
+"""Linear layers on a GPU: our own kernels or cuBLAS, by the number of rows, or one fixed kernel for all."""
 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import dependent_launch
+from nanovllm.kernels import dependent_launch, gluon_usable
 from nanovllm.kernels.few_rows_linear import MAX_ROWS as FEW_ROWS
 from nanovllm.kernels.few_rows_linear import few_rows_linear, few_rows_serves
 from nanovllm.kernels.matmul import matmul
@@ -12,7 +12,7 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.tiled_linear import MAX_ROWS as HUNDREDS_OF_ROWS
 from nanovllm.kernels.tiled_linear import linear_in_parts, tiled_linear
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import THOUSANDS_OF_ROWS, Linear
 from nanovllm.layers.residual import Residual
 
 # Bounds within which a kernel measured faster than the others on an H200
@@ -28,7 +28,8 @@ class CudaLinear(Linear):
     """A single row only reads the weight, and norm, gate and residual cost nothing within the same kernel.
 
     For a few rows the kernels of a layer overlap: each asks for its weight before the one before it has ended. For tens
-    of rows they are short, and what counts is that there are few of them and none waits for long.
+    of rows they are short, and what counts is that there are few of them and none waits for long. For thousands of rows
+    the tensor cores are the limit, and the gate is worked out beside them.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -39,6 +40,8 @@ class CudaLinear(Linear):
             return few_rows_linear(x, self.weight, bias=self.bias, pdl=dependent_launch())
         if self._by_tiles(num_rows):
             return tiled_linear(x, self.weight, self.bias, pdl=dependent_launch())
+        if x.shape[1] <= WIDE_HIDDEN and (y := self._by_thousands(x, gated=False)) is not None:
+            return y
         return super().__call__(x)
 
     def after_norm(self, norm: RMSNorm, residual: Residual) -> Tensor:
@@ -52,6 +55,8 @@ class CudaLinear(Linear):
         x = residual.normed(norm)
         if self._half and x.shape[0] <= (HUNDREDS_OF_ROWS if x.shape[1] <= NARROW_HIDDEN else TENS_OF_ROWS):
             return tiled_linear(x, self.weight, self.bias, gated=True, pdl=dependent_launch())
+        if (y := self._by_thousands(x, gated=True)) is not None:
+            return y
         return silu_and_mul(super().__call__(x), pdl=dependent_launch())
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -89,6 +94,14 @@ class CudaLinear(Linear):
             gated=gated,
             pdl=dependent_launch(),
         )
+
+    def _by_thousands(self, x: Tensor, *, gated: bool) -> Tensor | None:
+        """By the kernel for thousands of rows, where there is one."""
+        if x.shape[0] < THOUSANDS_OF_ROWS or not gluon_usable():
+            return None
+        from nanovllm.kernels.many_rows_linear import many_rows_linear, many_rows_serves
+
+        return many_rows_linear(x, self.weight, gated=gated) if many_rows_serves(self.weight, self.bias) else None
 
     def _by_few_rows(self, num_rows: int, *, gated: bool = False) -> bool:
         num_outputs, num_inputs = self.weight.shape

@@ -11,6 +11,8 @@ from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual import Residual
 
+THOUSANDS_OF_ROWS = 2048  # from here on the gate needs no memory for what goes into it, where a kernel serves
+
 
 def cpu_has_bfloat16() -> bool:
     """Whether oneDNN multiplies bfloat16 matrices here without falling back to a loop."""

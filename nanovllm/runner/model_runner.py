@@ -38,7 +38,7 @@ from nanovllm.runner.results import GuidedStep, PendingStep
 from nanovllm.runner.sampling import Drawn, KernelSampler, Sampler, SamplingBatch, draw, make_batch
 from nanovllm.runner.stage import Stage
 from nanovllm.runner.upload import Upload
-from nanovllm.runner.warm_up import largest_step, peak_memory, score_everything
+from nanovllm.runner.warm_up import largest_steps, peak_memory, score_everything
 from nanovllm.utils.loader import checkpoint_tensors, fill_dummy, load_weights
 
 Sent = TypeVar("Sent")
@@ -161,7 +161,7 @@ class ModelRunner:
 
     @contextmanager
     def _kernels_compiled(self, config: Config) -> Iterator[None]:
-        """Beside what is done within, the kernels of the largest step and of the first answers."""
+        """Beside what is done within, the kernels of the largest steps and of the first answers."""
         if not usable(self.device.type):
             yield
             return
@@ -169,7 +169,8 @@ class ModelRunner:
 
         def launches() -> None:
             with self.phases.timed("launches"):
-                self.launch(self._largest_step(config))
+                for step in self._largest_steps(config):
+                    self.launch(step)
                 if self._decode is not None:
                     self._decode.compile(self.caches)
 
@@ -179,20 +180,20 @@ class ModelRunner:
             with self.phases.timed("kernels"):
                 wait()
 
-    def _largest_step(self, config: Config) -> StepPlan:
-        return largest_step(
+    def _largest_steps(self, config: Config) -> list[StepPlan]:
+        return largest_steps(
             max_num_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.table.tokens.shape[1],
         )
 
     def _warm_up(self, config: Config) -> int:
-        """Run the largest step there can be, on a cache of one block: what it takes beside weights and cache."""
+        """Run the largest steps there can be, on a cache of one block: what they take beside weights and cache."""
         if self.device.type == "cpu":
             return 0
-        self.caches, step = self.backend.make_cache(1), self._largest_step(config)
+        self.caches, steps = self.backend.make_cache(1), self._largest_steps(config)
         taken = max(
-            peak_memory(lambda: self.launch(step).wait(), self.device),
+            peak_memory(lambda: [self.launch(step).wait() for step in steps], self.device),
             peak_memory(
                 lambda: score_everything(config.max_num_seqs, self.vocab_size, self.backend.shape.dtype, self.device),
                 self.device,

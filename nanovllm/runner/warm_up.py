@@ -1,12 +1,13 @@
-"""The largest step there can be, run once at the start: it compiles the kernels and shows what memory to keep free.
+"""The largest steps there can be, run once at the start: they compile kernels and show what memory to keep free.
 
-Every sequence of it lies in block 0, so it needs no cache to speak of; what it computes is not looked at.
+Every sequence of them lies in block 0, so they need no cache to speak of; what they compute is not looked at.
 """
 
 from collections.abc import Callable
 
 import torch
 
+from nanovllm.layers.linear import THOUSANDS_OF_ROWS
 from nanovllm.plan import NewRow, SeqPlan, StepPlan
 from nanovllm.runner.logprobs import score
 from nanovllm.sampling_params import SamplingParams
@@ -14,8 +15,14 @@ from nanovllm.sampling_params import SamplingParams
 NUM_LOGPROBS = 20
 
 
-def largest_step(*, max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> StepPlan:
-    """As many tokens as a step takes, from as many sequences as there can be."""
+def largest_steps(*, max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> list[StepPlan]:
+    """One with as many tokens as a step takes, and the largest of those that take a gate apart from its linear."""
+    sizes = [max_num_tokens, min(max_num_tokens, THOUSANDS_OF_ROWS - 1)]
+    return [_step(size, max_num_seqs, max_model_len) for size in dict.fromkeys(sizes)]
+
+
+def _step(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> StepPlan:
+    """As many tokens as may be, from as many sequences as there can be."""
     num_seqs = min(max_num_seqs, max_num_tokens)
     length = max(1, min(max_num_tokens // num_seqs, max_model_len - 2))
     rows = range(1, num_seqs + 1)

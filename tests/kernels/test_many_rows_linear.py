@@ -1,0 +1,66 @@
+"""The linear for thousands of rows: against plain torch on a Hopper GPU, and compiled for one anywhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.kernels import gluon_usable
+from nanovllm.kernels.one_row_linear import linear_reference
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from nanovllm.kernels import many_rows_linear
+
+class NoDriver:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+def compile(kernel, grid, *args, **options):
+    compiled = kernel.warmup(*args, grid=grid, **options)
+    ptx = compiled.asm["ptx"]
+    print(grid, compiled.metadata.shared, "wgmma" in ptx, "cp.async.bulk.tensor" in ptx, len(compiled.asm["cubin"]) > 0)
+
+triton.runtime.driver.set_active(NoDriver())
+many_rows_linear.launch, many_rows_linear._num_sms = compile, lambda: 132
+x, weight = torch.empty(2048, 512, dtype=torch.bfloat16), torch.empty(1024, 512, dtype=torch.bfloat16)
+for gated in (False, True):
+    print(many_rows_linear.many_rows_linear(x, weight, gated=gated).shape)
+"""
+SHARED_MEMORY = 232_448  # bytes that a program may have on Hopper
+
+
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4, done.stderr
+    assert [lines[1], lines[3]] == ["torch.Size([2048, 1024])", "torch.Size([2048, 512])"]
+    for line in (lines[0], lines[2]):
+        grid, shared, *found = line.rsplit(" ", 4)
+        assert grid == "(64,)" and int(shared) <= SHARED_MEMORY and found == ["True"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 64, 65, 129, 330, 2048, 4100])
+@pytest.mark.parametrize(("n", "k"), [(256, 192), (768, 256), (2048, 320), (6144, 1024), (4096, 2048), (24576, 4096)])
+def test_many_rows(m: int, n: int, k: int) -> None:
+    if not gluon_usable():
+        pytest.skip("needs a GPU of the kind the kernel is written for")
+    from nanovllm.kernels.many_rows_linear import many_rows_linear
+
+    torch.manual_seed(m + n + k)
+    wide = torch.randn(m, 2 * k, device="cuda").bfloat16()
+    weight = (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16()
+    for x in (wide[:, :k], wide[:, k:].contiguous()):  # a row may be part of a wider one
+        for gated in (False, True):
+            expected = linear_reference(x, weight, gated=gated)
+            actual = many_rows_linear(x, weight, gated=gated)
+            error = (actual.float() - expected.float()).norm() / expected.float().norm()
+            assert actual.shape == expected.shape and error < 1e-2, error
+            assert torch.equal(actual, many_rows_linear(x, weight, gated=gated)), "not the same when run again"
