@@ -45,7 +45,7 @@ _async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 
 @gluon.jit
 def _place(tile, tiles_m, tiles_n, NEIGHBOURS: gl.constexpr):
-    """First row and column of a tile. NEIGHBOURS tiles of rows go through all columns together, while these are in L2."""
+    """First row and column of a tile; NEIGHBOURS tiles of rows go through all columns together, for the sake of L2."""
     first = tile // (NEIGHBOURS * tiles_n) * NEIGHBOURS
     size = gl.minimum(tiles_m - first, NEIGHBOURS)
     within = tile % (NEIGHBOURS * tiles_n)
