@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.kernels import prepare_triton, usable
+from nanovllm.kernels import usable
+from nanovllm.kernels.ahead import prepare_triton
 
 CUDA_SUCCESS = 0
 BYTES_AHEAD = 16 << 30  # of weights: more might push out of memory what was read first

@@ -1,16 +1,14 @@
 """Triton kernels, one operation a file: its plain torch reference, the kernel, and what launches it."""
 
 import importlib.util
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
-_ahead: ContextVar["CompileAhead | None"] = ContextVar("compile_ahead", default=None)
-_preparing = threading.Lock()
+_collect: ContextVar[Callable[..., object] | None] = ContextVar("collect", default=None)
+_compiled: dict[tuple, tuple[Any, list[str]]] = {}  # by kind of launch, with the names of what is constant in it
 
 
 @cache
@@ -43,11 +41,47 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **
     """Launch a kernel; with `pdl` while the one before it may still run, for which it waits by itself."""
     if pdl:  # not known to the interpreter
         options["launch_pdl"] = True
-    ahead = _ahead.get()
-    if ahead is not None:
-        ahead.submit(kernel, grid, args, options)
-    else:
+    if (collect := _collect.get()) is not None:
+        collect(kernel, grid, args, options)
+    elif hasattr(kernel, "device_caches"):
+        _launch_remembered(kernel, grid, args, options)
+    else:  # of the interpreter
         kernel[grid](*args, **options)
+
+
+def _launch_remembered(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+    """Find what was compiled for such arguments by what Triton tells them apart by, in a third of the time."""
+    import torch
+
+    key: list[Any] = [id(kernel), torch.cuda.current_device(), *options.items()]
+    plain: list[Any] = []
+    for arg in args:
+        plain.append(arg)
+        if type(arg) is int:
+            key.append((arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31))
+        elif isinstance(arg, torch.Tensor):
+            plain[-1] = address = arg.data_ptr()
+            key.append((arg.dtype, address % 16 == 0))
+        elif hasattr(arg, "block_shape"):  # a descriptor
+            key.append((arg.base.dtype, *arg.block_shape, id(arg.layout)))
+        else:
+            key.append(type(arg))
+    found = _compiled.get(kind := tuple(key))
+    if found is None:
+        _compiled[kind] = kernel[grid](*args, **options), kernel.arg_names[len(args) :]
+        return
+    compiled, names = found
+    compiled[(*grid, 1, 1)[:3]](*plain, *[options[name] for name in names])
+
+
+@contextmanager
+def collecting(collect: Callable[..., object]) -> Iterator[None]:
+    """Within, what is launched is handed over instead: kernel, grid, arguments and options."""
+    token = _collect.set(collect)
+    try:
+        yield
+    finally:
+        _collect.reset(token)
 
 
 def cdiv(n: int, size: int) -> int:
@@ -57,68 +91,3 @@ def cdiv(n: int, size: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-def prepare_triton() -> None:
-    """What Triton does before it compiles or loads its first kernel. For its cache's key it reads all of itself, half a
-    gigabyte: once, and not in every thread."""
-    with _preparing:
-        import triton
-
-        # not part of its interface: without it, the first kernels do the same
-        if read_itself := getattr(triton.runtime.cache, "triton_key", None):
-            read_itself()
-        import torch
-
-        if torch.cuda.is_available():
-            _ = triton.runtime.driver.active
-
-
-@contextmanager
-def compile_ahead(launches: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Compile the kernels that `launches` would launch, side by side and beside what is done within, before whose end
-    the function that this gives must be called: it waits for them."""
-    import torch
-
-    # the device that kernels are loaded onto is each thread's own affair
-    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)) as pool:
-        ahead = CompileAhead(pool)
-        token = _ahead.set(ahead)
-        try:
-            launches()
-        finally:
-            _ahead.reset(token)
-        try:
-            yield ahead.wait
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-class CompileAhead:
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._jobs: dict[tuple, Future] = {}
-        self._pool = pool
-
-    def submit(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-        key = (id(kernel), *map(_kind, args), *sorted((name, _kind(value)) for name, value in options.items()))
-        if key not in self._jobs:
-            self._jobs[key] = self._pool.submit(_prepare, kernel, grid, args, options)
-
-    def wait(self) -> None:
-        for job in self._jobs.values():
-            job.result()
-
-
-def _prepare(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Any:
-    """Compile a kernel, and by asking for its `run` also the piece of C that launches it."""
-    prepare_triton()
-    return kernel.warmup(*args, grid=grid, **options).run
-
-
-def _kind(value: Any) -> str:
-    """What a kernel is compiled for: a tensor's type and alignment, a descriptor's block, a number itself."""
-    if hasattr(value, "data_ptr"):
-        return f"{value.dtype}{value.data_ptr() % 16 == 0}"
-    if hasattr(value, "block_shape"):  # a descriptor, of what lies where TMA can read it
-        return f"{value.base.dtype}{value.block_shape}{value.layout}"
-    return repr(value)

@@ -31,7 +31,7 @@ COLUMNS = gl.constexpr(128)  # of gate and as many of up; without a gate, of the
 BLOCK_K = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 PIECE = gl.constexpr(64)  # columns stored at once
-WIDE = 2048  # inputs, beyond which half as many passes over the weight measured faster on an H200
+NEIGHBOURS = gl.constexpr(8)  # tiles of rows that go through all columns together, while these are in L2
 MIN_BLOCKS = 3  # of x and W, for a tile: while they are multiplied, the tile before is stored
 
 X_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -44,8 +44,8 @@ _async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, NEIGHBOURS: gl.constexpr):
-    """First row and column of a tile; NEIGHBOURS tiles of rows go through all columns together, for the sake of L2."""
+def _place(tile, tiles_m, tiles_n):
+    """First row and column of a tile."""
     first = tile // (NEIGHBOURS * tiles_n) * NEIGHBOURS
     size = gl.minimum(tiles_m - first, NEIGHBOURS)
     within = tile % (NEIGHBOURS * tiles_n)
@@ -53,12 +53,12 @@ def _place(tile, tiles_m, tiles_n, NEIGHBOURS: gl.constexpr):
 
 
 @gluon.jit
-def _ask(x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks, NEIGHBOURS: gl.constexpr):
+def _ask(x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks):
     # Block `it`, counted over all tiles, has place it % STAGES. Its `empty` barrier was completed it // STAGES times
     # when both groups are done with the block before in that place; the wait for parity 1 of a fresh barrier passes.
     it = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        row, column = _place(tile, tiles_m, tiles_n, NEIGHBOURS)
+        row, column = _place(tile, tiles_m, tiles_n)
         for block in range(num_blocks):
             slot = it % STAGES
             mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
@@ -142,7 +142,6 @@ def _multiply(
     num_blocks,
     G: gl.constexpr,
     GATED: gl.constexpr,
-    NEIGHBOURS: gl.constexpr,
 ):
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -166,7 +165,7 @@ def _multiply(
             y = _end_product(y, empty, it + block - 1, 1)
         y = _end_product(y, empty, it + num_blocks - 1, 0)
         it += num_blocks
-        row, column = _place(tile, tiles_m, tiles_n, NEIGHBOURS)
+        row, column = _place(tile, tiles_m, tiles_n)
         row += G * ROWS
         left, right = _halves(y)
         pairs = gl.inline_asm_elementwise(
@@ -180,7 +179,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["M", "num_blocks"])
-def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr, NEIGHBOURS: gl.constexpr):
+def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr):
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, BLOCK_K], x.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, COLUMNS, BLOCK_K], w.layout)
     staged = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, ROWS, PIECE], out.layout)
@@ -195,9 +194,9 @@ def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr, NEIGH
     tiles_n = half // COLUMNS
     gl.warp_specialize(
         [
-            (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 0, GATED, NEIGHBOURS)),
-            (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 1, GATED, NEIGHBOURS)),
-            (_ask, (x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks, NEIGHBOURS)),
+            (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 0, GATED)),
+            (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 1, GATED)),
+            (_ask, (x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -237,7 +236,6 @@ def many_rows_linear(
         half,
         k // BLOCK_K.value,
         GATED=gated,
-        NEIGHBOURS=16 if k > WIDE else 8,
         num_warps=4,
     )
     return out

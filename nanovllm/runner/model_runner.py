@@ -13,7 +13,8 @@ from nanovllm.attention.backend import CacheShape, uneven
 from nanovllm.config import Config
 from nanovllm.distributed.group import Parallel
 from nanovllm.distributed.share import share_of
-from nanovllm.kernels import compile_ahead, usable
+from nanovllm.kernels import usable
+from nanovllm.kernels.ahead import compile_ahead
 from nanovllm.layers.rotary_embedding import rotary_table
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import Decoder

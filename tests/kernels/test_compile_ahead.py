@@ -1,41 +1,56 @@
-"""Kernels compiled ahead: each kind once, beside other work, and none run."""
+"""Kernels compiled ahead: each kind once, by children, beside other work, and none run."""
 
-import threading
+import os
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from nanovllm import kernels
-from nanovllm.kernels import compile_ahead, launch
+from nanovllm.kernels import ahead, launch
+from nanovllm.kernels.ahead import compile_ahead
+
+HERE = os.getpid()
 
 
 class FakeKernel:
-    def __init__(self, may_compile: threading.Event) -> None:
-        self.may_compile = may_compile
-        self.compiled: list[tuple] = []
+    """Leaves on disk who compiled it, as Triton leaves what it compiled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.children_hang = False
+        self.hanging, self.hangs = os.pipe()
 
     def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
-        assert self.may_compile.wait(10)
         if args[-1] < 0:
             raise ValueError("no such kernel")
-        self.compiled.append(args)
-        return SimpleNamespace(run=None)
+        if self.children_hang and os.getpid() != HERE:
+            os.write(self.hangs, os.getpid().to_bytes(4, "big"))
+            signal.pause()
+        file = self.folder / str(args[-1])
+        if not file.exists():
+            file.write_text(str(os.getpid()))
+        return SimpleNamespace(run=None, src=None, metadata=None)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         raise AssertionError("must not run")
 
+    def compiled_by(self) -> dict[str, int]:
+        return {file.name: int(file.read_text()) for file in self.folder.iterdir()}
+
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeKernel:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(kernels, "prepare_triton", lambda: None)
-    return FakeKernel(threading.Event())
+    monkeypatch.setattr(ahead, "prepare_triton", lambda: None)
+    monkeypatch.setattr(ahead, "Parent", lambda: SimpleNamespace(launcher_cls=lambda src, metadata: None))
+    return FakeKernel(tmp_path)
 
 
-def test_each_kind_once_and_beside_other_work(kernel: FakeKernel) -> None:
+def test_each_kind_once_and_by_children(kernel: FakeKernel) -> None:
     x = torch.zeros(8)
 
     def launches() -> None:
@@ -43,15 +58,31 @@ def test_each_kind_once_and_beside_other_work(kernel: FakeKernel) -> None:
             launch(kernel, (1,), x, size)
 
     with compile_ahead(launches) as wait:
-        kernel.may_compile.set()  # comes only because nobody has waited yet
         wait()
-    assert sorted(args[-1] for args in kernel.compiled) == [1, 2]
+    assert sorted(kernel.compiled_by()) == ["1", "2"] and HERE not in kernel.compiled_by().values()
 
 
 def test_a_failure_is_told(kernel: FakeKernel) -> None:
-    kernel.may_compile.set()
     with pytest.raises(ValueError, match="no such kernel"), compile_ahead(lambda: launch(kernel, (1,), -1)) as wait:
         wait()
+
+
+def test_children_that_hang_are_not_needed(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "PATIENCE", 0.1)
+    kernel.children_hang = True
+    with compile_ahead(lambda: launch(kernel, (1,), 1)) as wait:
+        wait()
+    assert kernel.compiled_by() == {"1": HERE}
+
+
+def test_children_end_with_what_was_done_beside_them(kernel: FakeKernel) -> None:
+    kernel.children_hang = True
+    with pytest.raises(FileNotFoundError), compile_ahead(lambda: launch(kernel, (1,), 1)):
+        child = int.from_bytes(os.read(kernel.hanging, 4), "big")
+        raise FileNotFoundError("no weights")
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert not kernel.compiled_by()
 
 
 def test_launches_within_run(kernel: FakeKernel) -> None:

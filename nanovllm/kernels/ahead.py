@@ -1,0 +1,169 @@
+"""Kernels compiled before they are needed, by processes side by side.
+
+Half of what Triton does to compile a kernel is Python, for which threads would wait for one another. So children are
+forked that leave what they compile in Triton's cache on disk. Threads of this process load it from there, and compile
+what they do not find: children may fail, and are not needed.
+"""
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from nanovllm.kernels import collecting
+
+PATIENCE = 60  # seconds, after which children are taken to hang: they have locks of threads that they have not
+_preparing = threading.Lock()
+
+
+class Job(NamedTuple):
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    options: dict[str, Any]
+
+    def kind(self) -> tuple:
+        return id(self.kernel), *map(_kind, self.args), *sorted((k, _kind(v)) for k, v in self.options.items())
+
+    def compile(self) -> Any:
+        return self.kernel.warmup(*self.args, grid=self.grid, **self.options)
+
+
+def _kind(value: Any) -> str:
+    """What a kernel is compiled for: a tensor's type and alignment, a descriptor's block, a number itself."""
+    if hasattr(value, "data_ptr"):
+        return f"{value.dtype}{value.data_ptr() % 16 == 0}"
+    if hasattr(value, "block_shape"):  # of a tensor that lies where TMA can read it
+        return f"{value.base.dtype}{value.block_shape}{value.layout}"
+    return repr(value)
+
+
+def prepare_triton() -> None:
+    """What Triton does before it compiles or loads its first kernel. For its cache's key it reads all of itself, half a
+    gigabyte: once, and not in every thread."""
+    with _preparing:
+        import triton
+
+        # not part of its interface: without it, the first kernels do the same
+        if read_itself := getattr(triton.runtime.cache, "triton_key", None):
+            read_itself()
+        import torch
+
+        if torch.cuda.is_available():
+            _ = triton.runtime.driver.active
+
+
+@contextmanager
+def compile_ahead(launches: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Compile the kernels that `launches` would launch beside what is done within, before whose end the function that
+    this gives must be called: it waits for them."""
+    import torch
+
+    jobs: dict[tuple, Job] = {}
+
+    def collect(*launch: Any) -> None:
+        job = Job(*launch)
+        jobs.setdefault(job.kind(), job)
+
+    with collecting(collect):
+        launches()
+    prepare_triton()
+    children = Children(list(jobs.values()), Parent())
+    # the device that kernels are loaded onto is each thread's own affair
+    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)) as pool:
+        ended = pool.submit(children.wait)
+        loaded = [pool.submit(_load, job, ended) for job in jobs.values()]
+
+        def wait() -> None:
+            for future in loaded:
+                future.result()
+
+        try:
+            yield wait
+        finally:
+            children.abandon()
+            pool.shutdown(cancel_futures=True)
+
+
+def _load(job: Job, ended: "Future[bool]") -> None:
+    """What was compiled, and by asking for its `run` also the piece of C that launches it."""
+    if ended.result():
+        _ = job.compile().run
+
+
+class Parent:
+    """What a child may ask of Triton's driver: as its parent would have been answered, without touching the device."""
+
+    def __init__(self) -> None:
+        import triton
+
+        driver = triton.runtime.driver.active
+        self._device, self._target = driver.get_current_device(), driver.get_current_target()
+        self.launcher_cls = driver.launcher_cls
+
+    def get_current_device(self) -> int:
+        return self._device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+class Children:
+    """As many as there are processors, each taking a job after the other from a pipe."""
+
+    def __init__(self, jobs: list[Job], parent: Parent) -> None:
+        numbers, write_numbers = os.pipe()
+        os.write(write_numbers, b"".join(number.to_bytes(2, "big") for number in range(len(jobs))))
+        os.close(write_numbers)
+        self._ended, running = os.pipe()  # its end is reached when no child has it any more
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._pids: list[int] = []
+        for _ in range(min(len(jobs), len(os.sched_getaffinity(0)))):
+            try:
+                pid = os.fork()
+            except OSError:  # no room for another
+                break
+            if pid == 0:
+                try:
+                    _work(numbers, jobs, parent)
+                finally:
+                    os._exit(0)
+            self._pids.append(pid)
+        os.close(running)
+        os.close(numbers)
+
+    def wait(self) -> bool:
+        """Until they have ended, or were given up (False)."""
+        select.select([self._ended], [], [], PATIENCE)
+        os.close(self._ended)
+        self._end()
+        return not self._abandoned
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            while self._pids:
+                pid = self._pids.pop()
+                os.kill(pid, signal.SIGKILL)  # which does nothing to one that has ended
+                os.waitpid(pid, 0)
+
+
+def _work(numbers: int, jobs: list[Job], parent: Parent) -> None:
+    import triton
+
+    triton.runtime.driver.set_active(parent)
+    while number := os.read(numbers, 2):
+        with suppress(Exception):  # the parent will meet it too, and tell
+            compiled = jobs[int.from_bytes(number, "big")].compile()
+            parent.launcher_cls(compiled.src, compiled.metadata)  # the piece of C
