@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from nanovllm.kernels import collecting
 
 PATIENCE = 60  # seconds, after which children are taken to hang: they have locks of threads that they have not
+MAX_CHILDREN = 16  # each takes some hundred megabytes
 _preparing = threading.Lock()
 
 
@@ -58,9 +59,9 @@ def prepare_triton() -> None:
 
 
 @contextmanager
-def compile_ahead(launches: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def compile_ahead(launches: Callable[[], None], *, num_sharers: int = 1) -> Iterator[Callable[[], None]]:
     """Compile the kernels that `launches` would launch beside what is done within, before whose end the function that
-    this gives must be called: it waits for them."""
+    this gives must be called: it waits for them. `num_sharers` processes do the same on this machine."""
     import torch
 
     jobs: dict[tuple, Job] = {}
@@ -72,7 +73,8 @@ def compile_ahead(launches: Callable[[], None]) -> Iterator[Callable[[], None]]:
     with collecting(collect):
         launches()
     prepare_triton()
-    children = Children(list(jobs.values()), Parent())
+    processors = max(1, len(os.sched_getaffinity(0)) // num_sharers)
+    children = Children(list(jobs.values()), Parent(), count=min(len(jobs), processors, MAX_CHILDREN))
     # the device that kernels are loaded onto is each thread's own affair
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)) as pool:
         ended = pool.submit(children.wait)
@@ -116,9 +118,9 @@ class Parent:
 
 
 class Children:
-    """As many as there are processors, each taking a job after the other from a pipe."""
+    """Each takes a job after the other from a pipe."""
 
-    def __init__(self, jobs: list[Job], parent: Parent) -> None:
+    def __init__(self, jobs: list[Job], parent: Parent, *, count: int) -> None:
         numbers, write_numbers = os.pipe()
         os.write(write_numbers, b"".join(number.to_bytes(2, "big") for number in range(len(jobs))))
         os.close(write_numbers)
@@ -126,7 +128,7 @@ class Children:
         self._lock = threading.Lock()
         self._abandoned = False
         self._pids: list[int] = []
-        for _ in range(min(len(jobs), len(os.sched_getaffinity(0)))):
+        for _ in range(count):
             try:
                 pid = os.fork()
             except OSError:  # no room for another
@@ -142,7 +144,9 @@ class Children:
 
     def wait(self) -> bool:
         """Until they have ended, or were given up (False)."""
-        select.select([self._ended], [], [], PATIENCE)
+        poll = select.poll()
+        poll.register(self._ended, select.POLLIN)
+        poll.poll(PATIENCE * 1000)
         os.close(self._ended)
         self._end()
         return not self._abandoned
