@@ -15,6 +15,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from nanovllm.kernels import collecting
+from nanovllm.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 PATIENCE = 60  # seconds, after which children are taken to hang: they have locks of threads that they have not
 MAX_CHILDREN = 16  # each takes some hundred megabytes
@@ -146,7 +149,8 @@ class Children:
         """Until they have ended, or were given up (False)."""
         poll = select.poll()
         poll.register(self._ended, select.POLLIN)
-        poll.poll(PATIENCE * 1000)
+        if not poll.poll(PATIENCE * 1000):
+            logger.warning("processes that compile kernels have not ended within %d s: going on without", PATIENCE)
         os.close(self._ended)
         self._end()
         return not self._abandoned

@@ -67,7 +67,7 @@ OURS = {
         "_prefill_kernel",
         "_small_batch_attention_kernel",
     ],
-    "linear": ["_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_gate_up_row_kernel"]
+    "linear": ["_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_gate_up_row_kernel", "_many_rows_kernel"]
     + ["_matmul_kernel", "_one_row_kernel", "_tiled_kernel"],
     "sampling": ["_cut_kernel", "_sample_kernel"],
     "norm, rotation, activation": [

@@ -67,12 +67,15 @@ def test_a_failure_is_told(kernel: FakeKernel) -> None:
         wait()
 
 
-def test_children_that_hang_are_not_needed(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_that_hang_are_not_needed(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(ahead, "PATIENCE", 0.1)
     kernel.children_hang = True
     with compile_ahead(lambda: launch(kernel, (1,), 1)) as wait:
         wait()
     assert kernel.compiled_by() == {"1": HERE}
+    assert "have not ended within" in caplog.text
 
 
 def test_children_end_with_what_was_done_beside_them(kernel: FakeKernel) -> None:
