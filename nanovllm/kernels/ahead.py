@@ -2,16 +2,19 @@
 
 Half of what Triton does to compile a kernel is Python, for which threads would wait for one another. So children are
 forked that leave what they compile in Triton's cache on disk. Threads of this process load it from there, and compile
-what they do not find: children may fail, and are not needed.
+what they do not find: children may fail, and are not needed. Where all was loaded once, a file in that cache says so,
+and the next start forks none.
 """
 
+import hashlib
 import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.kernels import collecting
@@ -31,7 +34,8 @@ class Job(NamedTuple):
     options: dict[str, Any]
 
     def kind(self) -> tuple:
-        return id(self.kernel), *map(_kind, self.args), *sorted((k, _kind(v)) for k, v in self.options.items())
+        options = sorted((name, _kind(value)) for name, value in self.options.items())
+        return self.kernel.__module__, self.kernel.__name__, *map(_kind, self.args), *options
 
     def compile(self) -> Any:
         return self.kernel.warmup(*self.args, grid=self.grid, **self.options)
@@ -76,8 +80,11 @@ def compile_ahead(launches: Callable[[], None], *, num_sharers: int = 1) -> Iter
     with collecting(collect):
         launches()
     prepare_triton()
+    parent = Parent()
+    known = parent.cache / f"nanovllm-{_fingerprint(parent.setting, jobs)}"
     processors = max(1, len(os.sched_getaffinity(0)) // num_sharers)
-    children = Children(list(jobs.values()), Parent(), count=min(len(jobs), processors, MAX_CHILDREN))
+    num_children = 0 if known.exists() else min(len(jobs), processors, MAX_CHILDREN)
+    children = Children(list(jobs.values()), parent, count=num_children)
     # the device that kernels are loaded onto is each thread's own affair
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)) as pool:
         ended = pool.submit(children.wait)
@@ -86,12 +93,22 @@ def compile_ahead(launches: Callable[[], None], *, num_sharers: int = 1) -> Iter
         def wait() -> None:
             for future in loaded:
                 future.result()
+            with suppress(OSError):  # where nothing can be written, nothing is known at the next start
+                known.touch()
 
         try:
             yield wait
         finally:
             children.abandon()
             pool.shutdown(cancel_futures=True)
+
+
+def _fingerprint(setting: str, kinds: Iterable[tuple]) -> str:
+    """Of kernels as they are written today, and of what they are compiled for and by."""
+    digest = hashlib.sha256(repr((setting, sorted(map(repr, kinds)))).encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _load(job: Job, ended: "Future[bool]") -> None:
@@ -109,6 +126,8 @@ class Parent:
         driver = triton.runtime.driver.active
         self._device, self._target = driver.get_current_device(), driver.get_current_target()
         self.launcher_cls = driver.launcher_cls
+        self.cache = Path(triton.knobs.cache.dir)
+        self.setting = f"Triton {triton.__version__} for {self._target}"
 
     def get_current_device(self) -> int:
         return self._device

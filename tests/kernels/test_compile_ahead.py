@@ -18,6 +18,8 @@ HERE = os.getpid()
 class FakeKernel:
     """Leaves on disk who compiled it, as Triton leaves what it compiled."""
 
+    __name__ = "fake"
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.children_hang = False
@@ -46,8 +48,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeKernel:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(ahead, "prepare_triton", lambda: None)
-    monkeypatch.setattr(ahead, "Parent", lambda: SimpleNamespace(launcher_cls=lambda src, metadata: None))
-    return FakeKernel(tmp_path)
+    parent = SimpleNamespace(cache=tmp_path, setting="", launcher_cls=lambda src, metadata: None)
+    monkeypatch.setattr(ahead, "Parent", lambda: parent)
+    (tmp_path / "compiled").mkdir()
+    return FakeKernel(tmp_path / "compiled")
 
 
 def test_each_kind_once_and_by_children(kernel: FakeKernel) -> None:
@@ -62,9 +66,19 @@ def test_each_kind_once_and_by_children(kernel: FakeKernel) -> None:
     assert sorted(kernel.compiled_by()) == ["1", "2"] and HERE not in kernel.compiled_by().values()
 
 
-def test_a_failure_is_told(kernel: FakeKernel) -> None:
+def test_what_was_loaded_once_needs_no_children(kernel: FakeKernel) -> None:
+    for size, by_children in ((1, True), (1, False), (2, True)):
+        with compile_ahead(lambda size=size: launch(kernel, (1,), size)) as wait:
+            wait()
+        [(name, compiler)] = kernel.compiled_by().items()
+        assert name == str(size) and (compiler != HERE) == by_children
+        (kernel.folder / name).unlink()
+
+
+def test_a_failure_is_told_and_nothing_is_known_then(kernel: FakeKernel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such kernel"), compile_ahead(lambda: launch(kernel, (1,), -1)) as wait:
         wait()
+    assert [file.name for file in tmp_path.iterdir()] == ["compiled"]
 
 
 def test_children_that_hang_are_not_needed(
