@@ -196,11 +196,11 @@ def test_a_failure_to_open_leaves_no_memory_behind(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     used = []
-    for _ in range(4):
+    for _ in range(10):  # a leak adds up; what allocators keep, which differs by tens of megabytes, does not
         with pytest.raises(ValueError, match="9 missing"):
             open_llm(tmp_path)
         used.append(resident())
-    assert used[-1] - used[0] < size / 2, "after the first, which lets allocators settle"
+    assert used[-1] - used[0] < size, "after the first, which lets allocators settle"
 
 
 def test_the_scheduler_is_idle_between_calls() -> None:
