@@ -65,6 +65,7 @@ def hermes_by_hand(text: str) -> tuple[str, list[tuple[str, Any]]]:
         try:
             call, end = json.JSONDecoder().raw_decode(text.lstrip())
             known = isinstance(call, dict) and call.get("name") in ("f", "g")
+            known = known and isinstance(call.get("arguments", call.get("parameters", {})), dict)
         except ValueError:
             known = False
         if not known:
@@ -82,6 +83,7 @@ def hermes_by_hand(text: str) -> tuple[str, list[tuple[str, Any]]]:
 @settings(deadline=None)
 @given(texts)
 @example('<tool_call>{"name": "f", "arguments": {"x": "<tool_call>{"name": "f", "arguments": {}}')
+@example('<tool_call>{"name": "f", "arguments":null}')
 def test_hermes_agrees_with_a_plain_reading(text: str) -> None:
     parser = make_parser(reasoning=None, tools="hermes", tool_schemas=TOOLS, tool_choice="auto")
     message = parser.parse(text)
