@@ -56,25 +56,25 @@ def _launch_remembered(kernel: Any, grid: tuple[int, ...], args: tuple, options:
     """Find what was compiled for such arguments, by what Triton tells them apart by: its own way takes 12 us more."""
     import torch
 
-    key: list[Any] = [id(kernel), torch.cuda.current_device(), *options.items()]
-    plain: list[Any] = []
-    for arg in args:
-        plain.append(arg)
-        if type(arg) is int:
-            key.append((arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31))
-        elif isinstance(arg, torch.Tensor):
-            plain[-1] = address = arg.data_ptr()
-            key.append((arg.dtype, address % 16 == 0))
-        elif hasattr(arg, "block_shape"):  # a descriptor
-            key.append((arg.base.dtype, *arg.block_shape, id(arg.layout)))
-        else:
-            key.append(type(arg))
-    found = _compiled.get(kind := tuple(key))
+    kind = id(kernel), torch.cuda.current_device(), *options.items(), *map(kind_of, args)
+    found = _compiled.get(kind)
     if found is None:
         _compiled[kind] = kernel[grid](*args, **options), kernel.arg_names[len(args) :]
         return
     compiled, names = found
+    plain = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
     compiled[(*grid, 1, 1)[:3]](*plain, *[options[name] for name in names])
+
+
+def kind_of(arg: Any) -> Any:
+    """What Triton compiles a kernel for, of an argument that is not constant in it."""
+    if type(arg) is int:
+        return arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31
+    if hasattr(arg, "data_ptr"):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if hasattr(arg, "block_shape"):  # a descriptor, of a tensor that lies where TMA can read it
+        return arg.base.dtype, *arg.block_shape, arg.layout
+    return type(arg)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm.kernels import collecting
+from nanovllm.kernels import collecting, kind_of
 from nanovllm.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -34,20 +34,10 @@ class Job(NamedTuple):
     options: dict[str, Any]
 
     def kind(self) -> tuple:
-        options = sorted((name, _kind(value)) for name, value in self.options.items())
-        return self.kernel.__module__, self.kernel.__name__, *map(_kind, self.args), *options
+        return self.kernel.__module__, self.kernel.__name__, *sorted(self.options.items()), *map(kind_of, self.args)
 
     def compile(self) -> Any:
         return self.kernel.warmup(*self.args, grid=self.grid, **self.options)
-
-
-def _kind(value: Any) -> str:
-    """What a kernel is compiled for: a tensor's type and alignment, a descriptor's block, a number itself."""
-    if hasattr(value, "data_ptr"):
-        return f"{value.dtype}{value.data_ptr() % 16 == 0}"
-    if hasattr(value, "block_shape"):  # of a tensor that lies where TMA can read it
-        return f"{value.base.dtype}{value.block_shape}{value.layout}"
-    return repr(value)
 
 
 def prepare_triton() -> None:
