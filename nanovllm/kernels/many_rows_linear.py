@@ -8,8 +8,6 @@ Written in Gluon, Triton's language for those who place warps and memory themsel
 divide work among warps on Hopper. There is no interpreter for it: tests without a GPU only compile it.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels import cdiv, launch
+from nanovllm.kernels.tiled_linear import num_sms
 
 GROUPS = gl.constexpr(2)  # of four warps that multiply
 ROWS = gl.constexpr(64)  # of a group
@@ -211,11 +210,6 @@ def many_rows_serves(weight: Tensor, bias: Tensor | None) -> bool:
     return num_outputs % (2 * COLUMNS.value) == 0 and rest == 0 and num_blocks >= MIN_BLOCKS
 
 
-@cache
-def _num_sms() -> int:
-    return torch.cuda.get_device_properties().multi_processor_count
-
-
 def many_rows_linear(
     x: Tensor,  # [M, K] bfloat16
     weight: Tensor,  # [N, K]; gated: the gates' rows, then the ups'
@@ -228,7 +222,7 @@ def many_rows_linear(
     tiles = cdiv(m, GROUPS.value * ROWS.value) * (half // COLUMNS.value)
     launch(
         _many_rows_kernel,
-        (min(_num_sms(), tiles),),
+        (min(num_sms(), tiles),),
         TensorDescriptor(x, [m, k], list(x.stride()), [ROWS.value, BLOCK_K.value], X_LAYOUT),
         TensorDescriptor(weight, [2, half, k], [half * k, k, 1], [2, COLUMNS.value, BLOCK_K.value], W_LAYOUT),
         TensorDescriptor(out, list(out.shape), [out.shape[1], 1], [ROWS.value, PIECE.value], X_LAYOUT),

@@ -53,7 +53,7 @@ def _tile(m: int, num_weight_rows: int, *, gated: bool, in_parts: bool) -> Tile:
 
 def _block_n(num_weight_rows: int, programs_each: int) -> int:
     """64 rows of the weight, or 32 where tiles would else be so few that half of the chip had none."""
-    return 64 if cdiv(num_weight_rows, 64) * programs_each > _num_sms() // 2 else 32
+    return 64 if cdiv(num_weight_rows, 64) * programs_each > num_sms() // 2 else 32
 
 
 @cache
@@ -64,7 +64,7 @@ def _device_limits() -> tuple[int, int]:  # SMs, bytes of shared memory a progra
     return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
-def _num_sms() -> int:
+def num_sms() -> int:
     return _device_limits()[0]
 
 
@@ -179,7 +179,7 @@ def linear_in_parts(
     tile = _tile(m, n, gated=False, in_parts=True)
     tiles = cdiv(n, tile.block_n) * cdiv(m, tile.block_m)
     parts = MAX_PARTS
-    while parts > 1 and (4 * tiles * parts > 5 * _num_sms() or parts * tile.block_k > k):
+    while parts > 1 and (4 * tiles * parts > 5 * num_sms() or parts * tile.block_k > k):
         parts //= 2
     out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
     _launch(x, weight, bias, out, tile, parts=parts, gated=False, pdl=pdl)
