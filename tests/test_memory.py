@@ -190,6 +190,21 @@ def test_a_step_that_fails_closes_the_engine_and_names_the_cause(
     assert_closed(llm, "closed by an earlier failure: RuntimeError: the device is on fire")
 
 
+def test_the_cause_is_named_also_where_closing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU after an illegal access, which frees no memory any more."""
+    llm = open_llm(TEXT_MODEL)
+
+    def fail(message: str) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(llm._core.executor, "launch", lambda plan: fail("the device is on fire"))
+    monkeypatch.setattr(llm._core.executor, "close", lambda: fail("it burns still"))
+    with pytest.raises(EngineError, match="the engine is closed: RuntimeError: the device is on fire") as raised:
+        llm.generate("text", use_tqdm=False)
+    assert raised.value.__cause__.__notes__ == ["Closing the engine failed too: RuntimeError: it burns still"]
+    assert_closed(llm, "closed by an earlier failure: RuntimeError: the device is on fire")
+
+
 def test_a_failure_to_open_leaves_no_memory_behind(tmp_path: Path) -> None:
     size = make_checkpoint(tmp_path, num_layers=2)
     run_once(tmp_path)

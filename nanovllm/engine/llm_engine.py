@@ -295,11 +295,13 @@ class LLMEngine:
     def _shut(self, reason: str) -> None:
         self._closed = reason
         self._drop_requests()
-        self._core.executor.close()
-        if self._compiler is not None:
-            self._compiler.close()
-        gc.unfreeze()
-        del self._core
+        try:
+            self._core.executor.close()
+        finally:
+            if self._compiler is not None:
+                self._compiler.close()
+            gc.unfreeze()
+            del self._core
 
     def check_health(self) -> None:
         """EngineError if the engine cannot go on."""
@@ -312,7 +314,10 @@ class LLMEngine:
 
     def _fail(self, error: Exception) -> None:
         self._cause = error
-        self._shut(f"the engine was closed by an earlier failure: {_told(error)}")
+        try:
+            self._shut(f"the engine was closed by an earlier failure: {_told(error)}")
+        except Exception as closing:  # a GPU that has failed cannot free memory either: what it failed of is the news
+            error.add_note(f"Closing the engine failed too: {_told(closing)}")
 
     def _start_over(self) -> None:
         """Drop all requests and schedule anew: a step was cut short, and host and device disagree about it."""
