@@ -1,6 +1,7 @@
 """Triton kernels, one operation a file: its plain torch reference, the kernel, and what launches it."""
 
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,6 +10,11 @@ from typing import Any
 
 _collect: ContextVar[Callable[..., object] | None] = ContextVar("collect", default=None)
 _compiled: dict[tuple, tuple[Any, list[str]]] = {}  # by kind of launch, with the names of what is constant in it
+
+# Held by who has Triton load a kernel. The pieces of C that launch kernels are Python modules of one name, and Python,
+# asked for such a one again, gives out the module of that name that was loaded last, its functions exchanged. A thread
+# that has just been given its module may so find another kernel's launcher in it.
+loading = threading.Lock()
 
 
 @cache
@@ -59,7 +65,8 @@ def _launch_remembered(kernel: Any, grid: tuple[int, ...], args: tuple, options:
     kind = id(kernel), torch.cuda.current_device(), *options.items(), *map(kind_of, args)
     found = _compiled.get(kind)
     if found is None:
-        _compiled[kind] = kernel[grid](*args, **options), kernel.arg_names[len(args) :]
+        with loading:
+            _compiled[kind] = kernel[grid](*args, **options), kernel.arg_names[len(args) :]
         return
     compiled, names = found
     plain = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm.kernels import collecting, kind_of
+from nanovllm.kernels import collecting, kind_of, loading
 from nanovllm.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -104,7 +104,9 @@ def _fingerprint(setting: str, kinds: Iterable[tuple]) -> str:
 def _load(job: Job, ended: "Future[bool]") -> None:
     """What was compiled, and by asking for its `run` also the piece of C that launches it."""
     if ended.result():
-        _ = job.compile().run
+        compiled = job.compile()
+        with loading:
+            _ = compiled.run
 
 
 class Parent:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,19 @@ from nanovllm.kernels import ahead, launch
 from nanovllm.kernels.ahead import compile_ahead
 
 HERE = os.getpid()
+
+
+class Compiled:
+    """Whose launcher must not be loaded while another is."""
+
+    src = metadata = None
+    being_loaded = threading.Lock()
+
+    @property
+    def run(self) -> None:
+        assert self.being_loaded.acquire(blocking=False), "two are loaded at a time"
+        threading.Event().wait(0.02)  # long enough for others to come, if they may
+        self.being_loaded.release()
 
 
 class FakeKernel:
@@ -34,7 +48,7 @@ class FakeKernel:
         file = self.folder / str(args[-1])
         if not file.exists():
             file.write_text(str(os.getpid()))
-        return SimpleNamespace(run=None, src=None, metadata=None)
+        return Compiled()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         raise AssertionError("must not run")
@@ -73,6 +87,13 @@ def test_what_was_loaded_once_needs_no_children(kernel: FakeKernel) -> None:
         [(name, compiler)] = kernel.compiled_by().items()
         assert name == str(size) and (compiler != HERE) == by_children
         (kernel.folder / name).unlink()
+
+
+def test_launchers_are_loaded_one_at_a_time(kernel: FakeKernel) -> None:
+    x = torch.zeros(64)
+    kinds = [(x, 1), (x, 2), (x[1:], 1), (x[1:], 2), (x.half(), 1), (x.half(), 2)]
+    with compile_ahead(lambda: [launch(kernel, (1,), *args) for args in kinds]) as wait:
+        wait()
 
 
 def test_a_failure_is_told_and_nothing_is_known_then(kernel: FakeKernel, tmp_path: Path) -> None:

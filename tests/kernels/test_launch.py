@@ -29,6 +29,7 @@ class FakeKernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
         def compile(*args: Any, **options: Any) -> Compiled:
+            assert kernels.loading.locked(), "other threads might load at the same time"
             self.compiled.append(Compiled())
             return self.compiled[-1]
 
