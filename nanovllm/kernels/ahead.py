@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm.kernels import collecting, kind_of, loading
+from nanovllm.kernels import collecting, described, loading
 from nanovllm.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -34,7 +34,8 @@ class Job(NamedTuple):
     options: dict[str, Any]
 
     def kind(self) -> tuple:
-        return self.kernel.__module__, self.kernel.__name__, *sorted(self.options.items()), *map(kind_of, self.args)
+        kinds, _ = described(self.args)
+        return self.kernel.__module__, self.kernel.__name__, *sorted(self.options.items()), *kinds
 
     def compile(self) -> Any:
         return self.kernel.warmup(*self.args, grid=self.grid, **self.options)
