@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from nanovllm import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanovllm.errors import RequestError
 from tests.helpers import (
     TEXT_MODEL,
     TOKENIZER,
@@ -50,6 +51,36 @@ def encode(llm: LLM, text: str) -> list[int]:
 
 
 # --- what goes in -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("overlap", "priority", "before"), [(True, 0, 3), (True, [0] * 6, 6), (False, 0, 6)])
+def test_the_device_starts_before_the_last_prompt_is_in(
+    overlap: bool, priority: Any, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With three of six prompts there is enough for a first step; where some may come before others all are awaited."""
+    prompts = [prompt_of(20, seed=seed) for seed in range(6)]
+    with open_llm("llama", overlap=overlap, max_num_batched_tokens=50) as llm:
+        added, launched = [], []
+        add, launch = llm.add_request, llm._core.executor.launch
+        monkeypatch.setattr(llm, "add_request", lambda *args, **kw: added.append(add(*args, **kw)) or added[-1])
+        monkeypatch.setattr(
+            llm._core.executor, "launch", lambda plan: launched.append((len(added), len(plan.chunks))) or launch(plan)
+        )
+        for _ in range(2):
+            outputs = llm.generate(prompts, greedy_params(5), use_tqdm=False, priority=priority)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                assert_greedy("llama", prompt, output["token_ids"])
+            assert launched[0] == (before, 3)
+            added.clear()
+            launched.clear()
+            llm.reset_prefix_cache()
+            while llm.has_work:
+                llm.step()
+        with pytest.raises(RequestError, match="^prompt 4: the prompt is empty"):
+            llm.generate([*prompts[:4], [], prompts[5]], greedy_params(5), use_tqdm=False, priority=priority)
+        assert llm.is_finished() and bool(launched) == (before < 4)
+        assert_greedy("llama", prompts[0], llm.generate(prompts[0], greedy_params(5), use_tqdm=False)[0]["token_ids"])
+        scheduler_of(llm).check()
 
 
 def test_forms_of_a_prompt(llm: LLM, free: RequestOutput) -> None:

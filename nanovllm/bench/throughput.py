@@ -135,13 +135,12 @@ def serve(llm: "LLM", workload: "Workload") -> Run:
     """Hand over all requests, step until all are done."""
     from tqdm import tqdm
 
-    requests = list(zip(workload.prompts, workload.params, strict=True))
+    params = workload.params
     num_steps = num_decode_steps = 0
     # tqdm reads disable=None as "only on a terminal".
     with tqdm(total=workload.num_output_tokens, unit="tok", desc="Generating", disable=None) as bar:
         begin = shown = time.perf_counter()
-        for prompt, params in requests:
-            llm.add_request(prompt, params)
+        llm._add_all(workload.prompts, params, stream=False)
         while not llm.is_finished():
             done = llm.step()
             plan = llm._core.last_plan

@@ -247,18 +247,27 @@ class LLMEngine:
         priority: int | Seq[int] = 0,
         stream: bool,
     ) -> list[str]:
-        """Queue all prompts or, if one is refused, none."""
+        """Queue all prompts or, if one is refused, none.
+
+        An idle device that works beside the host gets its first step once there are tokens enough, not after the last.
+        """
         items = as_list(prompts)
         params = one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
         priorities = one_each("priority", priority, int, len(items))
+        early = self._core.depth and not self._core.has_work and isinstance(priority, int)
+        room = self.config.max_num_batched_tokens if early else 0  # for tokens, in the first step
         names: list[str] = []
-        try:
-            for item, param, rank in zip(items, params, priorities, strict=True):
+        for item, param, rank in zip(items, params, priorities, strict=True):
+            try:
                 names.append(self.add_request(item, param, priority=rank, stream=stream))
-        except NanoError as error:
-            self.abort(names)
-            error.args = (f"prompt {len(names)}: {error}" if len(items) > 1 else str(error),)
-            raise
+            except NanoError as error:
+                self.abort(names)
+                error.args = (f"prompt {len(names)}: {error}" if len(items) > 1 else str(error),)
+                raise
+            if room > 0:
+                room -= len(self._requests[names[-1]].prompt_token_ids)
+                if room <= 0:
+                    self._step_for(())
         return names
 
     def embed(self, token_ids: list[int], pooling: str = "last") -> list[float] | None:
