@@ -1,9 +1,9 @@
 """Kernels compiled before they are needed, by processes side by side.
 
 Half of what Triton does to compile a kernel is Python, for which threads would wait for one another. So children are
-forked that leave what they compile in Triton's cache on disk. Threads of this process load it from there, and compile
-what they do not find: children may fail, and are not needed. Where all was loaded once, a file in that cache says so,
-and the next start forks none.
+forked that leave what they compile in Triton's cache on disk, and tell of it. Threads of this process load it from
+there, and at the end compile what nobody told of: children may fail, and are not needed. Where all was loaded once, a
+file in that cache says so, and the next start forks none.
 """
 
 import hashlib
@@ -11,8 +11,9 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,14 @@ logger = get_logger(__name__)
 
 PATIENCE = 60  # seconds, after which children are taken to hang: they have locks of threads that they have not
 MAX_CHILDREN = 16  # each takes some hundred megabytes
+# What takes longest to compile, longest first: were it begun last, all would wait for it
+LONG = (
+    "_many_rows_kernel",
+    "_small_batch_attention_kernel",
+    "_decode_kernel",
+    "_few_rows_kernel",
+    "_tiled_kernel",
+)
 _preparing = threading.Lock()
 
 
@@ -36,6 +45,10 @@ class Job(NamedTuple):
     def kind(self) -> tuple:
         kinds, _ = described(self.args)
         return self.kernel.__module__, self.kernel.__name__, *sorted(self.options.items()), *kinds
+
+    def rank(self) -> int:
+        name = self.kernel.__name__
+        return LONG.index(name) if name in LONG else len(LONG)
 
     def compile(self) -> Any:
         return self.kernel.warmup(*self.args, grid=self.grid, **self.options)
@@ -62,28 +75,35 @@ def compile_ahead(launches: Callable[[], None], *, num_sharers: int = 1) -> Iter
     this gives must be called: it waits for them. `num_sharers` processes do the same on this machine."""
     import torch
 
-    jobs: dict[tuple, Job] = {}
+    of_kind: dict[tuple, Job] = {}
 
     def collect(*launch: Any) -> None:
         job = Job(*launch)
-        jobs.setdefault(job.kind(), job)
+        of_kind.setdefault(job.kind(), job)
 
     with collecting(collect):
         launches()
     prepare_triton()
     parent = Parent()
-    known = parent.cache / f"nanovllm-{_fingerprint(parent.setting, jobs)}"
+    known = parent.cache / f"nanovllm-{_fingerprint(parent.setting, of_kind)}"
+    jobs = sorted(of_kind.values(), key=Job.rank)
     processors = max(1, len(os.sched_getaffinity(0)) // num_sharers)
     num_children = 0 if known.exists() else min(len(jobs), processors, MAX_CHILDREN)
-    children = Children(list(jobs.values()), parent, count=num_children)
+    children = Children(jobs, parent, count=num_children)
     # the device that kernels are loaded onto is each thread's own affair
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)) as pool:
-        ended = pool.submit(children.wait)
-        loaded = [pool.submit(_load, job, ended) for job in jobs.values()]
+
+        def load_all() -> None:
+            loads = {number: pool.submit(_load, jobs[number]) for number in children.done()}
+            if not children.abandoned:
+                rest = [job for number, job in enumerate(jobs) if number not in loads]
+                for load in [*loads.values(), *[pool.submit(_load, job) for job in rest]]:
+                    load.result()
+
+        loaded = pool.submit(load_all)
 
         def wait() -> None:
-            for future in loaded:
-                future.result()
+            loaded.result()
             with suppress(OSError):  # where nothing can be written, nothing is known at the next start
                 known.touch()
 
@@ -102,12 +122,11 @@ def _fingerprint(setting: str, kinds: Iterable[tuple]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _load(job: Job, ended: "Future[bool]") -> None:
+def _load(job: Job) -> None:
     """What was compiled, and by asking for its `run` also the piece of C that launches it."""
-    if ended.result():
-        compiled = job.compile()
-        with loading:
-            _ = compiled.run
+    compiled = job.compile()
+    with loading:
+        _ = compiled.run
 
 
 class Parent:
@@ -133,15 +152,15 @@ class Parent:
 
 
 class Children:
-    """Each takes a job after the other from a pipe."""
+    """Each takes a job after the other from a pipe, and tells of what it has done by a second one."""
 
     def __init__(self, jobs: list[Job], parent: Parent, *, count: int) -> None:
         numbers, write_numbers = os.pipe()
         os.write(write_numbers, b"".join(number.to_bytes(2, "big") for number in range(len(jobs))))
         os.close(write_numbers)
-        self._ended, running = os.pipe()  # its end is reached when no child has it any more
+        self._told, tell = os.pipe()  # its end is reached when no child has it any more
         self._lock = threading.Lock()
-        self._abandoned = False
+        self.abandoned = False
         self._pids: list[int] = []
         for _ in range(count):
             try:
@@ -150,25 +169,30 @@ class Children:
                 break
             if pid == 0:
                 try:
-                    _work(numbers, jobs, parent)
+                    _work(numbers, tell, jobs, parent)
                 finally:
                     os._exit(0)
             self._pids.append(pid)
-        os.close(running)
+        os.close(tell)
         os.close(numbers)
 
-    def wait(self) -> bool:
-        """Until they have ended, or were given up (False)."""
+    def done(self) -> Iterator[int]:
+        """The numbers of jobs as they get done, until all children have ended, or were given up."""
         poll = select.poll()
-        poll.register(self._ended, select.POLLIN)
-        if not poll.poll(PATIENCE * 1000):
+        poll.register(self._told, select.POLLIN)
+        end = time.monotonic() + PATIENCE
+        try:
+            while poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                if not (number := os.read(self._told, 2)):
+                    return
+                yield int.from_bytes(number, "big")
             logger.warning("processes that compile kernels have not ended within %d s: going on without", PATIENCE)
-        os.close(self._ended)
-        self._end()
-        return not self._abandoned
+        finally:
+            os.close(self._told)
+            self._end()
 
     def abandon(self) -> None:
-        self._abandoned = True
+        self.abandoned = True
         self._end()
 
     def _end(self) -> None:
@@ -179,7 +203,7 @@ class Children:
                 os.waitpid(pid, 0)
 
 
-def _work(numbers: int, jobs: list[Job], parent: Parent) -> None:
+def _work(numbers: int, tell: int, jobs: list[Job], parent: Parent) -> None:
     import triton
 
     triton.runtime.driver.set_active(parent)
@@ -187,3 +211,4 @@ def _work(numbers: int, jobs: list[Job], parent: Parent) -> None:
         with suppress(Exception):  # the parent will meet it too, and tell
             compiled = jobs[int.from_bytes(number, "big")].compile()
             parent.launcher_cls(compiled.src, compiled.metadata)  # the piece of C
+            os.write(tell, number)

@@ -1,6 +1,7 @@
 """Kernels compiled ahead: each kind once, by children, beside other work, and none run."""
 
 import os
+import queue
 import signal
 import threading
 from pathlib import Path
@@ -32,22 +33,24 @@ class Compiled:
 class FakeKernel:
     """Leaves on disk who compiled it, as Triton leaves what it compiled."""
 
-    __name__ = "fake"
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "fake") -> None:
         self.folder = folder
-        self.children_hang = False
+        self.__name__ = name
+        self.children_hang_at: int | None = None
         self.hanging, self.hangs = os.pipe()
+        self.known_here: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
         if args[-1] < 0:
             raise ValueError("no such kernel")
-        if self.children_hang and os.getpid() != HERE:
+        if args[-1] == self.children_hang_at and os.getpid() != HERE:
             os.write(self.hangs, os.getpid().to_bytes(4, "big"))
             signal.pause()
         file = self.folder / str(args[-1])
         if not file.exists():
             file.write_text(str(os.getpid()))
+        if os.getpid() == HERE:
+            self.known_here.put(args[-1])
         return Compiled()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -89,6 +92,29 @@ def test_what_was_loaded_once_needs_no_children(kernel: FakeKernel) -> None:
         (kernel.folder / name).unlink()
 
 
+def test_what_one_child_has_compiled_is_loaded_while_another_goes_on(kernel: FakeKernel) -> None:
+    kernel.children_hang_at = 2
+    with compile_ahead(lambda: [launch(kernel, (1,), size) for size in (1, 2)]):
+        assert kernel.known_here.get(timeout=30) == 1
+        os.read(kernel.hanging, 4)
+    assert kernel.known_here.empty() and list(kernel.compiled_by()) == ["1"]
+
+
+def test_what_takes_longest_is_begun_first(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    long, longest = FakeKernel(kernel.folder, ahead.LONG[-1]), FakeKernel(kernel.folder, ahead.LONG[0])
+    long.children_hang_at = 2
+    launched = ((kernel, 1), (long, 2), (longest, 3))
+    with compile_ahead(lambda: [launch(one, (1,), number) for one, number in launched]):
+        os.read(long.hanging, 4)
+        assert list(kernel.compiled_by()) == ["3"]
+
+
+def test_all_that_is_said_to_take_long_is_there() -> None:
+    sources = "".join(file.read_text() for file in Path(ahead.__file__).parent.glob("*.py"))
+    assert all(f"def {name}(" in sources for name in ahead.LONG)
+
+
 def test_launchers_are_loaded_one_at_a_time(kernel: FakeKernel) -> None:
     x = torch.zeros(64)
     kinds = [(x, 1), (x, 2), (x[1:], 1), (x[1:], 2), (x.half(), 1), (x.half(), 2)]
@@ -106,7 +132,7 @@ def test_children_that_hang_are_not_needed(
     kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ahead, "PATIENCE", 0.1)
-    kernel.children_hang = True
+    kernel.children_hang_at = 1
     with compile_ahead(lambda: launch(kernel, (1,), 1)) as wait:
         wait()
     assert kernel.compiled_by() == {"1": HERE}
@@ -114,7 +140,7 @@ def test_children_that_hang_are_not_needed(
 
 
 def test_children_end_with_what_was_done_beside_them(kernel: FakeKernel) -> None:
-    kernel.children_hang = True
+    kernel.children_hang_at = 1
     with pytest.raises(FileNotFoundError), compile_ahead(lambda: launch(kernel, (1,), 1)):
         child = int.from_bytes(os.read(kernel.hanging, 4), "big")
         raise FileNotFoundError("no weights")
