@@ -83,6 +83,26 @@ def test_the_device_starts_before_the_last_prompt_is_in(
         scheduler_of(llm).check()
 
 
+def test_ctrl_c_while_prompts_are_taken_in_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt_of(20, seed=seed) for seed in range(6)]
+    with open_llm("llama", overlap=True, max_num_batched_tokens=50) as llm:
+        add = llm.add_request
+
+        def interrupted(prompt: Any, *args: Any, **kw: Any) -> str:
+            if prompt is prompts[4]:
+                raise KeyboardInterrupt
+            return add(prompt, *args, **kw)
+
+        monkeypatch.setattr(llm, "add_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, greedy_params(5), use_tqdm=False)
+        assert llm.is_finished() and llm.has_work, "a step was under way"
+        monkeypatch.undo()
+        for prompt, output in zip(prompts, llm.generate(prompts, greedy_params(5), use_tqdm=False), strict=True):
+            assert_greedy("llama", prompt, output["token_ids"])
+        scheduler_of(llm).check()
+
+
 def test_forms_of_a_prompt(llm: LLM, free: RequestOutput) -> None:
     ids = encode(llm, TEXT)
     assert_greedy(TEXT_MODEL, ids, free["token_ids"])

@@ -16,7 +16,7 @@ from nanovllm.engine.prompts import Prompt, all_below, as_list, one_each, read_p
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.errors import EngineClosedError, EngineError, NanoError, RequestError
+from nanovllm.errors import EngineClosedError, EngineError, RequestError
 from nanovllm.executor.head_start import head_start
 from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
@@ -257,17 +257,18 @@ class LLMEngine:
         early = self._core.depth and not self._core.has_work and isinstance(priority, int)
         room = self.config.max_num_batched_tokens if early else 0  # for tokens, in the first step
         names: list[str] = []
-        for item, param, rank in zip(items, params, priorities, strict=True):
-            try:
+        try:
+            for item, param, rank in zip(items, params, priorities, strict=True):
                 names.append(self.add_request(item, param, priority=rank, stream=stream))
-            except NanoError as error:
-                self.abort(names)
-                error.args = (f"prompt {len(names)}: {error}" if len(items) > 1 else str(error),)
-                raise
-            if room > 0:
-                room -= len(self._requests[names[-1]].prompt_token_ids)
-                if room <= 0:
-                    self._step_for(())
+                if room > 0:
+                    room -= len(self._requests[names[-1]].prompt_token_ids)
+                    if room <= 0:
+                        self._step_for(())
+        except BaseException as error:
+            self.abort(names)
+            if isinstance(error, RequestError) and len(items) > 1:
+                error.args = (f"prompt {len(names)}: {error}",)
+            raise
         return names
 
     def embed(self, token_ids: list[int], pooling: str = "last") -> list[float] | None:
