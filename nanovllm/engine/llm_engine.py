@@ -251,6 +251,7 @@ class LLMEngine:
 
         An idle device that works beside the host gets its first step once there are tokens enough, not after the last.
         """
+        self._check_open()
         items = as_list(prompts)
         params = one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
         priorities = one_each("priority", priority, int, len(items))
