@@ -141,7 +141,7 @@ def test_choices_go_together_freely() -> None:
 def test_the_defaults_users_rely_on() -> None:
     config = Config()
     assert config.model is None
-    assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) == (16384, 512, 4096)
+    assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) == (16896, 512, 4096)
     assert (config.gpu_memory_utilization, config.num_kvcache_blocks) == (0.9, -1)
     assert (config.tensor_parallel_size, config.enforce_eager, config.seed) == (1, False, 0)
     assert (config.device, config.dtype, config.attention_backend, config.load_format) == ("auto",) * 4

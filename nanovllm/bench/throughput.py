@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.arguments import count, span
 from nanovllm.bench.report import Report, Row, environment, peak_memory
+from nanovllm.utils.collector import collector_calmed
 
 if TYPE_CHECKING:
     from nanovllm.bench.workload import Workload
@@ -131,8 +132,9 @@ def warm_up(llm: "LLM") -> None:
     llm.reset_prefix_cache()
 
 
+@collector_calmed()
 def serve(llm: "LLM", workload: "Workload") -> Run:
-    """Hand over all requests, step until all are done."""
+    """Hand over all requests, step until all are done; as `generate` does."""
     from tqdm import tqdm
 
     params = workload.params

@@ -99,7 +99,7 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--max-num-seqs", type=count, default=512, metavar="N", help="a replica's; default: 512")
     group.add_argument(
-        "--max-num-batched-tokens", type=count, default=16384, metavar="N", help="a replica's; default: 16384"
+        "--max-num-batched-tokens", type=count, default=16896, metavar="N", help="a replica's; default: 16896"
     )
     group.add_argument(
         "--max-model-len", type=count, metavar="N", help="longer requests are refused; default: all are taken"

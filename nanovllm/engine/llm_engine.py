@@ -23,7 +23,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
-from nanovllm.utils.collector import collector_paused
+from nanovllm.utils.collector import collector_calmed, collector_paused
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -217,6 +217,7 @@ class LLMEngine:
                 completion.stop_at(stop)
         return grown
 
+    @collector_calmed()
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],

@@ -51,6 +51,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
 from nanovllm.plan import StepPlan
 from nanovllm.utils import children
+from nanovllm.utils.collector import calm_collector
 from nanovllm.utils.frames import FrameReader, to_frame
 from nanovllm.utils.logging import get_logger
 
@@ -364,7 +365,7 @@ def serve(sock: socket.socket, *, own_process: bool = False) -> int:
     try:
         service = Service(_start(wire), wire)
         if own_process:
-            children.calm_collector()
+            calm_collector()
         service.run()
         wire.flush()
         return 0

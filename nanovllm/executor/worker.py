@@ -34,7 +34,8 @@ from nanovllm.executor.messages import (
     Wait,
 )
 from nanovllm.plan import StepPlan
-from nanovllm.utils.children import calm_collector, parents_socket
+from nanovllm.utils.children import parents_socket
+from nanovllm.utils.collector import calm_collector
 from nanovllm.utils.frames import FrameReader, to_frame
 
 RECEIVE_BYTES = 1 << 16  # at once; memory for more would be new at every call

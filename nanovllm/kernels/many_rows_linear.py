@@ -1,8 +1,12 @@
 """A linear layer for thousands of rows on Hopper: y = x W^T, or silu(gate) * up of it in the same launch.
 
-A program stays on its multiprocessor and takes tile after tile. One warp asks for blocks of x and W, four of them under
-way; two groups of four warps multiply, 64 rows by 256 columns each. A tile's gate is worked out, and the tile stored,
-while the tensor cores are busy with the first blocks of the next one.
+A program stays on its multiprocessor and takes tile after tile. One warp asks for blocks of x and W, of which some are
+under way; two groups of four warps multiply, 64 rows by 256 columns each. A tile's gate is worked out, and the tile
+stored, while the tensor cores are busy with the first blocks of the next one.
+
+Where there is work for long, what counts is not time but power: the card lowers its clock. Then there are three groups,
+which bring each block of W to half as many rows again. They have no registers left to keep a tile in, and store it at
+once; what one of them does then, the others' products hide.
 
 Written in Gluon, Triton's language for those who place warps and memory themselves: Triton's own compiler does not
 divide work among warps on Hopper. There is no interpreter for it: tests without a GPU only compile it.
@@ -24,14 +28,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from nanovllm.kernels import cdiv, launch
 from nanovllm.kernels.tiled_linear import num_sms
 
-GROUPS = gl.constexpr(2)  # of four warps that multiply
 ROWS = gl.constexpr(64)  # of a group
 COLUMNS = gl.constexpr(128)  # of gate and as many of up; without a gate, of the left and of the right half of y
 BLOCK_K = gl.constexpr(64)
-STAGES = gl.constexpr(4)
 PIECE = gl.constexpr(64)  # columns stored at once
 NEIGHBOURS = gl.constexpr(8)  # tiles of rows that go through all columns together, while these are in L2
 MIN_BLOCKS = 3  # of x and W, for a tile: while they are multiplied, the tile before is stored
+LONG_INPUT = 4096  # from here on three groups work out gates
 
 X_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)
 W_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=3)
@@ -43,7 +46,7 @@ _async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n):
+def _place(tile, tiles_m, tiles_n, GROUPS: gl.constexpr):
     """First row and column of a tile."""
     first = tile // (NEIGHBOURS * tiles_n) * NEIGHBOURS
     size = gl.minimum(tiles_m - first, NEIGHBOURS)
@@ -53,11 +56,13 @@ def _place(tile, tiles_m, tiles_n):
 
 @gluon.jit
 def _ask(x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks):
+    STAGES: gl.constexpr = full.shape[0]
+    GROUPS: gl.constexpr = xs.shape[0] // STAGES
     # Block `it`, counted over all tiles, has place it % STAGES. Its `empty` barrier was completed it // STAGES times
-    # when both groups are done with the block before in that place; the wait for parity 1 of a fresh barrier passes.
+    # when all groups are done with the block before in that place; the wait for parity 1 of a fresh barrier passes.
     it = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        row, column = _place(tile, tiles_m, tiles_n)
+        row, column = _place(tile, tiles_m, tiles_n, GROUPS)
         for block in range(num_blocks):
             slot = it % STAGES
             mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
@@ -78,6 +83,8 @@ def _halves(y):
 
 @gluon.jit
 def _begin_product(y, xs, ws, full, it, G: gl.constexpr):
+    STAGES: gl.constexpr = full.shape[0]
+    GROUPS: gl.constexpr = xs.shape[0] // STAGES
     slot = it % STAGES
     mbarrier.wait(full.index(slot), it // STAGES & 1)
     w = ws.index(slot).reshape([2 * COLUMNS, BLOCK_K])
@@ -89,7 +96,7 @@ def _end_product(y, empty, it, UNDER_WAY: gl.constexpr):
     """Wait for the product of block `it`, with UNDER_WAY later ones still running, and give its place back."""
     y = warpgroup_mma_wait(UNDER_WAY, deps=[y])
     _barrier()  # all four warps have waited
-    mbarrier.arrive(empty.index(it % STAGES), count=1)
+    mbarrier.arrive(empty.index(it % empty.shape[0]), count=1)
     return y
 
 
@@ -128,6 +135,13 @@ def _put(out, staged, pairs, row, column, half, G: gl.constexpr, P: gl.constexpr
 
 
 @gluon.jit
+def _put_tile(out, staged, pairs, row, column, half, G: gl.constexpr, GATED: gl.constexpr):
+    pairs1, pairs2 = _halves(pairs)
+    _put(out, staged, pairs1, row, column, half, G, 0, GATED)
+    _put(out, staged, pairs2, row, column, half, G, 1, GATED)
+
+
+@gluon.jit
 def _multiply(
     out,
     xs,
@@ -142,8 +156,9 @@ def _multiply(
     G: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
+    GROUPS: gl.constexpr = staged.shape[0] // 2
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16]) if GROUPS == 2 else NARROW
     pairs = gl.zeros([ROWS, COLUMNS], gl.int32, NARROW)  # of the tile before: two bfloat16 each
     row, column = half * 0, half * 0
     it = 0
@@ -152,11 +167,11 @@ def _multiply(
         y = _begin_product(y, xs, ws, full, it, G)
         y = _begin_product(y, xs, ws, full, it + 1, G)
         pairs1, pairs2 = _halves(pairs)
-        if it > 0:  # a branch of its own, lest the compiler works it out before it asks for the products
+        if GROUPS == 2 and it > 0:  # its own branch, lest the compiler works it out before it asks for the products
             _put(out, staged, pairs1, row, column, half, G, 0, GATED)
         y = _end_product(y, empty, it, 1)
         y = _begin_product(y, xs, ws, full, it + 2, G)
-        if it > 0:
+        if GROUPS == 2 and it > 0:
             _put(out, staged, pairs2, row, column, half, G, 1, GATED)
         y = _end_product(y, empty, it + 1, 1)
         for block in range(3, num_blocks):
@@ -164,21 +179,23 @@ def _multiply(
             y = _end_product(y, empty, it + block - 1, 1)
         y = _end_product(y, empty, it + num_blocks - 1, 0)
         it += num_blocks
-        row, column = _place(tile, tiles_m, tiles_n)
+        row, column = _place(tile, tiles_m, tiles_n, GROUPS)
         row += G * ROWS
         left, right = _halves(y)
         pairs = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1
         )
         pairs = gl.convert_layout(pairs, NARROW, assert_trivial=True)
-    pairs1, pairs2 = _halves(pairs)
-    _put(out, staged, pairs1, row, column, half, G, 0, GATED)
-    _put(out, staged, pairs2, row, column, half, G, 1, GATED)
+        if GROUPS == 3:
+            _put_tile(out, staged, pairs, row, column, half, G, GATED)
+    if GROUPS == 2:
+        _put_tile(out, staged, pairs, row, column, half, G, GATED)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "num_blocks"])
-def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr):
+def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr, GROUPS: gl.constexpr):
+    STAGES: gl.constexpr = 6 - GROUPS  # what fits
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, BLOCK_K], x.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, COLUMNS, BLOCK_K], w.layout)
     staged = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, ROWS, PIECE], out.layout)
@@ -191,15 +208,27 @@ def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr):
     _barrier()
     tiles_m = (M + GROUPS * ROWS - 1) // (GROUPS * ROWS)
     tiles_n = half // COLUMNS
-    gl.warp_specialize(
-        [
-            (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 0, GATED)),
-            (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 1, GATED)),
-            (_ask, (x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks)),
-        ],
-        worker_num_warps=[4, 1],
-        worker_num_regs=[240, 24],
-    )
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 0, GATED)),
+                (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 1, GATED)),
+                (_ask, (x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks)),
+            ],
+            worker_num_warps=[4, 1],
+            worker_num_regs=[240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 0, GATED)),
+                (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 1, GATED)),
+                (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 2, GATED)),
+                (_ask, (x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks)),
+            ],
+            worker_num_warps=[4, 4, 1],
+            worker_num_regs=[160, 160, 24],
+        )
 
 
 def many_rows_serves(weight: Tensor, bias: Tensor | None) -> bool:
@@ -219,7 +248,8 @@ def many_rows_linear(
     (m, k), half = x.shape, weight.shape[0] // 2
     assert many_rows_serves(weight, None) and x.stride(1) == 1 and weight.is_contiguous()
     out = x.new_empty(m, half if gated else 2 * half)
-    tiles = cdiv(m, GROUPS.value * ROWS.value) * (half // COLUMNS.value)
+    groups = 3 if gated and k >= LONG_INPUT else 2
+    tiles = cdiv(m, groups * ROWS.value) * (half // COLUMNS.value)
     launch(
         _many_rows_kernel,
         (min(num_sms(), tiles),),
@@ -230,6 +260,7 @@ def many_rows_linear(
         half,
         k // BLOCK_K.value,
         GATED=gated,
+        GROUPS=groups,
         num_warps=4,
     )
     return out

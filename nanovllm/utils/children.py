@@ -1,7 +1,6 @@
 """Parts of this package that run as child processes at the other end of a socket: how a parent starts one, and how it
 begins."""
 
-import gc
 import os
 import select
 import signal
@@ -12,8 +11,6 @@ import sysconfig
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-YOUNG_OBJECTS = 100_000  # that may come before the garbage collector looks at them: it would lengthen steps
 
 
 def start(
@@ -60,10 +57,3 @@ def _exit_with_parent(sock: socket.socket) -> None:
     poll.register(sock, 0)  # a hang-up is reported unasked
     poll.poll()
     os._exit(1)
-
-
-def calm_collector() -> None:
-    """Once all is loaded: what is there now stays, and the garbage collector need not look at it."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)

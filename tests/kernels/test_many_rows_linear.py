@@ -28,8 +28,8 @@ def compile(kernel, grid, *args, **options):
 
 triton.runtime.driver.set_active(NoDriver())
 many_rows_linear.launch, many_rows_linear.num_sms = compile, lambda: 132
-x, weight = torch.empty(2048, 512, dtype=torch.bfloat16), torch.empty(1024, 512, dtype=torch.bfloat16)
-for gated in (False, True):
+for m, k, gated in ((2048, 512, False), (2048, 512, True), (8192, 4096, True)):
+    x, weight = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(1024, k, dtype=torch.bfloat16)
     print(many_rows_linear.many_rows_linear(x, weight, gated=gated).shape)
 """
 SHARED_MEMORY = 232_448  # bytes that a program may have on Hopper
@@ -39,11 +39,11 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    assert len(lines) == 4, done.stderr
-    assert [lines[1], lines[3]] == ["torch.Size([2048, 1024])", "torch.Size([2048, 512])"]
-    for line in (lines[0], lines[2]):
+    assert len(lines) == 6, done.stderr
+    assert lines[1::2] == [f"torch.Size([{m}, {n}])" for m, n in ((2048, 1024), (2048, 512), (8192, 512))]
+    for line, programs in zip(lines[::2], (64, 64, 132), strict=True):
         grid, shared, *found = line.rsplit(" ", 4)
-        assert grid == "(64,)" and int(shared) <= SHARED_MEMORY and found == ["True"] * 3
+        assert grid == f"({programs},)" and int(shared) <= SHARED_MEMORY and found == ["True"] * 3
 
 
 @pytest.mark.gpu
@@ -64,3 +64,20 @@ def test_many_rows(m: int, n: int, k: int) -> None:
             error = (actual.float() - expected.float()).norm() / expected.float().norm()
             assert actual.shape == expected.shape and error < 1e-2, error
             assert torch.equal(actual, many_rows_linear(x, weight, gated=gated)), "not the same when run again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 64, 65, 129, 191, 193, 330, 2048, 4100])
+@pytest.mark.parametrize(("n", "k"), [(256, 192), (768, 256), (2048, 320), (24576, 4096)])
+def test_three_groups_give_what_two_do(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not gluon_usable():
+        pytest.skip("needs a GPU of the kind the kernel is written for")
+    from nanovllm.kernels import many_rows_linear as kernels
+
+    torch.manual_seed(m + n + k)
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    weight = (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16()
+    monkeypatch.setattr(kernels, "LONG_INPUT", k + 1)
+    two = kernels.many_rows_linear(x, weight, gated=True)
+    monkeypatch.setattr(kernels, "LONG_INPUT", k)
+    assert torch.equal(kernels.many_rows_linear(x, weight, gated=True), two)
