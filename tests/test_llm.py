@@ -1,5 +1,6 @@
 """The front door: what goes in, what comes out, and what happens on the way."""
 
+import gc
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -51,6 +52,23 @@ def encode(llm: LLM, text: str) -> list[int]:
 
 
 # --- what goes in -----------------------------------------------------------------------------------------------------
+
+
+def test_the_garbage_collector_does_not_look_through_the_prompts(llm: LLM) -> None:
+    collections = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    prompts = [[1 + number % 7] * 8 for number in range(400)]
+    gc.callbacks.append(count)
+    try:
+        llm.generate(prompts, greedy_params(2), use_tqdm=False)
+        during = collections.count("start")
+    finally:
+        gc.callbacks.remove(count)
+    assert during <= 1  # when all are answered
+    assert gc.get_threshold()[0] < 10_000
 
 
 @pytest.mark.parametrize(("overlap", "priority", "before"), [(True, 0, 3), (True, [0] * 6, 6), (False, 0, 6)])

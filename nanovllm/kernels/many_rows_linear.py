@@ -34,7 +34,7 @@ BLOCK_K = gl.constexpr(64)
 PIECE = gl.constexpr(64)  # columns stored at once
 NEIGHBOURS = gl.constexpr(8)  # tiles of rows that go through all columns together, while these are in L2
 MIN_BLOCKS = 3  # of x and W, for a tile: while they are multiplied, the tile before is stored
-LONG_INPUT = 4096  # from here on three groups work out gates
+THREE_GROUPS = (8192, 4096)  # work out gates from so many rows and inputs on
 
 X_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)
 W_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=3)
@@ -248,7 +248,7 @@ def many_rows_linear(
     (m, k), half = x.shape, weight.shape[0] // 2
     assert many_rows_serves(weight, None) and x.stride(1) == 1 and weight.is_contiguous()
     out = x.new_empty(m, half if gated else 2 * half)
-    groups = 3 if gated and k >= LONG_INPUT else 2
+    groups = 3 if gated and m >= THREE_GROUPS[0] and k >= THREE_GROUPS[1] else 2
     tiles = cdiv(m, groups * ROWS.value) * (half // COLUMNS.value)
     launch(
         _many_rows_kernel,

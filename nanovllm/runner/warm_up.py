@@ -16,8 +16,10 @@ NUM_LOGPROBS = 20
 
 
 def largest_steps(*, max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> list[StepPlan]:
-    """One with as many tokens as a step takes, and the largest of those that take a gate apart from its linear."""
-    sizes = [max_num_tokens, min(max_num_tokens, THOUSANDS_OF_ROWS - 1)]
+    """One with as many tokens as a step takes, the largest of those that take a gate apart from its linear, and a small
+    one of those that do not, which other kernels may serve than the first."""
+    sizes = [max_num_tokens, 2 * THOUSANDS_OF_ROWS, THOUSANDS_OF_ROWS - 1]
+    sizes = [min(size, max_num_tokens) for size in sizes]
     return [_step(size, max_num_seqs, max_model_len) for size in dict.fromkeys(sizes)]
 
 

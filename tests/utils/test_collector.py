@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from nanovllm.utils.collector import collector_paused
+from nanovllm.utils.collector import YOUNG_OBJECTS, collector_calmed, collector_paused
 
 
 @pytest.mark.parametrize("was_on", [True, False])
@@ -16,3 +16,19 @@ def test_collector_is_as_before_whatever_happened(was_on: bool) -> None:
         assert gc.isenabled() == was_on
     finally:
         gc.enable() if before else gc.disable()
+
+
+@pytest.mark.parametrize(
+    ("before", "within"),
+    [(700, YOUNG_OBJECTS), (0, 0), (2 * YOUNG_OBJECTS, 2 * YOUNG_OBJECTS)],  # 0: somebody wants no collections
+)
+def test_a_calm_collector_is_as_before_whatever_happened(before: int, within: int) -> None:
+    at_first = gc.get_threshold()
+    try:
+        gc.set_threshold(before, 11, 12)
+        with pytest.raises(KeyError), collector_calmed():
+            assert gc.get_threshold()[0] == within
+            raise KeyError
+        assert gc.get_threshold() == (before, 11, 12)
+    finally:
+        gc.set_threshold(*at_first)
