@@ -5,8 +5,8 @@ under way; two groups of four warps multiply, 64 rows by 256 columns each. A til
 stored, while the tensor cores are busy with the first blocks of the next one.
 
 Where there is work for long, what counts is not time but power: the card lowers its clock. Then there are three groups,
-which bring each block of W to half as many rows again. They have no registers left to keep a tile in, and store it at
-once; what one of them does then, the others' products hide.
+so that each block of W that is fetched meets 192 rows instead of 128. They have no registers left to keep a tile in,
+and store it at once; what one of them does then, the others' products hide.
 
 Written in Gluon, Triton's language for those who place warps and memory themselves: Triton's own compiler does not
 divide work among warps on Hopper. There is no interpreter for it: tests without a GPU only compile it.
