@@ -118,12 +118,12 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model-shape", default="qwen3-8b", metavar="NAME", help=f"default: qwen3-8b; known: {known}")
     group.add_argument("--memory-gib", type=positive_finite, metavar="X", help="of a replica's device; default: 139")
     group.add_argument(
-        "--bandwidth", type=positive_finite, metavar="X", help="TB/s that the engine reaches; default: 3.8, an H200's"
+        "--bandwidth", type=positive_finite, metavar="X", help="TB/s that the engine reaches; default: 3.95, an H200's"
     )
     group.add_argument(
-        "--tflops", type=positive_finite, metavar="X", help="TFLOP/s that the engine reaches; default: 620, an H200's"
+        "--tflops", type=positive_finite, metavar="X", help="TFLOP/s that the engine reaches; default: 650, an H200's"
     )
-    group.add_argument("--overhead-ms", type=positive_finite, metavar="X", help="of a step beside these; default: 0.4")
+    group.add_argument("--overhead-ms", type=positive_finite, metavar="X", help="of a step beside these; default: 0.33")
     group.add_argument(
         "--step-time",
         metavar="A,B,C[,D]",
