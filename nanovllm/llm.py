@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.chat_template import Message
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import Prompt, as_list
+from nanovllm.engine.prompts import Prompt, as_list, read_prompt
 from nanovllm.errors import RequestError
 from nanovllm.outputs import BeamSearchOutput, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
@@ -98,7 +98,7 @@ class LLM(LLMEngine):
         """The `beam_width` best continuations of each prompt, best first."""
         from nanovllm.engine.beam_search import beam_search
 
-        token_ids = [self._read_prompt(prompt)[1] for prompt in as_list(prompts)]
+        token_ids = [read_prompt(prompt, self.tokenizer)[1] for prompt in as_list(prompts)]
         return beam_search(self, token_ids, params, self._eos)
 
     @classmethod

@@ -1,8 +1,6 @@
 """Requests in, outputs out: tokenizes, admits, runs the loop, makes text."""
 
 import gc
-import random
-import threading
 import time
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
@@ -10,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
+from nanovllm.engine.intake import Intake
 from nanovllm.engine.messages import Delta
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.prompts import Prompt, all_below, as_list, one_each, read_prompt
+from nanovllm.engine.prompts import Prompt, as_list, one_each, read_prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -28,7 +27,7 @@ from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
-    from nanovllm.structured.compiler import Compiler, Grammar
+    from nanovllm.structured.compiler import Compiler
 
 POOLINGS = ("last", "mean")
 
@@ -54,10 +53,15 @@ class LLMEngine:
         self._watched: dict[Sequence, Completion] = {}  # those whose text must be looked at every step
         self._undelivered: dict[str, RequestOutput] = {}  # what a step brought for others than who asked for it
         self._eos = frozenset(self.model_config.eos_token_ids)
-        self._compiler: Compiler | None = None
-        self._compiler_lock = threading.Lock()
+        sizes = self._core.scheduler.config
+        self._intake = Intake(
+            self.tokenizer,
+            self.model_config,
+            max_num_tokens=self.max_model_len,
+            num_cache_tokens=sizes.num_blocks * sizes.block_size,
+            seed=self.config.seed,
+        )
         self._num_added = 0
-        self._random = random.Random(self.config.seed)
 
     def _build_core(self, path: Path) -> "EngineCore":
         with collector_paused():
@@ -92,9 +96,11 @@ class LLMEngine:
         request_id = request_id or str(self._num_added - 1)
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r}: a request of this name is still running")
-        text, token_ids, salt = self._read_prompt(prompt)
-        self._check_tokens(token_ids, params)
-        seqs = self._make_seqs(request_id, token_ids, params, priority=priority, cache_salt=salt)
+        text, token_ids, salt = read_prompt(prompt, self.tokenizer)
+        self._intake.check_tokens(token_ids, params)
+        seqs = self._intake.make_seqs(
+            request_id, token_ids, params, arrival=self._num_added, priority=priority, cache_salt=salt
+        )
         self._core.scheduler.add(seqs[0])
         request = Request(request_id, text, seqs, params, self.tokenizer, stream=stream)
         self._requests[request_id] = request
@@ -103,6 +109,11 @@ class LLMEngine:
             if stream or completion.detokenizer is not None:
                 self._watched[completion.seq] = completion
         return request_id
+
+    @property
+    def compiler(self) -> "Compiler":
+        """Of structured outputs. What another thread has compiled with it costs `add_request` nothing any more."""
+        return self._intake.compiler
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests without an output. Unknown and finished ones are passed over."""
@@ -279,7 +290,7 @@ class LLMEngine:
         if pooling not in POOLINGS:
             raise RequestError(f"pooling={pooling!r}: must be one of {', '.join(POOLINGS)}")
         params = SamplingParams(prompt_logprobs=0)  # no token's hidden state may come out of the prefix cache
-        self._check_tokens(token_ids, params)
+        self._intake.check_tokens(token_ids, params)
         blocks = self._core.scheduler.block_manager
         longest = min(self.max_model_len, blocks.num_blocks * blocks.block_size)
         if not 0 < len(token_ids) <= longest:
@@ -310,8 +321,7 @@ class LLMEngine:
         try:
             self._core.executor.close()
         finally:
-            if self._compiler is not None:
-                self._compiler.close()
+            self._intake.close()
             gc.unfreeze()
             del self._core
 
@@ -355,80 +365,6 @@ class LLMEngine:
 
     # --- small parts --------------------------------------------------------------------------------------------------
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        return read_prompt(prompt, self.tokenizer)
-
-    def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
-        vocab_size = self.model_config.vocab_size
-        named = {
-            "prompt_token_ids": token_ids,
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "logit_bias": params.logit_bias or (),
-            "stop_token_ids": params.stop_token_ids or (),
-        }
-        for field, ids in named.items():
-            if ids and not all_below(vocab_size, ids):
-                bad = next(token for token in ids if not 0 <= token < vocab_size)
-                raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {vocab_size} tokens")
-        if self.tokenizer is None and (params.stop or params.bad_words):
-            raise RequestError("stop and bad_words are text, and skip_tokenizer_init=True leaves none: use token ids")
-
-    def _make_seqs(
-        self, request_id: str, token_ids: list[int], params: SamplingParams, *, priority: int, cache_salt: str | None
-    ) -> list[Sequence]:
-        """`n` sequences; all but the first follow it, so that they find its prompt in the cache."""
-        grammar = self._grammar(params)
-        eos = frozenset() if params.ignore_eos and grammar is None else self._eos  # a finished form ends all the same
-        seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        sizes = self._core.scheduler.config
-        room = min(self.max_model_len, sizes.num_blocks * sizes.block_size + 1)
-        wanted = room if params.max_tokens is None else len(token_ids) + params.max_tokens
-        seqs = [
-            Sequence(
-                request_id,
-                token_ids,
-                params if index == 0 else params.clone(prompt_logprobs=None),
-                max_num_tokens=min(wanted, self.max_model_len),
-                stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
-                index=index,
-                seed=_signed64(seed + index * 0x9E3779B97F4A7C15),
-                priority=priority,
-                arrival=self._num_added,
-                cache_salt=cache_salt,
-                bad_words=self._bad_words(params),
-                guide=None if grammar is None else grammar.guide(ignore_eos=params.ignore_eos),
-            )
-            for index in range(params.n)
-        ]
-        seqs[0].followers = seqs[1:]
-        return seqs
-
-    def _grammar(self, params: SamplingParams) -> "Grammar | None":
-        return None if params.structured_outputs is None else self.compiler.compile(params.structured_outputs)
-
-    @property
-    def compiler(self) -> "Compiler":
-        """Of structured outputs. What another thread has compiled with it costs `add_request` nothing any more."""
-        with self._compiler_lock:
-            if self._compiler is None:
-                from nanovllm.structured.compiler import Compiler
-
-                if self.tokenizer is None:
-                    raise RequestError("structured_outputs need a tokenizer, and skip_tokenizer_init=True leaves none")
-                self._compiler = Compiler(
-                    self.tokenizer, vocab_size=self.model_config.vocab_size, eos_token_ids=self._eos
-                )
-            return self._compiler
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as tokens, at the start of a text and behind a space."""
-        if self.tokenizer is None:
-            return ()
-        spellings = [form for word in params.bad_words or () for form in (word, " " + word.lstrip())]
-        words = (tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in spellings)
-        vocab_size = self.model_config.vocab_size  # the tokenizer may know tokens that the model never says
-        return tuple(dict.fromkeys(word for word in words if word and max(word) < vocab_size))
-
     def _forget(self, request: Request) -> None:
         self._requests.pop(request.request_id, None)
         for seq in request.seqs:
@@ -457,8 +393,3 @@ def load_tokenizer(path: Path, description: Description, other: str | None) -> T
 
 def _told(error: Exception) -> str:
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-
-
-def _signed64(value: int) -> int:
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value

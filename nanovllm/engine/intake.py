@@ -1,0 +1,118 @@
+"""What a request asks for, checked against the model and made into sequences for the scheduler."""
+
+import random
+import threading
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.prompts import all_below
+from nanovllm.engine.sequence import Sequence
+from nanovllm.errors import RequestError
+from nanovllm.model_config import ModelConfig
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.structured.compiler import Compiler, Grammar
+
+
+class Intake:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        model_config: ModelConfig,
+        *,
+        max_num_tokens: int,  # of a sequence
+        num_cache_tokens: int,  # that the KV cache holds
+        seed: int,  # of those drawn for requests that have none
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = model_config.vocab_size
+        self._eos = frozenset(model_config.eos_token_ids)
+        self._max_num_tokens = max_num_tokens
+        self._num_cache_tokens = num_cache_tokens
+        self._random = random.Random(seed)
+        self._compiler: Compiler | None = None
+        self._compiler_lock = threading.Lock()
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
+        named = {
+            "prompt_token_ids": token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+            "stop_token_ids": params.stop_token_ids or (),
+        }
+        for field, ids in named.items():
+            if ids and not all_below(self._vocab_size, ids):
+                bad = next(token for token in ids if not 0 <= token < self._vocab_size)
+                raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {self._vocab_size} tokens")
+        if self._tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError("stop and bad_words are text, and skip_tokenizer_init=True leaves none: use token ids")
+
+    def make_seqs(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        arrival: int,
+        priority: int,
+        cache_salt: str | None,
+    ) -> list[Sequence]:
+        """`n` sequences; all but the first follow it, so that they find its prompt in the cache."""
+        grammar = self._grammar(params)
+        eos = frozenset() if params.ignore_eos and grammar is None else self._eos  # a finished form ends all the same
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        room = min(self._max_num_tokens, self._num_cache_tokens + 1)
+        wanted = room if params.max_tokens is None else len(token_ids) + params.max_tokens
+        seqs = [
+            Sequence(
+                request_id,
+                token_ids,
+                params if index == 0 else params.clone(prompt_logprobs=None),
+                max_num_tokens=min(wanted, self._max_num_tokens),
+                stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+                index=index,
+                seed=_signed64(seed + index * 0x9E3779B97F4A7C15),
+                priority=priority,
+                arrival=arrival,
+                cache_salt=cache_salt,
+                bad_words=self._bad_words(params),
+                guide=None if grammar is None else grammar.guide(ignore_eos=params.ignore_eos),
+            )
+            for index in range(params.n)
+        ]
+        seqs[0].followers = seqs[1:]
+        return seqs
+
+    def _grammar(self, params: SamplingParams) -> "Grammar | None":
+        return None if params.structured_outputs is None else self.compiler.compile(params.structured_outputs)
+
+    @property
+    def compiler(self) -> "Compiler":
+        """Of structured outputs; made for the first request that has some, in whichever thread."""
+        with self._compiler_lock:
+            if self._compiler is None:
+                from nanovllm.structured.compiler import Compiler
+
+                if self._tokenizer is None:
+                    raise RequestError("structured_outputs need a tokenizer, and skip_tokenizer_init=True leaves none")
+                self._compiler = Compiler(self._tokenizer, vocab_size=self._vocab_size, eos_token_ids=self._eos)
+            return self._compiler
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as tokens, at the start of a text and behind a space."""
+        if self._tokenizer is None:
+            return ()
+        spellings = [form for word in params.bad_words or () for form in (word, " " + word.lstrip())]
+        words = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in spellings)
+        # the tokenizer may know tokens that the model never says
+        return tuple(dict.fromkeys(word for word in words if word and max(word) < self._vocab_size))
+
+
+def _signed64(value: int) -> int:
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
