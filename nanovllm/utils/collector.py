@@ -24,12 +24,14 @@ def collector_calmed() -> Iterator[None]:
     """While thousands of requests are taken in and answered: the collector would look through their tokens every few
     milliseconds, and they are no garbage."""
     before = gc.get_threshold()
-    if 0 < before[0] < YOUNG_OBJECTS:  # 0: never
+    calms = 0 < before[0] < YOUNG_OBJECTS  # 0: it never looks; many: another thread is within, and will undo it
+    if calms:
         gc.set_threshold(YOUNG_OBJECTS)
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        if calms:
+            gc.set_threshold(*before)
 
 
 def calm_collector() -> None:

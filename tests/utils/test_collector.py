@@ -32,3 +32,13 @@ def test_a_calm_collector_is_as_before_whatever_happened(before: int, within: in
         assert gc.get_threshold() == (before, 11, 12)
     finally:
         gc.set_threshold(*at_first)
+
+
+def test_two_threads_leave_the_collector_as_it_was() -> None:
+    at_first = gc.get_threshold()
+    one, other = collector_calmed(), collector_calmed()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert gc.get_threshold() == at_first
