@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.arguments import count, positive_finite, whole_number
 from nanovllm.bench.shapes import shape_folder, shape_names
+from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.simulate import POLICIES
+from nanovllm.simulate.step_time import H200, H200_MEMORY, H200_OVERHEAD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +36,6 @@ examples:
 A trace is a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens, or has a JSON object a line with timestamp
 (milliseconds), input_length, output_length and hash_ids (numbers of 512-token blocks, equal where prompts are).
 """
-MEMORY_SHARE = 0.9  # the engine's own default, gpu_memory_utilization
 DEFAULT_RATE, DEFAULT_NUM_REQUESTS = 10.0, 1000
 DEVICE_OPTIONS = ("bandwidth", "tflops", "overhead_ms")
 FIND_COLUMNS = (
@@ -97,14 +98,21 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-ratio", type=_ratio, metavar="X", help="prefix: or this factor, if that is more; default: 1.5"
     )
-    group.add_argument("--max-num-seqs", type=count, default=512, metavar="N", help="a replica's; default: 512")
+    own = "a replica's; default: %(default)s"
+    group.add_argument("--max-num-seqs", type=count, default=Config.max_num_seqs, metavar="N", help=own)
     group.add_argument(
-        "--max-num-batched-tokens", type=count, default=16896, metavar="N", help="a replica's; default: 16896"
+        "--max-num-batched-tokens", type=count, default=Config.max_num_batched_tokens, metavar="N", help=own
     )
     group.add_argument(
         "--max-model-len", type=count, metavar="N", help="longer requests are refused; default: all are taken"
     )
-    group.add_argument("--kvcache-block-size", type=count, default=32, metavar="N", help="tokens; default: 32")
+    group.add_argument(
+        "--kvcache-block-size",
+        type=count,
+        default=Config.kvcache_block_size,
+        metavar="N",
+        help="tokens; default: %(default)s",
+    )
     group.add_argument(
         "--num-kvcache-blocks", type=count, metavar="N", help="a replica's; default: what the memory holds"
     )
@@ -116,14 +124,14 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
 def _add_device(group: argparse._ArgumentGroup) -> None:
     known = ", ".join(shape_names())
     group.add_argument("--model-shape", default="qwen3-8b", metavar="NAME", help=f"default: qwen3-8b; known: {known}")
-    group.add_argument("--memory-gib", type=positive_finite, metavar="X", help="of a replica's device; default: 139")
-    group.add_argument(
-        "--bandwidth", type=positive_finite, metavar="X", help="TB/s that the engine reaches; default: 3.95, an H200's"
-    )
-    group.add_argument(
-        "--tflops", type=positive_finite, metavar="X", help="TFLOP/s that the engine reaches; default: 650, an H200's"
-    )
-    group.add_argument("--overhead-ms", type=positive_finite, metavar="X", help="of a step beside these; default: 0.33")
+    for name, meaning, default in (
+        ("--memory-gib", "of a replica's device", H200_MEMORY / 2**30),
+        ("--bandwidth", "TB/s that the engine reaches", H200.bytes_per_second / 1e12),
+        ("--tflops", "TFLOP/s that the engine reaches", H200.flops_per_second / 1e12),
+        ("--overhead-ms", "of a step beside these", H200_OVERHEAD * 1e3),
+    ):
+        help = f"{meaning}; default: {default:g}, an H200's"
+        group.add_argument(name, type=positive_finite, metavar="X", help=help)
     group.add_argument(
         "--step-time",
         metavar="A,B,C[,D]",
@@ -310,10 +318,8 @@ def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple
 
 
 def _blocks_in_memory(args: argparse.Namespace, model: "ModelConfig") -> int:
-    from nanovllm.simulate.step_time import H200_MEMORY
-
     memory = H200_MEMORY if args.memory_gib is None else args.memory_gib * 2**30
-    left = MEMORY_SHARE * memory - 2 * model.num_parameters()
+    left = Config.gpu_memory_utilization * memory - 2 * model.num_parameters()
     num_blocks = int(left // (model.kv_bytes_per_token("bfloat16") * args.kvcache_block_size))
     if num_blocks < 1:
         raise ConfigError(
@@ -334,20 +340,14 @@ def _step_time(args: argparse.Namespace, model: "ModelConfig") -> "StepTime":
 
 
 def _bandwidth(args: argparse.Namespace) -> float:
-    from nanovllm.simulate.step_time import H200
-
     return args.bandwidth or H200.bytes_per_second / 1e12
 
 
 def _tflops(args: argparse.Namespace) -> float:
-    from nanovllm.simulate.step_time import H200
-
     return args.tflops or H200.flops_per_second / 1e12
 
 
 def _overhead(args: argparse.Namespace) -> float:
-    from nanovllm.simulate.step_time import H200_OVERHEAD
-
     return args.overhead_ms or H200_OVERHEAD * 1e3
 
 
