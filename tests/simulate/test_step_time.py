@@ -29,17 +29,17 @@ def prefill(count: int, length: int) -> StepWork:
         ("qwen3-8b", 8, 4.42, 0.04),
         ("qwen3-8b", 64, 6.69, 0.04),
         ("qwen3-8b", 256, 15.44, 0.04),
-        ("qwen3-0.6b", 1, 0.61, 0.10),
-        ("qwen3-0.6b", 8, 0.88, 0.10),
-        ("qwen3-0.6b", 64, 2.45, 0.10),
-        ("qwen3-0.6b", 256, 7.60, 0.10),
+        ("qwen3-0.6b", 1, 0.61, 0.06),
+        ("qwen3-0.6b", 8, 0.88, 0.08),
+        ("qwen3-0.6b", 64, 2.45, 0.06),
+        ("qwen3-0.6b", 256, 7.60, 0.06),
     ],
 )
 def test_decode_steps_measured_on_an_h200(name: str, batch: int, milliseconds: float, tolerance: float) -> None:
     assert of_shape(name).seconds(decode(batch, 960)) * 1e3 == pytest.approx(milliseconds, rel=tolerance)
 
 
-@pytest.mark.parametrize(("name", "seconds", "tolerance"), [("qwen3-8b", 5.17, 0.04), ("qwen3-0.6b", 0.42, 0.10)])
+@pytest.mark.parametrize(("name", "seconds", "tolerance"), [("qwen3-8b", 5.17, 0.03), ("qwen3-0.6b", 0.42, 0.12)])
 def test_prefill_measured_on_an_h200(name: str, seconds: float, tolerance: float) -> None:
     chunk = of_shape(name).seconds(prefill(17, 960))  # a step holds 16,896 tokens, about 17 of the 256 prompts
     assert chunk * 256 / 17 == pytest.approx(seconds, rel=tolerance)
