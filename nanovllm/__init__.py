@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from nanovllm.async_llm import AsyncLLM
     from nanovllm.errors import NanoError
     from nanovllm.llm import LLM
     from nanovllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+    from nanovllm.remote.async_llm import AsyncLLM
     from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
 
 _HOMES = {
     "LLM": "nanovllm.llm",
-    "AsyncLLM": "nanovllm.async_llm",
+    "AsyncLLM": "nanovllm.remote.async_llm",
     "SamplingParams": "nanovllm.sampling_params",
     "BeamSearchParams": "nanovllm.sampling_params",
     "StructuredOutputs": "nanovllm.sampling_params",

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.chat_template import Message
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import Prompt, as_list, read_prompt
 from nanovllm.errors import RequestError
 from nanovllm.outputs import BeamSearchOutput, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.text.chat_template import Message
+from nanovllm.text.prompts import Prompt, as_list, read_prompt
 
 if TYPE_CHECKING:
     from nanovllm.engine.memory_plan import MemoryPlan

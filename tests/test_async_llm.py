@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from nanovllm import LLM, AsyncLLM, RequestOutput
+from nanovllm.engine.deltas import Delta
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.messages import BLOCK_CACHED, BLOCK_FREE, BLOCK_IN_USE, Delta, EngineView
 from nanovllm.errors import (
     CheckpointError,
     ConfigError,
@@ -27,6 +27,7 @@ from nanovllm.errors import (
     ModelNotFoundError,
     RequestError,
 )
+from nanovllm.remote.messages import BLOCK_CACHED, BLOCK_FREE, BLOCK_IN_USE, EngineView
 from tests.helpers import TEXT_MODEL, copy_of, edit_config, greedy_params, model_dir, open_llm, reference
 
 TEXTS = ["Natalia sold 48 clips", "Hello, how many apples", "x", "There were 12 eggs in the basket."]
@@ -466,7 +467,7 @@ def test_signals_for_the_group_leave_the_engine_to_its_parent(host: Host) -> Non
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_close_ends_even_a_stopped_engine(stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.engine.client.SECONDS_TO_STOP", 2.0)
+    monkeypatch.setattr("nanovllm.remote.client.SECONDS_TO_STOP", 2.0)
 
     async def ask() -> None:
         engine = await start()
@@ -499,7 +500,7 @@ def test_nothing_is_left_behind(in_process: bool) -> None:
     before = this.num_fds(), threading.active_count()
     asyncio.run(use())
     assert (this.num_fds(), threading.active_count()) == before
-    assert not [child for child in this.children(recursive=True) if "nanovllm.engine.service" in child.cmdline()]
+    assert not [child for child in this.children(recursive=True) if "nanovllm.remote.service" in child.cmdline()]
 
 
 @pytest.mark.parametrize("host", ["process"], indirect=True)
@@ -540,7 +541,7 @@ def test_the_engine_ends_with_its_parent() -> None:
 def test_a_child_whose_parent_is_gone_before_it_began_ends() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "nanovllm.engine.service", str(theirs.fileno())]
+        command = [sys.executable, "-m", "nanovllm.remote.service", str(theirs.fileno())]
         child = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parent.parent)
     ours.close()
     child.wait(PATIENCE)
@@ -550,11 +551,11 @@ def test_a_child_whose_parent_is_gone_before_it_began_ends() -> None:
 
 
 def engine_processes() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "nanovllm.engine.service" in p.cmdline()]
+    return [p for p in psutil.Process().children() if "nanovllm.remote.service" in p.cmdline()]
 
 
 def test_a_wrong_option_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.engine.client.ProcessHost", None)
+    monkeypatch.setattr("nanovllm.remote.client.ProcessHost", None)
     with pytest.raises(ConfigError, match="max_num_seqs"):
         asyncio.run(start(max_num_seq=3))
     with pytest.raises(ConfigError, match="dtype"):

@@ -12,25 +12,28 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
 # Left may import right, and whatever those may import; never back. A name covers everything under it, the longest wins.
 RULE = """
-__main__ -> cli -> server, bench -> nanovllm -> llm, async_llm
-llm, async_llm -> engine -> executor -> runner -> models
-models -> layers -> attention, quantization -> kernels
-runner -> utils.loader -> formats
+__main__ -> cli -> server, bench -> nanovllm -> llm, remote
+llm -> engine -> executor -> runner -> models
+remote -> engine
+models -> layers -> attention -> kernels
+runner -> checkpoint
+executor, remote -> remote.frames, remote.children
 executor, layers -> distributed
-server -> replicas -> async_llm, routing
-server, bench, llm, engine -> tokenizer -> formats, chat_template
-server, engine -> structured -> tokenizer
-models -> formats
+server -> remote
+llm, engine -> text -> checkpoint
+server, engine -> structured -> text
+models -> checkpoint
 cli -> simulate -> bench
+simulate -> remote.routing
 cli -> bench.server_overhead -> server, bench
 """
 # Imported by all; they import nothing of ours but each other.
-FOUNDATION = {"config", "model_config", "sampling_params", "outputs", "errors", "plan"}
+FOUNDATION = {"config", "models.spec", "sampling_params", "outputs", "errors", "plan"}
 # Imported by all but the foundation; they import nothing of ours but the foundation.
-LEAVES = {"utils", "routing"}
+LEAVES = {"utils", "remote.routing", "remote.frames", "remote.children"}
 # Of the engine package, these see only the foundation and each other.
 CONTROL_PLANE = {"engine.sequence", "engine.block_manager", "engine.scheduler"}
-TORCH_FREE = FOUNDATION | CONTROL_PLANE | {"utils.hub", "utils.logging", "routing", "simulate.runs"}
+TORCH_FREE = FOUNDATION | CONTROL_PLANE | {"utils.hub", "utils.logging", "remote.routing", "simulate.runs"}
 
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 BANNED_NAMES = {"torch.load", "torch.serialization", "torch.hub"}
@@ -188,10 +191,10 @@ MODULES |= {
     "kernels.rope",
     "layers.linear",
     "models.llama",
-    "model_config",
-    "utils.loader",
+    "models.spec",
+    "checkpoint.loader",
     "utils.hub",
-    "formats.gguf",
+    "checkpoint.gguf",
 }
 
 
@@ -202,19 +205,19 @@ MODULES |= {
         ("kernels.rope", "def f():\n    import nanovllm.llm", ["llm"]),
         ("engine.core", "from ..llm import LLM", ["llm"]),
         ("engine.core", "from .scheduler import Scheduler\nfrom nanovllm.executor import base", []),
-        ("layers.linear", "from nanovllm.model_config import ModelConfig", []),
+        ("layers.linear", "from nanovllm.models.spec import ModelConfig", []),
         ("layers.linear", "from nanovllm.models.llama import Llama", ["models.llama"]),
         ("engine.scheduler", "from nanovllm.executor.base import Executor", ["executor.base"]),
         ("engine.scheduler", "from nanovllm.engine.core import Core", ["engine.core"]),
         ("engine.scheduler", "from nanovllm.config import SchedulerConfig\nimport torch", []),
         ("config", "from nanovllm.utils.hub import resolve_model", ["utils.hub"]),
-        ("utils.hub", "from nanovllm.utils.loader import load", ["utils.loader"]),
-        ("utils.hub", "from nanovllm.formats import gguf", ["formats.gguf"]),
-        ("runner.graphs", "from nanovllm.utils.loader import load", []),
-        ("layers.linear", "from nanovllm.utils.loader import load", ["utils.loader"]),
+        ("utils.hub", "from nanovllm.checkpoint.loader import load", ["checkpoint.loader"]),
+        ("utils.hub", "from nanovllm.checkpoint import gguf", ["checkpoint.gguf"]),
+        ("runner.graphs", "from nanovllm.checkpoint.loader import load", []),
+        ("layers.linear", "from nanovllm.checkpoint.loader import load", ["checkpoint.loader"]),
         ("layers.linear", "from nanovllm import LLM", ["nanovllm"]),
         ("models.llama", "from nanovllm.layers.linear import Linear", []),
-        ("formats.gguf", "from nanovllm.models.llama import Llama", ["models.llama"]),
+        ("checkpoint.gguf", "from nanovllm.models.llama import Llama", ["models.llama"]),
     ],
 )
 def test_checker_sees_forbidden_imports(module: str, source: str, offences: list[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.formats.gguf import GGUFFile
+from nanovllm.checkpoint.gguf import GGUFFile
 from tests.helpers import scheduler_of
 
 # Questions 104, 107, 108, 116 and 122 of MT-bench (lm-sys/FastChat, Apache-2.0)

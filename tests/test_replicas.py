@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from nanovllm.config import Config
-from nanovllm.engine.messages import AddRequest, Delta, EngineStats, EngineView, Ready, RequestView, StepView
+from nanovllm.engine.deltas import Delta
 from nanovllm.errors import ConfigError, EngineClosedError, EngineError, ModelNotFoundError, RequestError
-from nanovllm.replicas import Fleet, Replicas, share_devices, share_gpus, share_threads, side_by_side, total
+from nanovllm.remote.messages import AddRequest, EngineStats, EngineView, Ready, RequestView, StepView
+from nanovllm.remote.replicas import Fleet, Replicas, share_devices, share_gpus, share_threads, side_by_side, total
 from nanovllm.sampling_params import SamplingParams
 from tests.helpers import TEXT_MODEL, greedy_params, model_dir, open_llm
 
@@ -587,7 +588,7 @@ def server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 def test_served_over_http_with_the_openai_client(server: tuple[str, subprocess.Popen[str]]) -> None:
     url, process = server
     engines = [
-        child for child in psutil.Process(process.pid).children() if "nanovllm.engine.service" in child.cmdline()
+        child for child in psutil.Process(process.pid).children() if "nanovllm.remote.service" in child.cmdline()
     ]
     assert len(engines) == 2
     with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:

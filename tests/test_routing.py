@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.routing import LeastLoaded, Policy, RoundRobin, Router
+from nanovllm.remote.routing import LeastLoaded, Policy, RoundRobin, Router
 
 SIZE = 4
 Make = Callable[..., Policy]

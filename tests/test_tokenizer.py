@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm.chat_template import _END_MARK, MAX_RENDERED_CHARS
 from nanovllm.errors import CheckpointError, RequestError
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.chat_template import _END_MARK, MAX_RENDERED_CHARS
+from nanovllm.text.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parent.parent
 SMALL = Path(__file__).parent / "data" / "tokenizer"
@@ -503,7 +503,7 @@ def test_tools_must_be_schemas(small, tools):
 
 def test_import_is_light():
     code = (
-        "import sys, nanovllm.tokenizer, nanovllm.engine.detokenizer;"
+        "import sys, nanovllm.text.tokenizer, nanovllm.text.detokenizer;"
         "print(sorted({'torch', 'transformers', 'jinja2', 'tokenizers', 'numpy'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)

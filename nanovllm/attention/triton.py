@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm, uneven
-from nanovllm.kernels import dependent_launch
-from nanovllm.kernels.decode_attention import paged_decode
-from nanovllm.kernels.decode_parts import DecodeWorkspace
-from nanovllm.kernels.decode_plan import DecodeConfig, decode_config, plan_decode
-from nanovllm.kernels.decode_tables import decode_tables
-from nanovllm.kernels.prefill_attention import paged_prefill, prefill_config, query_tiles
-from nanovllm.kernels.rope_store import rope_store
-from nanovllm.kernels.small_batch_attention import (
+from nanovllm.kernels.attention.decode import paged_decode
+from nanovllm.kernels.attention.decode_parts import DecodeWorkspace
+from nanovllm.kernels.attention.decode_plan import DecodeConfig, decode_config, plan_decode
+from nanovllm.kernels.attention.decode_tables import decode_tables
+from nanovllm.kernels.attention.prefill import paged_prefill, prefill_config, query_tiles
+from nanovllm.kernels.attention.rope_store import rope_store
+from nanovllm.kernels.attention.small_batch import (
     MAX_PAIRS,
     MAX_PROGRAMS,
     small_batch_decode,
     small_batch_serves,
     small_batch_splits,
 )
+from nanovllm.kernels.launch import dependent_launch
 
 MANY_DECODES = 32
 MOST_DECODES = 80

@@ -227,8 +227,8 @@ def _same_weights(engine: dict[str, Any], scratch: Path, *, random: bool) -> tup
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    from nanovllm.formats.gguf import GGUFFile
-    from nanovllm.model_config import read_json
+    from nanovllm.checkpoint.gguf import GGUFFile
+    from nanovllm.models.spec import read_json
 
     if path.is_dir():
         return read_json(path / "config.json")
@@ -250,7 +250,7 @@ def _write_random(config: dict[str, Any], folder: Path, dtype: "torch.dtype", se
 def _write_dequantized(path: Path, folder: Path, dtype: "torch.dtype") -> None:
     from safetensors.torch import save_file
 
-    from nanovllm.utils.loader import checkpoint_tensors
+    from nanovllm.checkpoint.loader import checkpoint_tensors
 
     (folder / "config.json").write_text(json.dumps(_read_config(path)))
     tensors = {name: stored.read() for name, stored in checkpoint_tensors(path, "gguf", dtype)}

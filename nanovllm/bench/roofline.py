@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nanovllm.model_config import DTYPE_BYTES, ModelConfig
+from nanovllm.models.spec import DTYPE_BYTES, ModelConfig
 
 if TYPE_CHECKING:
     import torch

@@ -40,8 +40,9 @@ from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.messages import Delta, EngineStats, EngineView
-    from nanovllm.tokenizer import Tokenizer
+    from nanovllm.engine.deltas import Delta
+    from nanovllm.remote.messages import EngineStats, EngineView
+    from nanovllm.text.tokenizer import Tokenizer
 
 MODEL = "nothing"
 MAX_MODEL_LEN = 1 << 20
@@ -219,7 +220,7 @@ class InstantEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> "AsyncGenerator[Delta, None]":
-        from nanovllm.engine.messages import Delta
+        from nanovllm.engine.deltas import Delta
 
         assert params.max_tokens is not None
         with self._running_clock(params.seed == 1):
@@ -256,7 +257,7 @@ class InstantEngine:
         pass
 
     async def stats(self) -> "EngineStats":
-        from nanovllm.engine.messages import EngineStats
+        from nanovllm.remote.messages import EngineStats
 
         return EngineStats(0, 0, 1, 1, 0, 0, 0, 0, 0, 0)
 
@@ -278,7 +279,7 @@ def _tokenizer() -> "Tokenizer":
     """One word, and a chat template that writes just that."""
     import tokenizers
 
-    from nanovllm.tokenizer import Tokenizer
+    from nanovllm.text.tokenizer import Tokenizer
 
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"count": 0, "?": 1}, unk_token="?"))
     backend.decoder = tokenizers.decoders.Fuse()

@@ -6,7 +6,7 @@ Opened with `load_format="dummy"` it loads in no time, reads and writes any text
 import json
 from pathlib import Path
 
-from nanovllm.model_config import ModelConfig, RopeConfig
+from nanovllm.models.spec import ModelConfig, RopeConfig
 
 # what measures the parts around a model says that it has this one
 NO_MODEL = ModelConfig(

@@ -13,8 +13,8 @@ from nanovllm.errors import ConfigError
 from nanovllm.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from nanovllm.async_llm import AsyncLLM
     from nanovllm.cli.parser import Parser
+    from nanovllm.remote.async_llm import AsyncLLM
 
 SUMMARY = "serve a model over HTTP"
 USAGE = "[options] [MODEL]"
@@ -83,10 +83,10 @@ async def _load(options: dict[str, Any], replicas: int, stall_seconds: float) ->
 
 async def _start(options: dict[str, Any], replicas: int, stall_seconds: float) -> "AsyncLLM":
     if replicas > 1:
-        from nanovllm.replicas import Replicas
+        from nanovllm.remote.replicas import Replicas
 
         return await Replicas.start(count=replicas, stall_seconds=stall_seconds, **options)
-    from nanovllm.async_llm import AsyncLLM
+    from nanovllm.remote.async_llm import AsyncLLM
 
     return await AsyncLLM.start(stall_seconds=stall_seconds, **options)
 

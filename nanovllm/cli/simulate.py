@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from nanovllm.bench.report import Row
     from nanovllm.cli.parser import Parser
-    from nanovllm.model_config import ModelConfig
+    from nanovllm.models.spec import ModelConfig
     from nanovllm.simulate.requests import Arrival
     from nanovllm.simulate.runs import Limits, Settings
     from nanovllm.simulate.step_time import StepTime
@@ -289,7 +289,7 @@ def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple
     """What each replica is, and the same in words."""
     from nanovllm.config import SchedulerConfig
     from nanovllm.models.registry import describe
-    from nanovllm.routing import MAX_LEAD, MAX_RATIO
+    from nanovllm.remote.routing import MAX_LEAD, MAX_RATIO
     from nanovllm.simulate.runs import Settings
 
     model = describe(shape_folder(args.model_shape)).config

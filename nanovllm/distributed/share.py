@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm.distributed.group import Place
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.spec import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ import random
 import threading
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.prompts import all_below
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.spec import ModelConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.prompts import all_below
+from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.structured.compiler import Compiler, Grammar

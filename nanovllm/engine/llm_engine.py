@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
+from nanovllm.engine.deltas import Delta
 from nanovllm.engine.intake import Intake
-from nanovllm.engine.messages import Delta
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.prompts import Prompt, as_list, one_each, read_prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -21,7 +20,8 @@ from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.prompts import Prompt, as_list, one_each, read_prompt
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.collector import collector_calmed, collector_paused
 from nanovllm.utils.hub import resolve_model
 
@@ -379,7 +379,7 @@ def load_tokenizer(path: Path, description: Description, other: str | None) -> T
         description = describe(path) if path.is_file() else description
     if path.is_dir():
         return Tokenizer.from_dir(path)
-    from nanovllm.formats.gguf_tokenizer import build_tokenizer, chat_template, special_tokens
+    from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer, chat_template, special_tokens
 
     assert description.gguf_metadata is not None
     special = special_tokens(description.gguf_metadata)

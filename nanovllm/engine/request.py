@@ -2,13 +2,13 @@
 
 import time
 
-from nanovllm.engine.detokenizer import Detokenizer, detokenize_all
-from nanovllm.engine.messages import Delta, TokenScores
+from nanovllm.engine.deltas import Delta, TokenScores
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.plan import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.detokenizer import Detokenizer, detokenize_all
+from nanovllm.text.tokenizer import Tokenizer
 
 
 class Completion:

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.kernels import usable
-from nanovllm.kernels.ahead import prepare_triton
+from nanovllm.kernels.compile_ahead import prepare_triton
+from nanovllm.kernels.launch import usable
 
 CUDA_SUCCESS = 0
 BYTES_AHEAD = 16 << 30  # of weights: more might push out of memory what was read first
@@ -38,7 +38,7 @@ def _begin(task: Callable[[], None]) -> None:
 
 
 def _weight_files(folder: Path) -> Sequence[Path]:
-    from nanovllm.formats.safetensors import weight_files
+    from nanovllm.checkpoint.safetensors import weight_files
 
     return weight_files(folder)
 

@@ -6,7 +6,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Place
 from nanovllm.distributed.share import share_of
 from nanovllm.executor.base import Executor
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.spec import ModelConfig
 
 
 def make_executor(config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int) -> Executor:

@@ -9,7 +9,7 @@ import msgspec
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Place
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.spec import ModelConfig
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 

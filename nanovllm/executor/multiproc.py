@@ -20,8 +20,8 @@ import msgspec
 
 from nanovllm.executor.messages import Lost, Reply
 from nanovllm.executor.team import PATIENCE, Replies
-from nanovllm.utils import children
-from nanovllm.utils.frames import FrameReader
+from nanovllm.remote import children
+from nanovllm.remote.frames import FrameReader
 
 RECEIVE_BYTES = 1 << 16  # at once; memory for more would be new at every call
 SECONDS_TO_EXIT = 2.0  # for a process that has hung up or was killed, until its exit status is there

@@ -17,7 +17,7 @@ from nanovllm.executor.interrupts import Uninterrupted
 from nanovllm.executor.messages import Lost, Reply
 from nanovllm.executor.team import Replies
 from nanovllm.executor.worker import RealModel, Worker
-from nanovllm.utils.frames import FrameReader, to_frame
+from nanovllm.remote.frames import FrameReader, to_frame
 
 SECONDS_TO_PLACE = 60.0  # until the cluster has room for all ranks
 

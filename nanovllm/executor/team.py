@@ -31,9 +31,9 @@ from nanovllm.executor.messages import (
     Wait,
     lean,
 )
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.spec import ModelConfig
 from nanovllm.plan import StepPlan, StepResult
-from nanovllm.utils.frames import to_frame
+from nanovllm.remote.frames import to_frame
 
 MAX_CALLS = 8  # back to which answers are kept that nobody has asked for yet; after Ctrl-C nobody will
 PATIENCE = 0.5  # seconds between a rank's end and that of those who were waiting for it

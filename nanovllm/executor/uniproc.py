@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nanovllm.config import Config
 from nanovllm.executor.base import StepHandle
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.spec import ModelConfig
 from nanovllm.plan import StepPlan
 from nanovllm.runner.model_runner import ModelRunner
 

@@ -34,9 +34,9 @@ from nanovllm.executor.messages import (
     Wait,
 )
 from nanovllm.plan import StepPlan
-from nanovllm.utils.children import parents_socket
+from nanovllm.remote.children import parents_socket
+from nanovllm.remote.frames import FrameReader, to_frame
 from nanovllm.utils.collector import calm_collector
-from nanovllm.utils.frames import FrameReader, to_frame
 
 RECEIVE_BYTES = 1 << 16  # at once; memory for more would be new at every call
 SECONDS_TO_MEET = 1800.0  # also how much longer than another a rank may load

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import dependent_launch, gluon_usable
-from nanovllm.kernels.few_rows_linear import MAX_ROWS as FEW_ROWS
-from nanovllm.kernels.few_rows_linear import few_rows_linear, few_rows_serves
-from nanovllm.kernels.matmul import matmul
-from nanovllm.kernels.one_row_linear import one_row_linear
-from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.kernels.tiled_linear import MAX_ROWS as HUNDREDS_OF_ROWS
-from nanovllm.kernels.tiled_linear import linear_in_parts, tiled_linear
+from nanovllm.kernels.elementwise.silu_and_mul import silu_and_mul
+from nanovllm.kernels.launch import dependent_launch, gluon_usable
+from nanovllm.kernels.linear.few_rows import MAX_ROWS as FEW_ROWS
+from nanovllm.kernels.linear.few_rows import few_rows_linear, few_rows_serves
+from nanovllm.kernels.linear.matmul import matmul
+from nanovllm.kernels.linear.one_row import one_row_linear
+from nanovllm.kernels.linear.tiled import MAX_ROWS as HUNDREDS_OF_ROWS
+from nanovllm.kernels.linear.tiled import linear_in_parts, tiled_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import THOUSANDS_OF_ROWS, Linear
 from nanovllm.layers.residual import Residual
@@ -99,7 +99,7 @@ class CudaLinear(Linear):
         """By the kernel for thousands of rows, where there is one."""
         if x.shape[0] < THOUSANDS_OF_ROWS or not gluon_usable():
             return None
-        from nanovllm.kernels.many_rows_linear import many_rows_linear, many_rows_serves
+        from nanovllm.kernels.linear.many_rows import many_rows_linear, many_rows_serves
 
         return many_rows_linear(x, self.weight, gated=gated) if many_rows_serves(self.weight, self.bias) else None
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.distributed.group import ALONE, Group
-from nanovllm.kernels import dependent_launch, usable
+from nanovllm.kernels.launch import dependent_launch, usable
 
 
 class Embedding:
@@ -24,7 +24,7 @@ class Embedding:
         self._group = group
         self._kernels = None
         if usable(device.type):
-            from nanovllm.kernels import embed
+            from nanovllm.kernels.table import embed
 
             self._kernels = embed
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import dependent_launch, usable
+from nanovllm.kernels.launch import dependent_launch, usable
 
 FEW_ROWS = 32
 
@@ -21,7 +21,7 @@ class RMSNorm:
         self._in_float32 = dtype == torch.float32 and device.type == "cpu"
         self._kernel: Callable[..., Tensor] | None = None
         if usable(device.type):
-            from nanovllm.kernels.rms_norm import rms_norm
+            from nanovllm.kernels.elementwise.rms_norm import rms_norm
 
             self._kernel = rms_norm
 
@@ -44,6 +44,6 @@ class RMSNorm:
 
     def after_adding(self, x: Tensor, parts: Tensor) -> Tensor:  # [num_tokens, size], [parts, num_tokens, size]
         """The norm of x with all parts added, which x then is; only kernels give parts."""
-        from nanovllm.kernels.rms_norm import add_rms_norm
+        from nanovllm.kernels.elementwise.rms_norm import add_rms_norm
 
         return add_rms_norm(x, parts, self.weight, self.eps, pdl=dependent_launch())

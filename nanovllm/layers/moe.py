@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.distributed.group import ALONE, Group
-from nanovllm.kernels import dependent_launch, usable
+from nanovllm.kernels.launch import dependent_launch, usable
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import make_linear
@@ -43,8 +43,8 @@ class MoE:
         self._kernels: Callable[..., Tensor] | None = None
         self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
         if usable(device.type):
-            from nanovllm.kernels.moe import experts_forward
-            from nanovllm.kernels.route import route
+            from nanovllm.kernels.moe.experts import experts_forward
+            from nanovllm.kernels.moe.route import route
 
             self._kernels = partial(experts_forward, invariant=invariant, pdl=dependent_launch())
             self._choose = partial(route, pdl=dependent_launch())

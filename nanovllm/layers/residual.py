@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nanovllm.distributed.group import Group
-from nanovllm.kernels import dependent_launch
+from nanovllm.kernels.launch import dependent_launch
 from nanovllm.layers.layernorm import RMSNorm
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Residual:
     def rows(self) -> Tensor:
         """With everything added."""
         if self._parts is not None:
-            from nanovllm.kernels.rms_norm import add_parts
+            from nanovllm.kernels.elementwise.rms_norm import add_parts
 
             add_parts(self._rows, self._parts, pdl=dependent_launch())
             self._parts = None

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.model_config import RopeConfig
+from nanovllm.models.spec import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # [head_dim / 2]

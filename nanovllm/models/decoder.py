@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, LayerCache
+from nanovllm.checkpoint.stored import Part, Slot
 from nanovllm.distributed.group import ALONE, Group, Place
 from nanovllm.distributed.share import Share, Span, share_of
-from nanovllm.formats.stored import Part, Slot
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, make_linear
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.residual import Residual
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.spec import ModelConfig
 
 LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]*)\.(.*)")
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.model_config import layer_windows
+from nanovllm.models.spec import layer_windows
 
 
 def differences(raw: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from nanovllm.model_config import MoeConfig, count
 from nanovllm.models import qwen3
+from nanovllm.models.spec import MoeConfig, count
 
 
 def differences(raw: dict[str, Any]) -> dict[str, Any]:

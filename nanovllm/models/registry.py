@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.model_config import ModelConfig, read_json, read_model_config, token_id_list
 from nanovllm.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from nanovllm.models.spec import ModelConfig, read_json, read_model_config, token_id_list
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "LlamaForCausalLM": llama.differences,
@@ -52,7 +52,7 @@ class Description:
 def describe(path: Path) -> Description:
     """Read the description of a model folder or a GGUF file."""
     if path.is_file():
-        from nanovllm.formats.gguf import GGUFFile
+        from nanovllm.checkpoint.gguf import GGUFFile
 
         with GGUFFile(path) as file:
             return Description(_with_all_eos(file.hf_config(), file.generation_config()), file.metadata)

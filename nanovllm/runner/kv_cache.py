@@ -7,7 +7,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.spec import ModelConfig
 from nanovllm.runner.device import available_memory
 
 GIB = 2**30

@@ -10,16 +10,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.attention.backend import CacheShape, uneven
+from nanovllm.attention.select import make_backend
+from nanovllm.checkpoint.loader import checkpoint_tensors, fill_dummy, load_weights
 from nanovllm.config import Config
 from nanovllm.distributed.group import Parallel
 from nanovllm.distributed.share import share_of
-from nanovllm.kernels import usable
-from nanovllm.kernels.ahead import compile_ahead
+from nanovllm.kernels.compile_ahead import compile_ahead
+from nanovllm.kernels.launch import usable
 from nanovllm.layers.rotary_embedding import rotary_table
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.spec import ModelConfig
 from nanovllm.plan import StepPlan
-from nanovllm.runner.backends import make_backend
 from nanovllm.runner.decode_step import DecodeStep, Decoding, Ending, StepKind
 from nanovllm.runner.device import (
     hold_memory,
@@ -40,7 +41,6 @@ from nanovllm.runner.sampling import Drawn, KernelSampler, Sampler, SamplingBatc
 from nanovllm.runner.stage import Stage
 from nanovllm.runner.upload import Upload
 from nanovllm.runner.warm_up import largest_steps, peak_memory, score_everything
-from nanovllm.utils.loader import checkpoint_tensors, fill_dummy, load_weights
 
 Sent = TypeVar("Sent")
 ALL_IN_ONE = Parallel.alone()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import usable
+from nanovllm.kernels.launch import usable
 from nanovllm.plan import NewBlocks, NewRow, StepPlan
 from nanovllm.runner.upload import Upload
 
@@ -54,7 +54,7 @@ class RequestTable:
         self._writes: list[tuple[np.ndarray, np.ndarray]] = []  # (indices, values) not yet on the device
         self._scatter = None
         if usable(device.type):
-            from nanovllm.kernels.scatter import scatter
+            from nanovllm.kernels.table.scatter import scatter
 
             self._scatter = scatter
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import dependent_launch
+from nanovllm.kernels.launch import dependent_launch
 from nanovllm.layers.sampler import SamplingRows, sample
 from nanovllm.plan import NewRow
 from nanovllm.runner.logits import Masks, Stage, StageInput, build_stages
@@ -138,7 +138,7 @@ class KernelSampler:
     """The same with our own kernels, straight from the request table's columns; nothing here waits for the device."""
 
     def __init__(self, table: RequestTable, max_num_seqs: int, device: torch.device) -> None:
-        from nanovllm.kernels import sample
+        from nanovllm.kernels.sampling import sample
 
         self._kernels = sample
         self._table = table

@@ -28,7 +28,7 @@ from nanovllm.server.sse import DONE, ChunkWriter
 from nanovllm.server.structured import constraint
 
 if TYPE_CHECKING:
-    from nanovllm.engine.messages import Delta
+    from nanovllm.engine.deltas import Delta
 
 MARK = b"\0"  # where a template's text comes
 

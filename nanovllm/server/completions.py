@@ -20,7 +20,7 @@ from nanovllm.server.sse import DONE, ChunkWriter
 from nanovllm.server.structured import constraint, structured_outputs
 
 if TYPE_CHECKING:
-    from nanovllm.engine.messages import Delta, TokenScores
+    from nanovllm.engine.deltas import Delta, TokenScores
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

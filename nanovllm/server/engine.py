@@ -4,12 +4,13 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.config import Config
-from nanovllm.model_config import ModelConfig
+from nanovllm.models.spec import ModelConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanovllm.engine.messages import Delta, EngineStats, EngineView
+    from nanovllm.engine.deltas import Delta
+    from nanovllm.remote.messages import EngineStats, EngineView
 
 
 class Engine(Protocol):

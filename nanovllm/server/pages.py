@@ -20,7 +20,7 @@ from nanovllm.server.http import STREAM_HEADERS, while_connected
 from nanovllm.server.service import Service
 
 if TYPE_CHECKING:
-    from nanovllm.engine.messages import EngineView
+    from nanovllm.remote.messages import EngineView
 
 FOLDER = Path(__file__).parent / "static"
 STATIC = "/static"

@@ -8,7 +8,7 @@ import orjson
 
 from nanovllm.server.engine import Engine
 from nanovllm.server.errors import ApiError, refuse
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 QUICK_CHARS = 8_000  # of text: tokenized within a few milliseconds; more is given to a thread

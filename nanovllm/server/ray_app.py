@@ -19,13 +19,14 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 
-from nanovllm.async_llm import describe_model
 from nanovllm.config import Config
-from nanovllm.engine.client import EngineClient
-from nanovllm.engine.messages import AddRequest, Delta, EngineStats, EngineView, Event, Ready, Refused, StepDone
+from nanovllm.engine.deltas import Delta
 from nanovllm.errors import ConfigError, EngineClosedError, EngineError, RequestError
-from nanovllm.replicas import total, tries
-from nanovllm.routing import Router
+from nanovllm.remote.async_llm import describe_model
+from nanovllm.remote.client import EngineClient
+from nanovllm.remote.messages import AddRequest, EngineStats, EngineView, Event, Ready, Refused, StepDone
+from nanovllm.remote.replicas import total, tries
+from nanovllm.remote.routing import Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import build_app
 from nanovllm.server.settings import ServerSettings

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanovllm.engine.messages import TokenScores
+    from nanovllm.engine.deltas import TokenScores
 
 LOWEST = -9999.0  # JSON knows no infinity
 

@@ -17,7 +17,7 @@ from nanovllm.server.metrics import Metrics
 from nanovllm.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from nanovllm.engine.messages import Delta
+    from nanovllm.engine.deltas import Delta
 
 HEALTH_SECONDS = 5.0  # an engine that cannot say within this time that it is well, is not
 

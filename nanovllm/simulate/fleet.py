@@ -12,7 +12,7 @@ from math import inf, isnan, nan
 from nanovllm.config import SchedulerConfig
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
-from nanovllm.routing import Policy
+from nanovllm.remote.routing import Policy
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.requests import Arrival

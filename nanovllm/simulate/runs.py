@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm.bench.report import Row
 from nanovllm.config import SchedulerConfig
-from nanovllm.routing import LeastLoaded, Policy, RoundRobin, Router
+from nanovllm.remote.routing import LeastLoaded, Policy, RoundRobin, Router
 from nanovllm.simulate import POOLED
 from nanovllm.simulate.fleet import Fleet, Outcome
 from nanovllm.simulate.metrics import measure

@@ -11,7 +11,7 @@ from nanovllm.structured.grammar import LIMITS, Grammar
 from nanovllm.structured.lark import check_lark
 from nanovllm.structured.schema import ESCAPES, check_schema
 from nanovllm.structured.trial import Trial
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20
 

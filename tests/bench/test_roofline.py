@@ -8,8 +8,8 @@ import torch
 from nanovllm.bench.roofline import Machine, Roofline, kv_head_bytes, measure
 from nanovllm.bench.shapes import shape_folder
 from nanovllm.bench.workload import make_workload
-from nanovllm.model_config import ModelConfig, MoeConfig, RopeConfig
 from nanovllm.models.registry import describe
+from nanovllm.models.spec import ModelConfig, MoeConfig, RopeConfig
 
 H200 = Machine(bytes_per_second=4.28e12, flops_per_second=796e12)
 ENDLESS = 1e30  # so fast that a limit never shows

@@ -8,8 +8,8 @@ import pytest
 from nanovllm.bench.shapes import shape_folder, shape_names, with_shape
 from nanovllm.cli.main import main
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import ModelConfig, RopeConfig, read_json
 from nanovllm.models.registry import describe, parse_config
+from nanovllm.models.spec import ModelConfig, RopeConfig, read_json
 
 NUM_PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,

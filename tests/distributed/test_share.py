@@ -9,8 +9,8 @@ import nanovllm
 from nanovllm.distributed.group import Place
 from nanovllm.distributed.share import Share, share_of
 from nanovllm.errors import ConfigError
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import describe
+from nanovllm.models.spec import ModelConfig
 
 SHAPES = Path(nanovllm.__file__).parent / "shapes"
 QWEN3 = describe(SHAPES / "qwen3-32b").config

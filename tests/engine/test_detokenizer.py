@@ -13,9 +13,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from nanovllm.engine.detokenizer import Detokenizer, detokenize_all
 from nanovllm.errors import RequestError
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.detokenizer import Detokenizer, detokenize_all
+from nanovllm.text.tokenizer import Tokenizer
 
 TESTS = Path(__file__).parent.parent
 QWEN3 = Path(os.environ.get("NANOVLLM_QWEN3_TOKENIZER") or TESTS.parent.parent / "shared/data/tokenizers/qwen3")

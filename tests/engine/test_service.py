@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.engine.deltas import Delta
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.messages import (
+from nanovllm.remote.frames import FrameReader, to_frame
+from nanovllm.remote.messages import (
     BLOCK_CACHED,
     BLOCK_FREE,
     BLOCK_IN_USE,
@@ -21,7 +23,6 @@ from nanovllm.engine.messages import (
     AddRequest,
     Answer,
     Command,
-    Delta,
     Embed,
     Event,
     Failed,
@@ -36,10 +37,9 @@ from nanovllm.engine.messages import (
     View,
     Watch,
 )
-from nanovllm.engine.service import Wire, block_states, serve
+from nanovllm.remote.service import Wire, block_states, serve
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.structured.compiler import Compiler
-from nanovllm.utils.frames import FrameReader, to_frame
 from tests.helpers import TEXT_MODEL, greedy_params, model_dir, open_llm, prompt_of, scheduler_of
 
 OPTIONS: dict[str, Any] = {

@@ -21,11 +21,11 @@ from tokenizers import pre_tokenizers
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from nanovllm.checkpoint import gguf as ours
+from nanovllm.checkpoint import gguf_header
+from nanovllm.checkpoint.gguf import GGUFFile
+from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer, chat_template, special_tokens
 from nanovllm.errors import CheckpointError
-from nanovllm.formats import gguf as ours
-from nanovllm.formats import gguf_header
-from nanovllm.formats.gguf import GGUFFile
-from nanovllm.formats.gguf_tokenizer import build_tokenizer, chat_template, special_tokens
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, LAYERS, EXPERTS, EXPERT_FFN = 64, 4, 2, 16, 96, 40, 2, 4, 32
 REPOSITORY = Path(__file__).parents[2]
@@ -174,7 +174,7 @@ def test_types_and_their_sizes_equal_the_gguf_package() -> None:
 def test_reading_the_config_loads_no_torch(tmp_path: Path) -> None:
     write_model(tmp_path / "m.gguf", "qwen3")
     program = (
-        "import sys\nfrom nanovllm.formats.gguf import GGUFFile\nwith GGUFFile(sys.argv[1]) as f: f.hf_config()\n"
+        "import sys\nfrom nanovllm.checkpoint.gguf import GGUFFile\nwith GGUFFile(sys.argv[1]) as f: f.hf_config()\n"
         "sys.exit(', '.join({'torch', 'numpy', 'gguf', 'tokenizers'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanovllm.formats.gguf import GGUFFile
-from nanovllm.formats.safetensors import stored_tensors
+from nanovllm.checkpoint.gguf import GGUFFile
+from nanovllm.checkpoint.safetensors import stored_tensors
 from tests.formats.test_gguf import finish, model_writer, random_blocks, write_model
 
 PARTS = [
@@ -43,7 +43,7 @@ def test_gguf(tmp_path: Path, name: str, part: tuple[slice, ...], monkeypatch: p
     for tensor, shape in blocks.items():
         writer.add_tensor(tensor, random_blocks(name, shape), raw_dtype=kind)
     finish(writer)
-    monkeypatch.setattr("nanovllm.formats.gguf._CHUNK_ELEMENTS", 700)
+    monkeypatch.setattr("nanovllm.checkpoint.gguf._CHUNK_ELEMENTS", 700)
     with GGUFFile(tmp_path / "a.gguf") as file:
         matrix, stack = (stored for _, stored in file.stored_tensors(torch.float32))
         torch.testing.assert_close(matrix.read(part), matrix.read()[part], rtol=0, atol=0, equal_nan=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.decode_attention import paged_decode_reference
-from nanovllm.kernels.decode_parts import DecodeWorkspace
+from nanovllm.kernels.attention.decode import paged_decode_reference
+from nanovllm.kernels.attention.decode_parts import DecodeWorkspace
 from tests.kernels.support import DEVICE
 
 NUM_POSITIONS = 4096 if DEVICE == "cuda" else 256

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.kernels import ahead, launch
-from nanovllm.kernels.ahead import compile_ahead
+from nanovllm.kernels.compile_ahead import compile_ahead
+from nanovllm.kernels.launch import ahead, launch
 
 HERE = os.getpid()
 

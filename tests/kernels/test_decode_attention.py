@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.decode_attention import paged_decode
-from nanovllm.kernels.decode_parts import DecodeWorkspace
-from nanovllm.kernels.decode_plan import DecodeConfig, decode_config, plan_decode, plan_decode_reference
+from nanovllm.kernels.attention.decode import paged_decode
+from nanovllm.kernels.attention.decode_parts import DecodeWorkspace
+from nanovllm.kernels.attention.decode_plan import DecodeConfig, decode_config, plan_decode, plan_decode_reference
 from tests.kernels.decode_inputs import Inputs, Sequences, check_decode
 from tests.kernels.support import DEVICE
 

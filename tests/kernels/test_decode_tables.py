@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.decode_tables import TILE, decode_tables, decode_tables_reference
+from nanovllm.kernels.attention.decode_tables import TILE, decode_tables, decode_tables_reference
 from tests.kernels.support import DEVICE
 
 

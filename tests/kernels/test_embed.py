@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.embed import embed_tokens, embed_tokens_reference, gather_inputs
+from nanovllm.kernels.table.embed import embed_tokens, embed_tokens_reference, gather_inputs
 from tests.kernels.support import DEVICE
 
 VOCAB_SIZE = 50

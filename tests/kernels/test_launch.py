@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm import kernels
-from nanovllm.kernels import launch
+from nanovllm.kernels.launch import launch
 
 
 class Compiled:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import few_rows_linear, tiled_linear
-from nanovllm.kernels.one_row_linear import linear_reference, one_row_linear
+from nanovllm.kernels.launch import few_rows_linear, tiled_linear
+from nanovllm.kernels.linear.one_row import linear_reference, one_row_linear
 from tests.kernels.support import DEVICE, with_halves
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

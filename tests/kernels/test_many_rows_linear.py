@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.kernels import gluon_usable
-from nanovllm.kernels.one_row_linear import linear_reference
+from nanovllm.kernels.launch import gluon_usable
+from nanovllm.kernels.linear.one_row import linear_reference
 
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from nanovllm.kernels import many_rows_linear
+from nanovllm.kernels.launch import many_rows_linear
 
 class NoDriver:
     def get_current_device(self): return 0
@@ -52,7 +52,7 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
 def test_many_rows(m: int, n: int, k: int) -> None:
     if not gluon_usable():
         pytest.skip("needs a GPU of the kind the kernel is written for")
-    from nanovllm.kernels.many_rows_linear import many_rows_linear
+    from nanovllm.kernels.linear.many_rows import many_rows_linear
 
     torch.manual_seed(m + n + k)
     wide = torch.randn(m, 2 * k, device="cuda").bfloat16()
@@ -72,7 +72,7 @@ def test_many_rows(m: int, n: int, k: int) -> None:
 def test_three_groups_give_what_two_do(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not gluon_usable():
         pytest.skip("needs a GPU of the kind the kernel is written for")
-    from nanovllm.kernels import many_rows_linear as kernels
+    from nanovllm.kernels.launch import many_rows_linear as kernels
 
     torch.manual_seed(m + n + k)
     x = torch.randn(m, k, device="cuda").bfloat16()

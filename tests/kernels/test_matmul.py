@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.matmul import matmul, matmul_reference
+from nanovllm.kernels.linear.matmul import matmul, matmul_reference
 from tests.kernels.support import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import moe_tiles
-from nanovllm.kernels.moe import experts_forward, experts_forward_reference
-from nanovllm.kernels.moe_grouped import group, grouped_forward
-from nanovllm.kernels.moe_tiles import Tile, Tiles, choose_tiles
+from nanovllm.kernels.launch import moe_tiles
+from nanovllm.kernels.moe.experts import experts_forward, experts_forward_reference
+from nanovllm.kernels.moe.grouped import group, grouped_forward
+from nanovllm.kernels.moe.tiles import Tile, Tiles, choose_tiles
 from nanovllm.layers.moe import MoE
 from tests.kernels.support import DEVICE
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.fp8 import quantize_reference
-from nanovllm.kernels.prefill_attention import (
+from nanovllm.kernels.attention.fp8 import quantize_reference
+from nanovllm.kernels.attention.prefill import (
     PrefillConfig,
     paged_prefill,
     paged_prefill_reference,

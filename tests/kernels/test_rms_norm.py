@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.rms_norm import (
+from nanovllm.kernels.elementwise.rms_norm import (
     add_parts,
     add_parts_reference,
     add_rms_norm,

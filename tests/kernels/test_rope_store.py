@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.rope_store import rope_store, rope_store_reference
+from nanovllm.kernels.attention.rope_store import rope_store, rope_store_reference
 from tests.kernels.support import DEVICE
 
 FP8 = torch.float8_e4m3fn

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.route import route, route_reference
+from nanovllm.kernels.moe.route import route, route_reference
 from tests.kernels.support import DEVICE
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

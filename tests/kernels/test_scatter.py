@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.scatter import BLOCK, scatter, scatter_reference
+from nanovllm.kernels.table.scatter import BLOCK, scatter, scatter_reference
 from tests.kernels.support import DEVICE
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.silu_and_mul import MANY_ROWS, silu_and_mul, silu_and_mul_reference
+from nanovllm.kernels.elementwise.silu_and_mul import MANY_ROWS, silu_and_mul, silu_and_mul_reference
 from tests.kernels.support import DEVICE
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.decode_parts import DecodeWorkspace
-from nanovllm.kernels.small_batch_attention import (
+from nanovllm.kernels.attention.decode_parts import DecodeWorkspace
+from nanovllm.kernels.attention.small_batch import (
     MAX_PAIRS,
     MAX_PROGRAMS,
     small_batch_decode,

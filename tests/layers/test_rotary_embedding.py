@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from nanovllm.attention.backend import CacheShape
 from nanovllm.attention.rotation import Rotation, rotate
 from nanovllm.layers.rotary_embedding import inverse_frequencies, rotary_table
-from nanovllm.model_config import read_rope
+from nanovllm.models.spec import read_rope
 
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
 ROPES: dict[str, dict[str, Any]] = {

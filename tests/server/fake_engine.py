@@ -8,10 +8,11 @@ from typing import Any
 
 from nanovllm.bench.tiny_model import NO_MODEL
 from nanovllm.config import Config
-from nanovllm.engine.messages import Delta, EngineStats, EngineView, RequestView, StepView, TokenScores
+from nanovllm.engine.deltas import Delta, TokenScores
 from nanovllm.errors import EngineClosedError, EngineError, RequestError
+from nanovllm.remote.messages import EngineStats, EngineView, RequestView, StepView
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 TOKENIZER = Path(__file__).parent.parent / "data" / "tokenizer"
 VOCAB_SIZE = 600

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 from tests.executor.processes import until
 from tests.helpers import TOKENIZER
 from tests.server.fake_engine import FakeEngine

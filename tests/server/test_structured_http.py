@@ -11,7 +11,7 @@ import httpx
 import jsonschema
 import pytest
 
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 from tests.helpers import TOKENIZER
 from tests.server.process import ServerProcess, server_process
 

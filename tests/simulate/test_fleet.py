@@ -12,7 +12,7 @@ from nanovllm.bench.roofline import Roofline, kv_head_bytes
 from nanovllm.bench.shapes import shape_folder
 from nanovllm.config import SchedulerConfig
 from nanovllm.models.registry import describe
-from nanovllm.routing import RoundRobin
+from nanovllm.remote.routing import RoundRobin
 from nanovllm.simulate import POLICIES
 from nanovllm.simulate.fleet import Fleet, Outcome
 from nanovllm.simulate.metrics import duration, latencies, measure

@@ -11,7 +11,7 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.structured import grammar as grammar_module
 from nanovllm.structured.compiler import Compiler, GrammarCache
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 from tests.helpers import TOKENIZER
 
 VOCAB_SIZE = 610  # ten more than the tokenizer has

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanovllm
-from nanovllm.utils.children import environment
+from nanovllm.remote.children import environment
 
 WHERE = [sys.executable, "-c", "import nanovllm; print(nanovllm.__file__)"]
 

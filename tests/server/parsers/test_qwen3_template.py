@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.chat_template import ChatTemplates
 from nanovllm.server.parsers import make_parser
+from nanovllm.text.chat_template import ChatTemplates
 
 TEMPLATE = ChatTemplates({"default": (Path(__file__).parent / "data" / "qwen3.jinja").read_text().rstrip("\n")})
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("f", "g-2")]

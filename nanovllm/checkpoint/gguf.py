@@ -1,0 +1,389 @@
+"""GGUF files as models: the HF-style config, and the weights under HF names."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.checkpoint.gguf_header import BLOCKS, TensorInfo, read_header, short
+from nanovllm.checkpoint.stored import Part, Stored
+from nanovllm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_SIZE = 1 << 31  # of any count in the config
+
+_FAMILIES = {  # general.architecture: (HF class, HF model_type)
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
+
+_ROPE_FACTORS = "rope_freqs.weight"  # part of the config, not a weight
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_TENSOR_NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?([a-z_]+)\.(weight|bias)")
+
+_CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB in float32, and temporaries of the same order
+_GGUF_ROW_ELEMENTS = 8192  # the row length at which gguf.quants.dequantize is fastest
+
+
+class GGUFFile:
+    """An open GGUF file whose header was read and checked in full."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("rb")
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
+        try:
+            self.metadata, self.tensors = read_header(self._file, self.path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def hf_config(self) -> dict[str, Any]:
+        """What config.json would say of this model; loads no torch."""
+        architecture = self._architecture()
+        hf_class, model_type = _FAMILIES[architecture]
+        num_heads = self._count("attention.head_count")
+        hidden_size = self._count("embedding_length")
+        head_dim = self._count("attention.key_length", default=max(1, hidden_size // num_heads))
+        config = {
+            "architectures": [hf_class],
+            "model_type": model_type,
+            "hidden_act": "silu",
+            "hidden_size": hidden_size,
+            "num_hidden_layers": self._num_layers(),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self._count("attention.head_count_kv", default=num_heads),
+            "head_dim": head_dim,
+            "intermediate_size": self._count("feed_forward_length"),
+            "rms_norm_eps": self._real("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._real("rope.freq_base", default=10_000.0),
+            "rope_scaling": self._rope_scaling(head_dim),
+            "max_position_embeddings": self._count("context_length"),
+            "vocab_size": self._vocab_size(hidden_size),
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "torch_dtype": "float32" if all(t.type_name == "F32" for t in self.tensors.values()) else "bfloat16",
+            "bos_token_id": self._token_id("bos_token_id"),
+            "eos_token_id": self._token_id("eos_token_id"),
+        }
+        if architecture == "llama" and f"{architecture}.attention.sliding_window" in self.metadata:
+            config |= {
+                "architectures": ["MistralForCausalLM"],
+                "model_type": "mistral",
+                "sliding_window": self._count("attention.sliding_window"),
+            }
+        return config | self._moe_config(architecture)
+
+    def generation_config(self) -> dict[str, Any]:
+        """What generation_config.json would say: every token id that ends a text, and the one that begins it."""
+        ends = [self._token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        return {
+            "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)),
+            "bos_token_id": self._token_id("bos_token_id"),
+        }
+
+    def stored_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Stored]]:
+        """(HF name, what reads as a tensor of `dtype` while the file is open), in the order of the file.
+
+        The experts of a layer come stacked: `mlp.experts.{gate,up,down}_proj.weight` is [experts, out, in].
+        """
+        weights = [info for info in self.tensors.values() if info.name != _ROPE_FACTORS]
+        named = [(self._hf_name(info.name), info) for info in sorted(weights, key=lambda info: info.offset)]
+        rotary_heads = self._permuted_heads()
+        for hf_name, info in named:
+            heads = rotary_heads.get(info.name.split(".")[-2], 0)
+            yield hf_name, _InFile(info.shape, partial(self._load, info, dtype, heads))
+
+    def iter_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, read whole, one at a time."""
+        for name, stored in self.stored_tensors(dtype):
+            yield name, stored.read()
+
+    def _refuse(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {problem}")
+
+    def _architecture(self) -> str:
+        name = self.metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in _FAMILIES:
+            known = ", ".join(_FAMILIES)
+            raise self._refuse(f"general.architecture is {short(name)}, which is not known here; known are: {known}")
+        return name
+
+    def _get(self, key: str) -> Any:
+        """A value of the model's own namespace; a per-layer list must say the same of every layer."""
+        value = self.metadata.get(f"{self._architecture()}.{key}")
+        if not isinstance(value, list):
+            return value
+        if not value or any(item != value[0] for item in value):
+            raise self._refuse(f"{key} differs between layers ({short(value)}); only uniform layers are supported")
+        return value[0]
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self._get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _MAX_SIZE:
+            raise self._refuse(f"metadata {key} is {short(value)}; it must be an integer from 1 to {_MAX_SIZE - 1}")
+        return value
+
+    def _real(self, key: str, default: float | None = None) -> float:
+        value = self._get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise self._refuse(f"metadata {key} is {short(value)}; it must be a finite number above 0")
+        return float(value)
+
+    def _token_id(self, key: str) -> int | None:
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            return None
+        limit = self._tensor("token_embd.weight").shape[0]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
+            raise self._refuse(f"metadata tokenizer.ggml.{key} is {short(value)}; it must be a token id below {limit}")
+        return value
+
+    def _tensor(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise self._refuse(f"tensor {name} is missing; the file holds {len(self.tensors)} others")
+        return self.tensors[name]
+
+    def _vocab_size(self, hidden_size: int) -> int:
+        shape = self._tensor("token_embd.weight").shape
+        if len(shape) != 2 or shape[1] != hidden_size:
+            raise self._refuse(f"tensor token_embd.weight has shape {shape}; it must be [vocabulary, {hidden_size}]")
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) > shape[0]:
+            raise self._refuse(f"the vocabulary has {len(tokens)} tokens, but token_embd.weight only {shape[0]} rows")
+        return shape[0]
+
+    def _num_layers(self) -> int:
+        stated = self._count("block_count")
+        matches = map(_TENSOR_NAME.fullmatch, self.tensors)
+        found = {int(match[1]) for match in matches if match and match[1]}
+        if len(found) != stated or max(found) != stated - 1:
+            raise self._refuse(f"block_count is {stated}, but tensors of {len(found)} layers are in the file")
+        return stated
+
+    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
+        """Rotary scaling in HF's terms; `gguf_factors` divides the i-th inverse frequency by factors[i]."""
+        rotated = self._count("rope.dimension_count", default=head_dim)
+        if rotated != head_dim:
+            raise self._refuse(f"rope.dimension_count is {rotated} of {head_dim}; partial rotation is not supported")
+        if _ROPE_FACTORS in self.tensors:
+            return {"rope_type": "gguf_factors", "factors": self._rope_factors(head_dim)}
+        kind = self._get("rope.scaling.type")
+        if kind in (None, "none"):
+            return None
+        if kind not in ("linear", "yarn"):
+            raise self._refuse(f"rope.scaling.type is {short(kind)}; supported are none, linear and yarn")
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": self._real("rope.scaling.factor")}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = self._count("rope.scaling.original_context_length")
+        return scaling
+
+    def _rope_factors(self, head_dim: int) -> list[float]:
+        info = self.tensors[_ROPE_FACTORS]
+        if info.type_name != "F32" or info.shape != (head_dim // 2,):
+            found = f"{info.type_name} of shape {info.shape}"
+            raise self._refuse(f"tensor {info.name} is {found}; it must be F32 of shape ({head_dim // 2},)")
+        raw = bytearray(info.nbytes)
+        self._read(info.offset, memoryview(raw))
+        factors = list(struct.unpack(f"<{head_dim // 2}f", raw))
+        if not all(math.isfinite(factor) and factor > 0 for factor in factors):
+            raise self._refuse(f"tensor {info.name} holds {short(factors)}; every factor must be finite and above 0")
+        return factors
+
+    def _moe_config(self, architecture: str) -> dict[str, Any]:
+        if architecture != "qwen3moe":
+            if self._get("expert_count"):
+                raise self._refuse(f"expert_count is {short(self._get('expert_count'))} in a {architecture} model")
+            return {}
+        normed = self._get("expert_weights_norm")
+        return {
+            "num_experts": self._count("expert_count"),
+            "num_experts_per_tok": self._count("expert_used_count"),
+            "moe_intermediate_size": self._count("expert_feed_forward_length"),
+            "norm_topk_prob": True if normed is None else bool(normed),
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
+    def _hf_name(self, name: str) -> str:
+        match = _TENSOR_NAME.fullmatch(name)
+        layer, part, suffix = match.groups() if match else (None, "", "")
+        hf_part = (_TOP_NAMES if layer is None else _LAYER_NAMES).get(part)
+        if hf_part is None:
+            raise self._refuse(f"tensor {short(name)} is not one a {self._architecture()} model has here")
+        return f"{hf_part}.{suffix}" if layer is None else f"model.layers.{layer}.{hf_part}.{suffix}"
+
+    def _permuted_heads(self) -> dict[str, int]:
+        """How many heads the rows of q and k hold, where the converter reordered them for interleaved rotation."""
+        if self._architecture() != "llama":
+            return {}
+        num_heads = self._count("attention.head_count")
+        return {"attn_q": num_heads, "attn_k": self._count("attention.head_count_kv", default=num_heads)}
+
+    def _load(self, info: TensorInfo, dtype: torch.dtype, permuted_heads: int, part: Part) -> torch.Tensor:
+        """Read, dequantize and convert a tensor, or a part of it, in chunks, straight into its final place.
+
+        Rows that are not wanted are not read. Columns are dropped behind each chunk, for blocks run across them.
+        """
+        import torch
+
+        block, block_bytes = BLOCKS[info.type_name]
+        cuts = part + (slice(None),) * (len(info.shape) - len(part))
+        wanted = [range(*cut.indices(size)) for cut, size in zip(cuts, info.shape, strict=True)]
+        rows, columns, row_elements = _as_matrix(info.shape, wanted, block)
+        row_bytes = row_elements // block * block_bytes
+        narrowed = len(columns) < row_elements
+        tensor = torch.empty([len(one) for one in wanted], dtype=dtype)
+        # units are read whole, and lie in this order in the file
+        if permuted_heads:
+            units = self._split_heads(tensor, info, permuted_heads, rows)  # [heads, head_dim / 2, 2, columns]
+        elif narrowed:
+            units = tensor.view(len(rows), -1)  # [rows, columns]
+        else:
+            units = tensor.view(-1, block)  # [blocks, elements]
+        unit_bytes = len(rows) * row_bytes // units.shape[0]
+        step = max(1, min(_CHUNK_ELEMENTS // (unit_bytes // block_bytes * block), units.shape[0]))
+        buffer = bytearray(step * unit_bytes)
+        for start in range(0, units.shape[0], step):
+            target = units[start : start + step]
+            size = target.shape[0] * unit_bytes
+            self._read(info.offset + rows.start * row_bytes + start * unit_bytes, memoryview(buffer)[:size])
+            raw = torch.frombuffer(buffer, dtype=torch.uint8, count=size)
+            values = _dequantize(raw.view(-1, block_bytes), info.type_name)
+            cut = values.view(-1, row_elements)[:, columns.start : columns.stop] if narrowed else values
+            target.copy_(cut.reshape(target.shape))
+        return tensor
+
+    def _split_heads(self, tensor: torch.Tensor, info: TensorInfo, heads: int, rows: range) -> torch.Tensor:
+        if info.shape[0] % (2 * heads):
+            raise self._refuse(
+                f"tensor {info.name} has {info.shape[0]} rows; they must divide into {heads} heads of even size"
+            )
+        head_dim = info.shape[0] // heads
+        assert rows.start % head_dim == 0 and len(rows) % head_dim == 0, "a part of q or k must consist of heads"
+        return tensor.view(len(rows) // head_dim, 2, head_dim // 2, -1).transpose(1, 2)
+
+    def _read(self, offset: int, target: memoryview) -> None:
+        self._file.seek(offset)
+        if self._file.readinto(target) != len(target):
+            raise self._refuse(f"{len(target)} bytes at {offset} cannot be read: the file became shorter while open")
+
+
+@dataclass(frozen=True)
+class _InFile:
+    shape: tuple[int, ...]
+    load: Callable[[Part], torch.Tensor]
+
+    def read(self, part: Part = ()) -> torch.Tensor:
+        return self.load(part)
+
+
+def _as_matrix(shape: tuple[int, ...], wanted: list[range], block: int) -> tuple[range, range, int]:
+    """A tensor as rows of some elements each, and which rows and columns of them are wanted: (rows, columns, elements).
+
+    A vector is a column, unless its elements come in blocks.
+    """
+    if len(shape) == 1:
+        return (wanted[0], range(1), 1) if block == 1 else (range(1), wanted[0], shape[0])
+    *leading, columns = wanted
+    rows = range(1)
+    for size, one in zip(shape, leading, strict=False):
+        assert len(rows) == 1 or len(one) == size, "a part must be one run of rows"
+        rows = range(rows.start * size + one.start, (rows.stop - 1) * size + one.stop)
+    return rows, columns, shape[-1]
+
+
+def _dequantize(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
+    """Values of `blocks` [blocks, bytes], in their own 16-bit type or in float32.
+
+    The common types are done in torch, which is several times faster than the gguf package and equal to the last bit.
+    """
+    import torch
+
+    plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    if type_name in plain:
+        return blocks.view(plain[type_name])
+    if type_name == "Q8_0":
+        scale = _halves(blocks, 1)
+        return blocks[:, 2:].view(torch.int8) * scale
+    if type_name == "Q4_0":
+        scale = _halves(blocks, 1)
+        return _nibbles(blocks[:, 2:]).sub_(8).mul_(scale)
+    if type_name == "Q4_1":
+        scale, smallest = _halves(blocks, 2).split(1, dim=1)
+        return _nibbles(blocks[:, 4:]).mul_(scale).add_(smallest)
+    return _dequantize_by_package(blocks, type_name)
+
+
+def _halves(blocks: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` float16 numbers every block begins with, as float32 [blocks, count]."""
+    import torch
+
+    return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Unpack [blocks, n] bytes to float32 [blocks, 2n]: all low halves, then all high halves."""
+    import torch
+
+    values = torch.empty(packed.shape[0], 2, packed.shape[1])
+    values[:, 0] = packed & 15
+    values[:, 1] = packed >> 4
+    return values.view(packed.shape[0], -1)
+
+
+def _dequantize_by_package(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    num_blocks, block_bytes = blocks.shape
+    row_blocks = _GGUF_ROW_ELEMENTS // BLOCKS[type_name][0]
+    if num_blocks % row_blocks:
+        row_blocks = num_blocks
+    rows = blocks.numpy().reshape(-1, row_blocks * block_bytes)
+    with np.errstate(all="ignore"):  # a damaged scale may be infinite: that is the file's content, not our arithmetic
+        return torch.from_numpy(dequantize(rows, GGMLQuantizationType[type_name]))

@@ -1,0 +1,118 @@
+"""From a checkpoint into the model's parameters, one tensor at a time, with a strict account of what was there."""
+
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint.stored import Part, Slot, Stored
+from nanovllm.errors import CheckpointError
+
+# what checkpoints carry beside weights: buffers that are computed here
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$")
+STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate|up|down|gate_up)_proj(?:\.weight)?$")
+MAX_NAMED = 8  # tensors listed by name in an error
+
+
+def checkpoint_tensors(path: Path, load_format: str, dtype: torch.dtype) -> Iterator[tuple[str, Stored]]:
+    """Each is readable until the next is asked for."""
+    if load_format == "gguf" or (load_format == "auto" and path.is_file()):
+        from nanovllm.checkpoint.gguf import GGUFFile
+
+        with GGUFFile(path) as file:
+            yield from file.stored_tensors(dtype)
+    else:
+        from nanovllm.checkpoint.safetensors import stored_tensors
+
+        yield from stored_tensors(path)
+
+
+def load_weights(
+    slots: dict[str, Slot], tensors: Iterable[tuple[str, Stored]], *, source: str, elsewhere: Callable[[str], bool]
+) -> None:
+    """Copy each tensor to its slot. Raises unless every slot was filled and every tensor had one here or elsewhere."""
+    missing = dict(slots)
+    unexpected: list[str] = []
+    for name, tensor in _unstack(tensors):
+        slot = missing.pop(name, None)
+        if slot is None:
+            if name in slots:
+                raise CheckpointError(f"{source}: {name} occurs twice")
+            if not IGNORED.search(name) and not elsewhere(name):
+                unexpected.append(name)
+            continue
+        if slot.shape != tensor.shape:
+            raise CheckpointError(
+                f"{source}: {name} has shape {list(tensor.shape)}, and the config asks for {list(slot.shape)}"
+            )
+        if slot.view.numel():
+            slot.view.copy_(tensor.read(slot.part))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{source}: the weights do not fit the config: {_account('missing', list(missing))}; "
+            f"{_account('unexpected', unexpected)}"
+        )
+
+
+def fill_dummy(slots: dict[str, Slot], seed: int) -> None:
+    """Random weights of a size that keeps activations sane; norms stay 1, biases 0.
+
+    A tensor's values depend on its name, so every rank holds a part of the same model.
+    """
+    generators = {slot.view.device: torch.Generator(slot.view.device) for slot in slots.values()}
+    for name, slot in slots.items():
+        view = slot.view
+        if view.dim() == 1:
+            view.fill_(0.0 if name.endswith(".bias") else 1.0)
+            continue
+        generator = generators[view.device].manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        if not slot.part:
+            view.normal_(0.0, 0.02, generator=generator)
+        else:
+            whole = torch.empty(slot.shape, dtype=view.dtype, device=view.device)
+            view.copy_(whole.normal_(0.0, 0.02, generator=generator)[slot.part])
+
+
+@dataclass(frozen=True)
+class _OfStack:
+    """Some rows of one expert, in a tensor that holds all of them: [experts, out, in]."""
+
+    stack: Stored
+    expert: int
+    rows: range
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.rows), self.stack.shape[2]
+
+    def read(self, part: Part = ()) -> Tensor:
+        wanted, *columns = part or (slice(None),)
+        rows = self.rows[wanted]
+        return self.stack.read((slice(self.expert, self.expert + 1), slice(rows.start, rows.stop), *columns))[0]
+
+
+def _unstack(tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
+    """Experts that a file keeps as one [experts, out, in] tensor, gate and up maybe in one, as tensors of their own."""
+    for name, tensor in tensors:
+        stacked = STACKED_EXPERTS.match(name)
+        if stacked is None or len(tensor.shape) != 3:
+            yield name, tensor
+            continue
+        parts = stacked[2].split("_")
+        num_experts, num_rows, _ = tensor.shape
+        size = num_rows // len(parts)
+        for expert in range(num_experts):
+            for index, part in enumerate(parts):
+                rows = range(index * size, (index + 1) * size)
+                yield f"{stacked[1]}.{expert}.{part}_proj.weight", _OfStack(tensor, expert, rows)
+
+
+def _account(word: str, names: list[str]) -> str:
+    if not names:
+        return f"nothing {word}"
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{len(names)} {word}: {', '.join(names[:MAX_NAMED])}{more}"

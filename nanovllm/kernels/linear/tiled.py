@@ -1,0 +1,227 @@
+"""A linear layer for a few to hundreds of rows: y = x W^T in tiles, about as many as there are multiprocessors.
+
+Gated it gives silu(gate) * up in the same launch. In parts it gives sums over slices of x and W, for more programs than
+there are tiles; `add_rms_norm` adds them up.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import cdiv, launch
+from nanovllm.kernels.linear.few_rows import load_step
+from nanovllm.kernels.linear.one_row import weight_rows
+from nanovllm.kernels.linear.prefetch import prefetch
+
+MAX_ROWS = 256
+MAX_PARTS = 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_m: int  # rows of x
+    block_n: int  # rows of the weight
+    block_k: int
+    weight_left: bool = False  # tensor cores take 64 rows on the left: the weight's, where that needs fewer steps
+    num_warps: int = 4
+
+    def stage_bytes(self, element_size: int) -> int:
+        return (self.block_m + self.block_n) * self.block_k * element_size
+
+
+def _tile(m: int, num_weight_rows: int, *, gated: bool, in_parts: bool) -> Tile:
+    """What measured best on an H200, in the chain of a layer's kernels."""
+    if m <= 16:
+        return Tile(16, 64, 128, weight_left=True)
+    if m <= 32:
+        return Tile(32, 64, 128, weight_left=True)
+    if m <= 64:
+        return Tile(64, _block_n(num_weight_rows, MAX_PARTS if in_parts else 1), 128)
+    if m <= 128 and gated:
+        return Tile(128, 64, 64, weight_left=True)
+    if m <= 128:
+        # in two blocks of rows and two parts
+        return Tile(64, _block_n(num_weight_rows, 4), 128) if in_parts else Tile(64, 64, 64)
+    if gated:
+        return Tile(128, 128, 64, weight_left=True, num_warps=8)
+    return Tile(128, 32 if in_parts else 64, 64)
+
+
+def _block_n(num_weight_rows: int, programs_each: int) -> int:
+    """64 rows of the weight, or 32 where tiles would else be so few that half of the chip had none."""
+    return 64 if cdiv(num_weight_rows, 64) * programs_each > num_sms() // 2 else 32
+
+
+@cache
+def _device_limits() -> tuple[int, int]:  # SMs, bytes of shared memory a program may have
+    if not torch.cuda.is_available():
+        return 1, 1 << 20
+    properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
+
+
+def num_sms() -> int:
+    return _device_limits()[0]
+
+
+@triton.jit
+def _add_product(y, a, w, WEIGHT_LEFT: tl.constexpr, WIDEN: tl.constexpr):
+    if WIDEN:
+        a, w = a.to(tl.float32), w.to(tl.float32)
+    if WEIGHT_LEFT:
+        return tl.dot(w, tl.trans(a), y)
+    else:
+        return tl.dot(a, tl.trans(w), y)
+
+
+@triton.jit
+def _silu_and_mul(y, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WEIGHT_LEFT: tl.constexpr):
+    if WEIGHT_LEFT:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (WIDTH // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+        gate, up = tl.reshape(gate, (WIDTH, BLOCK_M)), tl.reshape(up, (WIDTH, BLOCK_M))
+    else:
+        gate, up = tl.split(tl.reshape(y, (BLOCK_M, WIDTH, 2)))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tiled_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    M,
+    N,  # columns of `out`
+    x_stride,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHT_LEFT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    STEP: tl.constexpr = PARTS * BLOCK_K  # of all parts together
+    SLICE: tl.constexpr = (K + STEP - 1) // STEP * BLOCK_K  # of x and W, for a part
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    first_n = tl.program_id(0) * WIDTH
+    part = tl.program_id(2)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_N)
+    # a gate and its up are in the same thread's hands: columns side by side, or rows eight apart
+    if GATED and WEIGHT_LEFT:
+        w_rows = tl.minimum(first_n + j // 16 * 8 + j % 8, N - 1) + j // 8 % 2 * N
+    else:
+        w_rows = weight_rows(j, first_n, N, GATED)
+    k = part * SLICE + tl.arange(0, BLOCK_K)[None, :]
+    # past the end come other rows again: one row for them all would keep a corner of L2 busy, and masks cost time
+    x_pointers = x + (m % M)[:, None] * x_stride + k
+    rows_of_weight = weight + w_rows.to(tl.int64)[:, None] * K
+    w_pointers = rows_of_weight + k
+    if WEIGHT_LEFT:
+        y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        m, w_rows = m[None, :], w_rows[:, None]
+        n = first_n + tl.arange(0, WIDTH)[:, None]
+    else:
+        y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        m, w_rows = m[:, None], w_rows[None, :]
+        n = first_n + tl.arange(0, WIDTH)[None, :]
+    if PDL:
+        # the first lines of every row; more of them would keep others from theirs
+        prefetch(rows_of_weight + tl.minimum(part * SLICE + tl.arange(0, 2) * 64, K - 1)[None, :])
+        tl.extra.cuda.gdc_wait()
+    for first in tl.range(0, SLICE, BLOCK_K, num_stages=STAGES):
+        w = load_step(w_pointers, first, k, K, STEP)
+        a = load_step(x_pointers, first, k, K, STEP)
+        y = _add_product(y, a, w, WEIGHT_LEFT, WIDEN)
+    if bias is not None:
+        y += tl.where(part == 0, tl.load(bias + w_rows).to(tl.float32), 0.0)
+    if GATED:
+        y = _silu_and_mul(y, BLOCK_M, WIDTH, WEIGHT_LEFT)
+    place = (part * M + m) * N + n
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=(m < M) & (n < N))
+
+
+def tiled_linear(
+    x: Tensor,  # [M, K] bfloat16 or float16, M <= MAX_ROWS
+    weight: Tensor,  # [N, K]; gated: the gates' rows, then the ups'
+    bias: Tensor | None = None,  # [N]
+    *,
+    gated: bool = False,
+    pdl: bool = False,
+) -> Tensor:  # [M, N], or [M, N / 2] if gated
+    m, num_weight_rows = x.shape[0], weight.shape[0]
+    assert m <= MAX_ROWS
+    out = x.new_empty(m, num_weight_rows // 2 if gated else num_weight_rows)
+    tile = _tile(m, num_weight_rows, gated=gated, in_parts=False)
+    _launch(x, weight, bias, out, tile, parts=1, gated=gated, pdl=pdl)
+    return out
+
+
+def linear_in_parts(
+    x: Tensor,  # [M, K] bfloat16 or float16, M <= MAX_ROWS
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None = None,  # [N]
+    *,
+    pdl: bool = False,
+) -> Tensor:  # [parts, M, N] float32
+    (m, k), n = x.shape, weight.shape[0]
+    assert m <= MAX_ROWS
+    tile = _tile(m, n, gated=False, in_parts=True)
+    tiles = cdiv(n, tile.block_n) * cdiv(m, tile.block_m)
+    parts = MAX_PARTS
+    while parts > 1 and (4 * tiles * parts > 5 * num_sms() or parts * tile.block_k > k):
+        parts //= 2
+    out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
+    _launch(x, weight, bias, out, tile, parts=parts, gated=False, pdl=pdl)
+    return out
+
+
+def _num_stages(tile: Tile, num_programs: int, num_steps: int, element_size: int) -> int:
+    """As deep a pipeline as shared memory allows, or half of it where then all programs find a place at once."""
+    num_sms, shared_bytes = _device_limits()
+    if num_sms < num_programs <= 2 * num_sms:
+        shared_bytes = shared_bytes // 2 - 1024
+    most = 8 if tile.block_k <= 64 else 6
+    return max(1, min(most, num_steps, shared_bytes // tile.stage_bytes(element_size)))
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, *, parts: int, gated: bool, pdl: bool
+) -> None:
+    (m, k), num_weight_rows = x.shape, weight.shape[0]
+    assert weight.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous() and x.dtype != torch.float32
+    grid = (cdiv(num_weight_rows, tile.block_n), cdiv(m, tile.block_m), parts)
+    num_steps = cdiv(k, parts * tile.block_k)
+    launch(
+        _tiled_kernel,
+        grid,
+        x,
+        weight,
+        bias,
+        out,
+        m,
+        out.shape[-1],
+        x.stride(0),
+        K=k,
+        PARTS=parts,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        STAGES=_num_stages(tile, grid[0] * grid[1] * parts, num_steps, x.element_size()),
+        GATED=gated,
+        WEIGHT_LEFT=tile.weight_left,
+        WIDEN=not isinstance(_tiled_kernel, triton.JITFunction),  # the interpreter's dot does not know bfloat16
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        pdl=pdl,
+    )

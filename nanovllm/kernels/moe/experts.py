@@ -1,0 +1,59 @@
+"""A mixture of experts in a fixed number of launches: no size on the host depends on what the router chose.
+
+A pair is a token and one of its choices, numbered token * k + choice. Few tokens' pairs each read their expert
+(moe_rows.py); more are grouped by expert first (moe_grouped.py).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.moe.grouped import grouped_forward
+from nanovllm.kernels.moe.rows import rows_forward
+from nanovllm.kernels.moe.tiles import choose_tiles, row_tiles
+
+ROW_TOKENS = 4  # up to so many tokens share so few experts that grouping them would not pay
+
+
+def experts_forward(
+    x: Tensor,  # [T, H]
+    gate_up: Tensor,  # [E, 2 * I, H]: the rows of gate, then those of up
+    down: Tensor,  # [E, H, I]
+    weights: Tensor,  # [T, k], of x's type
+    experts: Tensor,  # [T, k]; a choice outside 0..E-1 adds nothing
+    *,
+    out: Tensor | None = None,  # [T, H]
+    residual: Tensor | None = None,  # [T, H]: the result is added to it, in place unless `out` is given
+    invariant: bool = False,  # a token's bits do not depend on the others of the batch
+    pdl: bool = False,
+) -> Tensor:
+    """Sum over a token's choices of weight * down(silu(gate(x)) * up(x)), each by the chosen expert."""
+    if out is None:
+        out = torch.empty_like(x) if residual is None else residual
+    if x.shape[0] == 0:
+        return out
+    assert all(t.is_contiguous() for t in (x, gate_up, down, weights, experts, out))
+    assert residual is None or residual.is_contiguous()
+    if x.shape[0] <= ROW_TOKENS and not invariant:
+        return rows_forward(x, gate_up, down, weights, experts, out, residual, *row_tiles(x.dtype), pdl=pdl)
+    tiles = choose_tiles(experts.numel() / gate_up.shape[0], x.dtype, invariant=invariant)
+    return grouped_forward(x, gate_up, down, weights, experts, out, residual, tiles, pdl=pdl)
+
+
+def experts_forward_reference(
+    x: Tensor,  # [T, H]
+    gate_up: Tensor,  # [E, 2 * I, H]
+    down: Tensor,  # [E, H, I]
+    weights: Tensor,  # [T, k]
+    experts: Tensor,  # [T, k]
+    *,
+    residual: Tensor | None = None,  # [T, H]
+) -> Tensor:
+    """Token by token and expert by expert, in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if residual is None else residual.double()
+    for token, row in enumerate(x.double()):
+        for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
+            if 0 <= expert < gate_up.shape[0]:
+                gate, up = (gate_up[expert].double() @ row).chunk(2)
+                out[token] += weight * (down[expert].double() @ (F.silu(gate) * up))
+    return out.to(x.dtype)

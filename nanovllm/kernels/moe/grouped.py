@@ -1,0 +1,268 @@
+"""The experts of many tokens: pairs of a token and a choice are grouped by expert, then multiplied block by block.
+
+A block is BLOCK_M pairs of one expert alone. The result lands in the order of the pairs, where each token's choices are
+added up.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
+from nanovllm.kernels.moe.tiles import Tile, Tiles
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
+def _group_kernel(
+    experts_ptr,  # [num_pairs]
+    pairs_ptr,  # [max_blocks * BLOCK_M]: the pairs of each block; num_pairs where a block is not full
+    block_experts_ptr,  # [max_blocks]: the expert of each block; -1 after the last
+    num_pairs,
+    max_blocks,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,  # a power of two above NUM_EXPERTS
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program an expert: each counts all experts' pairs to know where its own begin, then places them in order."""
+    mine = tl.program_id(0)
+    offsets = tl.arange(0, CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    counts = tl.zeros([BINS], tl.int32)
+    for begin in range(0, num_pairs, CHUNK):
+        expert = tl.load(experts_ptr + begin + offsets, mask=begin + offsets < num_pairs, other=-1).to(tl.int32)
+        chosen = (expert >= 0) & (expert < NUM_EXPERTS)
+        counts += tl.histogram(tl.where(chosen, expert, NUM_EXPERTS), BINS)
+
+    bins = tl.arange(0, BINS)
+    blocks = tl.where(bins < NUM_EXPERTS, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    count = tl.sum(tl.where(bins == mine, counts, 0))
+    first_block = tl.sum(tl.where(bins < mine, blocks, 0))
+    end_block = tl.sum(tl.where(bins <= mine, blocks, 0))
+    num_blocks = tl.sum(blocks)
+
+    place = first_block * BLOCK_M
+    for begin in range(0, num_pairs, CHUNK):
+        pair = begin + offsets
+        expert = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+        is_mine = expert == mine
+        ordinal = tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        tl.store(pairs_ptr + place + ordinal, pair, mask=is_mine)
+        place += tl.sum(is_mine.to(tl.int32))
+    padding = first_block * BLOCK_M + count + tl.arange(0, BLOCK_M)
+    tl.store(pairs_ptr + padding, tl.zeros([BLOCK_M], tl.int32) + num_pairs, mask=padding < end_block * BLOCK_M)
+
+    unused_begin = tl.where(mine == 0, num_blocks, max_blocks)  # the first program marks what no expert needs
+    for begin in range(0, max_blocks, CHUNK):
+        block = begin + offsets
+        is_mine = (block >= first_block) & (block < end_block)
+        is_unused = (block >= unused_begin) & (block < max_blocks)
+        tl.store(block_experts_ptr + block, tl.where(is_mine, mine, -1), mask=is_mine | is_unused)
+
+
+@triton.jit
+def _rows(ptrs, valid, k, begin, SIZE_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The next [BLOCK_M, BLOCK_K] of gathered rows; zeros where there is none."""
+    if SIZE_K % BLOCK_K == 0:
+        rows = tl.load(ptrs + begin, mask=valid[:, None], other=0.0)
+    else:
+        rows = tl.load(ptrs + begin, mask=valid[:, None] & (k < SIZE_K - begin)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def _weights(ptrs, k, begin, SIZE_K: tl.constexpr, BLOCK_K: tl.constexpr):  # [BLOCK_N, BLOCK_K]
+    if SIZE_K % BLOCK_K == 0:
+        weights = tl.load(ptrs + begin)
+    else:
+        weights = tl.load(ptrs + begin, mask=(k < SIZE_K - begin)[None, :], other=0.0)
+    return weights
+
+
+@triton.jit
+def _multiply(rows, weights, acc, WEIGHT_LEFT: tl.constexpr):
+    if WEIGHT_LEFT:
+        acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _experts_kernel(
+    x_ptr,  # [num_pairs / SHARED, SIZE_K]
+    weight_ptr,  # [E, SIZE_N, SIZE_K]; GATED: [E, 2 * SIZE_N, SIZE_K], the rows of gate, then those of up
+    pairs_ptr,  # [max_blocks * BLOCK_M]
+    block_experts_ptr,  # [max_blocks]
+    scales_ptr,  # [num_pairs], the routing weights; not GATED
+    out_ptr,  # [num_pairs, SIZE_N]
+    num_pairs,
+    SIZE_N: tl.constexpr,
+    SIZE_K: tl.constexpr,
+    SHARED: tl.constexpr,  # so many pairs in turn have one row of x
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHT_LEFT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = silu(gate(x)) * up(x), or weight(x) * scale, each pair by its own expert."""
+    tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // tiles
+    n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(block_experts_ptr + block).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    valid = pair < num_pairs
+    x_ptrs = x_ptr + (pair // SHARED).to(tl.int64)[:, None] * SIZE_K + k[None, :]
+    halves: tl.constexpr = 2 if GATED else 1
+    rows = tl.minimum(n, SIZE_N - 1)[:, None] * SIZE_K
+    weight_ptrs = weight_ptr + expert * (halves * SIZE_N * SIZE_K) + rows + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHT_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
+    up = acc
+    for begin in range(0, SIZE_K, BLOCK_K):
+        x = _rows(x_ptrs, valid, k, begin, SIZE_K, BLOCK_K)
+        acc = _multiply(x, _weights(weight_ptrs, k, begin, SIZE_K, BLOCK_K), acc, WEIGHT_LEFT)
+        if GATED:
+            up = _multiply(x, _weights(weight_ptrs + SIZE_N * SIZE_K, k, begin, SIZE_K, BLOCK_K), up, WEIGHT_LEFT)
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * up
+    else:
+        scale = tl.load(scales_ptr + pair, mask=valid, other=0.0).to(tl.float32)
+        acc = acc * (scale[None, :] if WEIGHT_LEFT else scale[:, None])
+    out = acc.to(out_ptr.dtype.element_ty)
+    if WEIGHT_LEFT:
+        out = tl.trans(out)
+    places = pair.to(tl.int64)[:, None] * SIZE_N + n[None, :]
+    tl.store(out_ptr + places, out, mask=valid[:, None] & (n < SIZE_N)[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    y_ptr,  # [T * TOP_K, SIZE]
+    experts_ptr,  # [T * TOP_K]
+    residual_ptr,  # [T, SIZE]
+    out_ptr,  # [T, SIZE]
+    SIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        expert = tl.load(experts_ptr + pair)
+        # a row of y that no expert wrote holds anything
+        end = tl.where((expert >= 0) & (expert < NUM_EXPERTS), SIZE, 0)
+        total += tl.load(y_ptr + pair * SIZE + column, mask=column < end, other=0.0).to(tl.float32)
+    places = token * SIZE + column
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def grouped_forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    tiles: Tiles,
+    *,
+    pdl: bool,
+) -> Tensor:
+    (num_tokens, hidden_size), (num_experts, _, size) = x.shape, down.shape
+    top_k, num_pairs = experts.shape[1], experts.numel()
+    pairs, block_experts = group(experts, num_experts, block_m=tiles.block_m, pdl=pdl)
+    hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
+    y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
+    options: dict[str, Any] = {"PDL": pdl, "pdl": pdl}
+
+    def multiply(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, shared: int, gated: bool) -> None:
+        launch(
+            _experts_kernel,
+            (block_experts.numel() * cdiv(out.shape[1], tile.block_n),),
+            x,
+            weight,
+            pairs,
+            block_experts,
+            weights,
+            out,
+            num_pairs,
+            SIZE_N=out.shape[1],
+            SIZE_K=x.shape[1],
+            SHARED=shared,
+            GATED=gated,
+            BLOCK_M=tiles.block_m,
+            WEIGHT_LEFT=tile.weight_left,
+            **tile.options,
+            **options,
+        )
+
+    multiply(x, gate_up, hidden, tiles.gate_up, shared=top_k, gated=True)
+    multiply(hidden, down, y, tiles.down, shared=1, gated=False)
+    block = min(1024, next_power_of_2(hidden_size))
+    launch(
+        _sum_kernel,
+        (num_tokens, cdiv(hidden_size, block)),
+        y,
+        experts,
+        residual,
+        out,
+        SIZE=hidden_size,
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=4,
+        **options,
+    )
+    return out
+
+
+def group(experts: Tensor, num_experts: int, *, block_m: int, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """Blocks of pairs of one expert each: the pairs [blocks * block_m], padded with their number; the experts [blocks],
+    -1 after the last. An expert's pairs keep their order."""
+    num_pairs = experts.numel()
+    max_blocks = min(num_pairs, num_experts) + num_pairs // block_m
+    pairs = torch.empty(max_blocks * block_m, dtype=torch.int32, device=experts.device)
+    block_experts = torch.empty(max_blocks, dtype=torch.int32, device=experts.device)
+    launch(
+        _group_kernel,
+        (num_experts,),
+        experts,
+        pairs,
+        block_experts,
+        num_pairs,
+        max_blocks,
+        NUM_EXPERTS=num_experts,
+        BINS=next_power_of_2(num_experts + 1),
+        BLOCK_M=block_m,
+        CHUNK=1024,
+        PDL=pdl,
+        num_warps=4,
+        pdl=pdl,
+    )
+    return pairs, block_experts

@@ -1,0 +1,78 @@
+"""A router's choice in one launch: from its logits each token's best experts and their weights."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import launch, next_power_of_2
+
+
+def route_reference(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Weights and experts [T, top_k], the best first; of equals the one with the lowest number."""
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    experts = order[:, :top_k]
+    weights = logits.float().softmax(dim=-1).gather(1, experts)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(logits.dtype), experts
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,  # [T, NUM_EXPERTS]
+    weights_ptr,  # [T, TOP_K]
+    experts_ptr,  # [T, TOP_K]
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    EXPERTS: tl.constexpr,  # powers of two that hold them
+    CHOICES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert, choice = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=float("-inf"))
+    logits = logits.to(tl.float32)
+    highest = tl.max(logits, 0)
+    total = tl.sum(tl.exp(logits - highest), 0)
+    weights = tl.zeros([CHOICES], tl.float32)
+    chosen = tl.zeros([CHOICES], tl.int32)
+    for number in tl.static_range(TOP_K):
+        best, index = tl.max(logits, 0, return_indices=True)
+        weights = tl.where(choice == number, tl.exp(best - highest) / total, weights)
+        chosen = tl.where(choice == number, index, chosen)
+        logits = tl.where(expert == index, float("-inf"), logits)
+    if NORMALIZE:
+        weights = weights / tl.sum(weights, 0)
+    places = token * TOP_K + choice
+    tl.store(weights_ptr + places, weights.to(weights_ptr.dtype.element_ty), mask=choice < TOP_K)
+    tl.store(experts_ptr + places, chosen, mask=choice < TOP_K)
+
+
+def route(logits: Tensor, top_k: int, *, normalize: bool, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """As the reference; the experts as int32."""
+    num_tokens, num_experts = logits.shape
+    assert logits.is_contiguous() and top_k <= num_experts
+    weights = logits.new_empty(num_tokens, top_k)
+    experts = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    if num_tokens:
+        launch(
+            _route_kernel,
+            (num_tokens,),
+            logits,
+            weights,
+            experts,
+            NUM_EXPERTS=num_experts,
+            TOP_K=top_k,
+            NORMALIZE=normalize,
+            EXPERTS=next_power_of_2(num_experts),
+            CHOICES=next_power_of_2(top_k),
+            PDL=pdl,
+            num_warps=1,
+            pdl=pdl,
+        )
+    return weights, experts

@@ -1,0 +1,145 @@
+"""The experts of one to a few tokens: every pair of a token and a choice reads its expert itself, at memory speed."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import cdiv, launch
+from nanovllm.kernels.moe.tiles import Tile
+
+
+@triton.jit
+def _gate_up_row_kernel(
+    x_ptr,  # [T, SIZE_K]
+    weight_ptr,  # [NUM_EXPERTS, 2 * SIZE_N, SIZE_K]
+    experts_ptr,  # [T * TOP_K]
+    hidden_ptr,  # [T * TOP_K, SIZE_N]
+    SIZE_N: tl.constexpr,
+    SIZE_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
+    pair = tl.program_id(0) // tiles
+    n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    if (expert < 0) | (expert >= NUM_EXPERTS):
+        return
+    rows = tl.minimum(n, SIZE_N - 1)[:, None] * SIZE_K
+    gate_ptrs = weight_ptr + expert * (2 * SIZE_N * SIZE_K) + rows + k[None, :]
+    up_ptrs = gate_ptrs + SIZE_N * SIZE_K
+    # once for each row of weights: every thread loads the part it multiplies, and no barrier stands between the loads
+    x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64) * SIZE_K + (n * 0)[:, None] + k[None, :]
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for begin in tl.range(0, SIZE_K, BLOCK_K, loop_unroll_factor=4):
+        inside = (k < SIZE_K - begin)[None, :]
+        x = tl.load(x_ptrs + begin, mask=inside, other=0.0).to(tl.float32)
+        gate += tl.load(gate_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * x
+        up += tl.load(up_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * x
+    gate_sum = tl.sum(gate, 1)
+    hidden = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1)
+    tl.store(hidden_ptr + pair * SIZE_N + n, hidden.to(hidden_ptr.dtype.element_ty), mask=n < SIZE_N)
+
+
+@triton.jit
+def _down_row_kernel(
+    hidden_ptr,  # [T * TOP_K, SIZE_K]
+    weight_ptr,  # [NUM_EXPERTS, SIZE_N, SIZE_K]
+    experts_ptr,  # [T * TOP_K]
+    scales_ptr,  # [T * TOP_K], the routing weights
+    residual_ptr,  # [T, SIZE_N]
+    out_ptr,  # [T, SIZE_N]
+    SIZE_N: tl.constexpr,
+    SIZE_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    rows = tl.minimum(n, SIZE_N - 1)[:, None] * SIZE_K
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        expert = tl.load(experts_ptr + pair).to(tl.int64)
+        end = tl.where((expert >= 0) & (expert < NUM_EXPERTS), SIZE_K, 0)
+        scale = tl.load(scales_ptr + pair).to(tl.float32)
+        hidden_ptrs = hidden_ptr + pair * SIZE_K + (n * 0)[:, None] + k[None, :]
+        weight_ptrs = weight_ptr + expert * (SIZE_N * SIZE_K) + rows + k[None, :]
+        for begin in tl.range(0, SIZE_K, BLOCK_K, loop_unroll_factor=4):
+            inside = (k < end - begin)[None, :]
+            hidden = tl.load(hidden_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * scale
+            acc += tl.load(weight_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * hidden
+    result = tl.sum(acc, 1)
+    places = token * SIZE_N + n
+    if HAS_RESIDUAL:
+        result += tl.load(residual_ptr + places, mask=n < SIZE_N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), mask=n < SIZE_N)
+
+
+def rows_forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    gate_up_tile: Tile,
+    down_tile: Tile,
+    *,
+    pdl: bool,
+) -> Tensor:
+    (num_tokens, hidden_size), (num_experts, _, size) = x.shape, down.shape
+    top_k = experts.shape[1]
+    hidden = torch.empty(num_tokens * top_k, size, dtype=x.dtype, device=x.device)
+    options: dict[str, Any] = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "PDL": pdl, "pdl": pdl}
+    tile = gate_up_tile
+    launch(
+        _gate_up_row_kernel,
+        (num_tokens * top_k * cdiv(size, tile.block_n),),
+        x,
+        gate_up,
+        experts,
+        hidden,
+        SIZE_N=size,
+        SIZE_K=hidden_size,
+        **tile.options,
+        **options,
+    )
+    tile = down_tile
+    launch(
+        _down_row_kernel,
+        (num_tokens * cdiv(hidden_size, tile.block_n),),
+        hidden,
+        down,
+        experts,
+        weights,
+        residual,
+        out,
+        SIZE_N=hidden_size,
+        SIZE_K=size,
+        HAS_RESIDUAL=residual is not None,
+        **tile.options,
+        **options,
+    )
+    return out

@@ -1,0 +1,291 @@
+"""The front door for asyncio: `AsyncLLM`, whose engine runs in a process of its own, or in a thread."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, Self, cast
+from uuid import uuid4
+
+from nanovllm.config import Config
+from nanovllm.engine.deltas import Delta
+from nanovllm.engine.llm_engine import load_tokenizer
+from nanovllm.engine.request import logprobs_of
+from nanovllm.errors import RequestError
+from nanovllm.models.registry import describe
+from nanovllm.models.spec import ModelConfig
+from nanovllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from nanovllm.remote.client import EngineClient
+from nanovllm.remote.messages import AddRequest, EngineStats, EngineView, Ready
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat_template import Message
+from nanovllm.text.prompts import Prompt, read_prompt
+from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.utils.hub import DEFAULT_MODEL, resolve_model
+
+LONG_TEXT = 4096  # characters that take longer to tokenize, about a millisecond, than to hand to a thread
+
+
+class Client(Protocol):
+    """The way to the engine: `EngineClient` leads to one, the `Fleet` of `nanovllm.remote.replicas` to several."""
+
+    @property
+    def ready(self) -> Ready: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def stream(self, request: AddRequest) -> AsyncGenerator[list[Delta], None]: ...
+
+    def abort(self, request_ids: Iterable[str]) -> None: ...
+
+    def check_health(self) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]: ...
+
+    def view(self) -> AsyncGenerator[EngineView, None]: ...
+
+    async def close(self) -> None: ...
+
+
+class AsyncLLM:
+    """Made by `start`; belongs to the event loop it was started in. Close it, or use it in `async with`.
+
+    async with await AsyncLLM.start() as engine:
+        async for output in engine.generate("The capital of France is"):
+            print(output["text"])
+    """
+
+    def __init__(self, client: Client, config: Config, model_config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+        self._client = client
+        self.config = config
+        self.model_config = model_config
+        self.model_name = config.model or DEFAULT_MODEL
+        self.max_model_len = client.ready.max_model_len
+        self.max_num_seqs = config.max_num_seqs  # that run at once
+        self.tokenizer = tokenizer
+
+    @classmethod
+    async def start(
+        cls,
+        model: str | Path | None = None,
+        *,
+        in_process: bool = False,
+        stall_seconds: float = 30.0,
+        **options: Any,
+    ) -> "AsyncLLM":
+        """Load a model, with the options that `LLM` takes, in a child process or, `in_process`, in a thread.
+
+        `stall_seconds` is how long a step may take before `check_health` calls the engine stalled.
+        """
+        config = Config.from_options(None if model is None else str(model), options)
+        path = await asyncio.to_thread(resolve_model, config.model)
+        connecting = EngineClient.start(str(path), options, in_process=in_process, stall_seconds=stall_seconds)
+        return await cls._over(connecting, config, path)
+
+    @classmethod
+    async def _over(cls, connecting: Coroutine[Any, Any, Client], config: Config, path: Path) -> Self:
+        starting = asyncio.ensure_future(connecting)
+        try:  # this process reads what it needs while the engine loads
+            model_config, tokenizer = await asyncio.to_thread(describe_model, path, config)
+            return cls(await starting, config, model_config, tokenizer)
+        except BaseException:
+            await _undo(starting)
+            raise
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None if it runs in a thread of this one."""
+        return self._client.pid
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of all completions until each has finished.
+
+        RequestError if the request is refused, EngineClosedError if the engine dies or is closed meanwhile. Closing the
+        iterator, or cancelling who iterates, aborts the request and frees its blocks.
+        """
+        request = AddRequest(request_id, token_ids, params, priority, cache_salt)
+        async with aclosing(self._client.stream(request)) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    yield delta
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt: outputs as they grow, each with all text so far, as `LLM.stream` gives them.
+
+        Leaving the loop early aborts the request.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params={params!r}: must be a SamplingParams")
+        text, token_ids, salt = await self._read(prompt)
+        answer = GrowingOutput(request_id or uuid4().hex, text, token_ids, params)
+        request = AddRequest(answer.request_id, token_ids, params, priority, salt)
+        async with aclosing(self._client.stream(request)) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    answer.add(delta)
+                yield answer.output()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation, written out by the model's chat template."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise RequestError("skip_tokenizer_init=True: a conversation needs the tokenizer and its chat template")
+        if not messages:
+            raise RequestError("messages: at least one message is needed")
+
+        def render() -> dict[str, Any]:
+            text = tokenizer.render_chat(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+        prompt = await asyncio.to_thread(render)
+        async with aclosing(self.generate(prompt, params, request_id, priority=priority)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            return await asyncio.to_thread(read_prompt, prompt, self.tokenizer)
+        return read_prompt(prompt, self.tokenizer)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; who iterates over them sees the finish reason "abort". Unknown ones are passed over."""
+        self._client.abort([request_id] if isinstance(request_id, str) else request_id)
+
+    # --- the engine ---------------------------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Raises EngineError unless the engine is idle, or a step has finished within `stall_seconds`."""
+        self._client.check_health()
+
+    async def reset_prefix_cache(self) -> None:
+        await self._client.reset_prefix_cache()
+
+    async def stats(self) -> EngineStats:
+        return await self._client.stats()
+
+    def view(self) -> AsyncGenerator[EngineView, None]:
+        """The engine as a picture, several times a second while it works; costs it nothing while nobody iterates."""
+        return self._client.view()
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        """The hidden state behind the last token ("last"), or the mean of all ("mean"), at unit length."""
+        return await self._client.embed(token_ids, pooling)
+
+    async def close(self) -> None:
+        """End the engine and give back all it held. Requests still running raise EngineClosedError."""
+        await self._client.close()
+
+
+class GrowingOutput:
+    """Deltas put together again: a request's output as far as it has come."""
+
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
+    ) -> None:
+        self.request_id = request_id
+        scored = params.logprobs is not None
+        self._parts = [
+            CompletionOutput(index, cumulative_logprob=0.0 if scored else None, logprobs=[] if scored else None)
+            for index in range(params.n)
+        ]
+        self._whole = RequestOutput(
+            request_id, prompt, prompt_token_ids, [], finished=False, metrics=RequestMetrics(time.monotonic())
+        )
+
+    def add(self, delta: Delta) -> None:
+        part, whole = self._parts[delta.index], self._whole
+        part.text += delta.text
+        part.token_ids += delta.token_ids
+        if part.logprobs is not None:
+            scores = delta.logprobs or []
+            part.logprobs += map(logprobs_of, scores)
+            part.cumulative_logprob = (part.cumulative_logprob or 0.0) + sum(entry.logprobs[0] for entry in scores)
+        part.finish_reason = cast(FinishReason | None, delta.finish_reason)
+        part.stop_reason = delta.stop_reason
+        whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_logprobs is not None:
+            whole.prompt_logprobs = [None if entry is None else logprobs_of(entry) for entry in delta.prompt_logprobs]
+        self._stamp(delta)
+
+    def _stamp(self, delta: Delta) -> None:
+        """Moments as they are seen from here, behind the engine's own."""
+        metrics, now = self._whole.metrics, time.monotonic()
+        if metrics.first_token_time is None and delta.token_ids:
+            metrics.first_token_time = now
+        self._whole.finished = all(part.finished for part in self._parts)
+        if self._whole.finished:
+            metrics.finished_time = now
+
+    def output(self) -> RequestOutput:
+        """A copy that later deltas leave alone."""
+        return replace(self._whole, outputs=[_copy(part) for part in self._parts])
+
+
+def _copy(part: CompletionOutput) -> CompletionOutput:
+    logprobs = None if part.logprobs is None else list(part.logprobs)
+    return replace(part, token_ids=list(part.token_ids), logprobs=logprobs)
+
+
+def describe_model(path: Path, config: Config) -> tuple[ModelConfig, Tokenizer | None]:
+    """What is known of a model without loading it, and its tokenizer unless that is not wanted."""
+    description = describe(path)
+    if config.skip_tokenizer_init:
+        return description.config, None
+    return description.config, load_tokenizer(path, description, config.tokenizer)
+
+
+async def _undo(starting: asyncio.Future[Client]) -> None:
+    """Stop an engine that may have started by now."""
+    starting.cancel()
+    await asyncio.wait([starting])
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().close()

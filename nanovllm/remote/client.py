@@ -1,0 +1,342 @@
+"""The user's side of an engine that runs in a child process or a thread: streams of deltas, answers, and its health."""
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from nanovllm.engine.deltas import Delta
+from nanovllm.errors import EngineClosedError, EngineError, RequestError, raised_elsewhere
+from nanovllm.remote.frames import FrameReader, to_frame
+from nanovllm.remote.hosts import Host, ProcessHost, ThreadHost
+from nanovllm.remote.messages import (
+    Abort,
+    Aborted,
+    AddRequest,
+    Answer,
+    Command,
+    Embed,
+    EngineStats,
+    EngineView,
+    Event,
+    Failed,
+    GetStats,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    ResetPrefixCache,
+    Shutdown,
+    Start,
+    StepDone,
+    View,
+    Watch,
+)
+from nanovllm.remote.streams import DeltaStream, ViewStream
+
+SECONDS_TO_STOP = 5.0  # before an engine that was told to is killed
+SECONDS_TO_EXIT = 0.5  # for a process whose socket is gone, until its exit status is there
+
+
+class _Reader(asyncio.Protocol):
+    """Events out of the bytes that the event loop reads."""
+
+    def __init__(self, on_event: Callable[[Event], None], on_end: Callable[[], None]) -> None:
+        self._on_event = on_event
+        self._on_end = on_end
+        self._frames = FrameReader()
+        self._decoder = msgspec.msgpack.Decoder(Event)
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._frames.feed(data):
+            self._on_event(self._decoder.decode(frame))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_end()
+
+
+class EngineClient:
+    """Made by `start`; belongs to the event loop it was started in."""
+
+    ready: Ready
+
+    def __init__(self, host: Host, stall_seconds: float) -> None:
+        self._host = host
+        self._stall_seconds = stall_seconds
+        self._transport: asyncio.WriteTransport
+        self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._streams: dict[str, DeltaStream] = {}  # unfinished requests
+        self._leaving: Counter[str] = Counter()  # aborted here, the engine has not said so yet
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._call_numbers = count()
+        self._pinged = False
+        self._viewers: set[ViewStream] = set()
+        self._last_progress = time.monotonic()  # of the engine's last word, or when it last had nothing to do
+        self._death: tuple[str, str | None] | None = None  # why it cannot be used any more, and the engine's traceback
+        self._disconnected = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        model: str | None,
+        options: dict[str, Any],
+        *,
+        in_process: bool = False,
+        stall_seconds: float = 30.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> "EngineClient":
+        """Returns when the model is loaded, and raises what the engine raised if it could not be."""
+        ours, theirs = socket.socketpair()
+        client = cls(ThreadHost(theirs) if in_process else ProcessHost(theirs, environment or {}), stall_seconds)
+        reader = _Reader(client._on_event, client._on_end)
+        try:
+            client._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=ours)
+        except BaseException:
+            client._started.cancel()  # nobody waits for it
+            client._host.kill()
+            await asyncio.to_thread(client._host.wait, SECONDS_TO_STOP)
+            raise
+        client._send(Start(model, options))
+        try:
+            client.ready = await client._started
+        except BaseException:
+            client._host.kill()
+            client._transport.close()
+            await client.close()
+            raise
+        return client
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None if it runs in a thread of this one."""
+        return self._host.pid
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def stream(self, request: AddRequest) -> AsyncGenerator[list[Delta], None]:
+        """Send a request; its deltas in batches, at most one a completion each, until all completions have finished.
+
+        Leaving early, by `aclose` or by cancellation, aborts it.
+        """
+        self._check_alive()
+        name = request.request_id
+        if name in self._streams:
+            raise RequestError(f"request_id={name!r}: a request of this name is still running")
+        self._note_if_idle()
+        stream = self._streams[name] = DeltaStream(request.params.n)
+        self._send(request)
+        try:
+            while batch := await stream.take():
+                yield batch
+        finally:
+            if self._streams.get(name) is stream:
+                self._abort([name])
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; their completions finish with the reason "abort". Others are passed over."""
+        names = [name for name in request_ids if name in self._streams]
+        streams = [self._streams[name] for name in names]
+        self._abort(names)
+        for name, stream in zip(names, streams, strict=True):
+            stream.abort(name)
+
+    def _abort(self, names: list[str]) -> None:
+        for name in names:
+            del self._streams[name]
+        if names and self._death is None:
+            self._leaving.update(names)
+            self._send(Abort(names))
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        answer = await self._ask(GetStats)
+        assert answer.stats is not None
+        return answer.stats
+
+    async def reset_prefix_cache(self) -> None:
+        await self._ask(ResetPrefixCache)
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        answer = await self._ask(Embed, token_ids, pooling)
+        assert answer.embedding is not None
+        return answer.embedding
+
+    async def view(self) -> AsyncGenerator[EngineView, None]:
+        """Views, several a second while the engine works; it draws none while nobody iterates."""
+        self._check_alive()
+        viewer = ViewStream()
+        self._viewers.add(viewer)
+        self._send(Watch(on=True))
+        try:
+            while True:
+                yield await viewer.take()
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers:
+                self._send(Watch(on=False))
+
+    def check_health(self) -> None:
+        """EngineError unless the engine is idle or has said something lately.
+
+        An idle engine is asked for a sign of life, which the next check will miss if none comes.
+        """
+        self._check_alive()
+        if not self._has_debts:
+            self._note_if_idle()
+            self._pinged = True
+            self._send(Ping())
+        silent = time.monotonic() - self._last_progress
+        if silent > self._stall_seconds:
+            raise EngineError(f"the engine is stalled: it has work, and no step has finished for {silent:.0f} s")
+
+    async def _ask(self, command: Callable[..., Command], *details: Any) -> Answer:
+        self._check_alive()
+        self._note_if_idle()
+        number = next(self._call_numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._send(command(number, *details))
+        found = await answer
+        if found.refusal is not None:
+            raise RequestError(found.refusal)
+        return found
+
+    # --- the engine's words -------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        if self._death is not None:
+            return  # nobody waits any more
+        self._last_progress = time.monotonic()
+        match event:
+            case StepDone(deltas):
+                for delta in deltas:
+                    self._hand_on(delta)
+            case Refused(name, message):
+                if name not in self._leaving and name in self._streams:
+                    self._streams.pop(name).fail(RequestError(message))
+            case Aborted(names):
+                self._leaving -= Counter(names)
+            case Answer(call):
+                answer = self._calls.pop(call)
+                if not answer.done():  # else who asked was cancelled
+                    answer.set_result(event)
+            case View(view):
+                for viewer in self._viewers:
+                    viewer.put(view)
+            case Pong():
+                self._pinged = False
+            case Ready():
+                self._started.set_result(event)
+            case Failed():
+                self._on_failed(event)
+
+    def _hand_on(self, delta: Delta) -> None:
+        name = delta.request_id
+        stream = self._streams.get(name)
+        if stream is None or name in self._leaving:
+            return  # of a request that was aborted here, perhaps with a namesake since
+        stream.put(delta)
+        if stream.finished:
+            del self._streams[name]
+
+    def _on_failed(self, event: Failed) -> None:
+        if self._started.done():
+            self._die(f"the engine has failed: {event.message}", event.traceback)
+        else:
+            self._started.set_exception(
+                raised_elsewhere(event.kind, event.message, event.traceback, where="the engine")
+            )
+
+    def _on_end(self) -> None:
+        self._disconnected.set()
+        if self._death is None:
+            self._run(self._find_out_why())
+
+    async def _find_out_why(self) -> None:
+        end = await asyncio.to_thread(self._host.wait, SECONDS_TO_EXIT)
+        self._die(f"the engine is gone: {end or 'it hung up'}")
+
+    def _die(self, reason: str, traceback: str | None = None) -> None:
+        """Nothing can be asked any more; whoever waits is told so."""
+        if self._death is not None:
+            return
+        self._death = (reason, traceback)
+        streams: list[DeltaStream | ViewStream] = [*self._streams.values(), *self._viewers]
+        for stream in streams:
+            stream.fail(self._closed_error())
+        futures: list[asyncio.Future[Any]] = [self._started, *self._calls.values()]
+        for future in futures:
+            if not future.done():
+                future.set_exception(self._closed_error())
+        self._streams.clear()
+        self._calls.clear()
+        self._leaving.clear()
+        self._viewers.clear()
+
+    def _closed_error(self) -> EngineClosedError:
+        assert self._death is not None
+        reason, traceback = self._death
+        error = EngineClosedError(reason)
+        if traceback is not None:
+            error.__cause__ = EngineError(f"in the engine:\n{traceback}")
+        return error
+
+    # --- small parts --------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_debts(self) -> bool:
+        """Whether the engine owes an answer."""
+        return bool(self._streams or self._calls or self._leaving or self._pinged)
+
+    def _note_if_idle(self) -> None:
+        """To be called before something is asked: only from then on silence means something."""
+        if not self._has_debts:
+            self._last_progress = time.monotonic()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise self._closed_error()
+
+    def _send(self, command: Command) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(to_frame(command))
+
+    def _run(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)  # the event loop itself keeps only a weak reference
+        task.add_done_callback(self._tasks.discard)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def ended(self) -> None:
+        """Returns when the engine has hung up: it was closed, has failed, or was killed."""
+        await self._disconnected.wait()
+
+    async def close(self) -> None:
+        """End the engine, by force if it does not follow within seconds. Closing twice is fine."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._die("the engine was closed")
+        deadline = time.monotonic() + SECONDS_TO_STOP
+        self._send(Shutdown())
+        try:
+            await asyncio.wait_for(self._disconnected.wait(), SECONDS_TO_STOP)
+        except TimeoutError:
+            self._host.kill()
+        remaining = max(SECONDS_TO_EXIT, deadline - time.monotonic())
+        if await asyncio.to_thread(self._host.wait, remaining) is None:
+            self._host.kill()
+            await asyncio.to_thread(self._host.wait, SECONDS_TO_STOP)
+        self._transport.close()
+        await self._disconnected.wait()
+        await asyncio.gather(*self._tasks)

@@ -1,0 +1,55 @@
+"""Where an engine that serves others runs: in a child process, or in a thread of this one."""
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Protocol
+
+from nanovllm.remote import children
+from nanovllm.remote.service import serve
+
+
+class Host(Protocol):
+    pid: int | None
+
+    def wait(self, timeout: float) -> str | None:
+        """How it ended, or None if it has not within `timeout` seconds. Blocks."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class ProcessHost:
+    """A child process; what it prints goes to this one's stderr. `environment` is added to what it inherits."""
+
+    def __init__(self, sock: socket.socket, environment: Mapping[str, str]) -> None:
+        self._process = children.start([sys.executable, "-m", "nanovllm.remote.service"], sock, environment)
+        self.pid: int | None = self._process.pid
+
+    def wait(self, timeout: float) -> str | None:
+        try:
+            return f"its process ended with exit status {self._process.wait(timeout)}"
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class ThreadHost:
+    """A thread of this process."""
+
+    pid: int | None = None
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._thread = threading.Thread(target=serve, args=(sock,), name="nanovllm-engine", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float) -> str | None:
+        self._thread.join(timeout)
+        return None if self._thread.is_alive() else "its thread ended"
+
+    def kill(self) -> None:
+        """A thread cannot be ended from outside: it does so itself once it finds the socket closed."""

@@ -1,0 +1,342 @@
+"""Text to token ids and back, chats to text: a wrapper of `tokenizers.Tokenizer` with the model's chat template."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.models.spec import read_json
+from nanovllm.text.chat_template import (
+    ChatTemplates,
+    Message,
+    check_chat,
+    cut_after_final_message,
+    mark_end_of_final_message,
+)
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class Tokenizer:
+    """One model's vocabulary and chat template; safe to share between threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: str | Mapping[str, str] | None = None,  # one template, or several by name
+        special_tokens: Mapping[str, str] | None = None,  # "bos_token", "eos_token", ... -> the token's text
+        add_bos_token: bool = False,  # only for a backend whose post-processor does not add it
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        if add_bos_token and self.bos_token_id is None:
+            raise CheckpointError(
+                f"add_bos_token is set but bos_token={self.special_tokens.get('bos_token')!r} is not in the "
+                "vocabulary; name a bos_token that is, or unset add_bos_token"
+            )
+        self._prefix = [self.bos_token_id] if add_bos_token and self.bos_token_id is not None else []
+        # The ids that skip_special_tokens leaves out; all_special_ids adds those only named as special.
+        skipped_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        named_ids = [backend.token_to_id(token) for token in self.special_tokens.values()]
+        self.all_special_ids = skipped_ids.union(i for i in named_ids if i is not None)
+        rules = _read_decoder(backend)
+        self._pieces = TokenPieces(backend, rules, frozenset())
+        self._pieces_without_special = TokenPieces(backend, rules, skipped_ids)
+        self._chat = ChatTemplates({"default": chat_template} if isinstance(chat_template, str) else chat_template)
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Read a checkpoint folder the way transformers does, fast tokenizers (tokenizer.json) only.
+
+        As there (version 5), tokenizer.json's post-processor rules over `add_bos_token` of tokenizer_config.json.
+        """
+        folder = Path(path)
+        backend = _load_backend(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= _read_json(folder / "special_tokens_map.json")
+        try:
+            named, extra = _special_tokens(config)
+            _add_missing_tokens(backend, config.get("added_tokens_decoder") or {}, [*named.values(), *extra])
+            templates = _read_chat_templates(folder, config)
+        except (AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"the tokenizer's settings in {str(folder)!r} are malformed: {error!r}; fetch them again"
+            ) from error
+        return cls(backend, chat_template=templates, special_tokens=named)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        for text in texts:
+            _check_text(text)
+        # Unlike `encode` it lets other threads run meanwhile: seconds, for a text of megabytes.
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        prefix = self._prefix if add_special_tokens else []
+        return [prefix + encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        try:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(f"token_ids must be integers from 0 to {self.vocab_size - 1}: {error}") from None
+
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token on its own, special or not, as logprobs show it."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling ("Ġhello", "▁hello"); None for an id that names no token."""
+        return self.backend.id_to_token(token_id) if token_id >= 0 else None
+
+    def pieces(self, skip_special_tokens: bool) -> TokenPieces:
+        return self._pieces_without_special if skip_special_tokens else self._pieces
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        """The conversation as the model's chat template writes it; equal to transformers' apply_chat_template."""
+        check_chat(messages, tools)
+        variables = {"documents": None, **self.special_tokens, **template_kwargs, "tools": tools}
+        if not continue_final_message:
+            return self._chat.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+        if add_generation_prompt:
+            raise RequestError(
+                "continue_final_message=True cannot be combined with add_generation_prompt=True: the first continues "
+                "the last message, the second opens a new one; set one of them to False"
+            )
+        marked, final_text = mark_end_of_final_message(messages)
+        rendered = self._chat.render(messages=marked, add_generation_prompt=False, **variables)
+        return cut_after_final_message(rendered, final_text)
+
+    def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
+        """Token ids of `render_chat`; the template has written the special tokens already."""
+        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+
+# ---- token ids to bytes ----
+
+
+class TokenPieces(dict[int, bytes]):
+    """Each token's share of the text, in bytes: a text is its tokens' pieces joined and read as UTF-8.
+
+    Filled as ids are asked for. A skipped token and an id without a token have an empty piece.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, rules: _DecoderRules, skipped_ids: frozenset[int]) -> None:
+        self._backend = backend
+        self._rules = rules
+        self._skipped_ids = skipped_ids
+        self.errors = rules.errors  # the codec's error handler for what is not UTF-8
+        self.trims_start = rules.trims_start  # whether the first token of a text loses its space
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self[token_id] = self._rules.piece(self._token(token_id))
+        return piece
+
+    def at_start(self, token_id: int) -> bytes:
+        """The piece of a token that no text precedes."""
+        return self._rules.piece_at_start(self._token(token_id))
+
+    def _token(self, token_id: int) -> str:
+        return "" if token_id in self._skipped_ids else self._backend.id_to_token(token_id) or ""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte each character of a byte-level vocabulary stands for: its own if printable, the others from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("nanovllm.replace_each_byte", _replace_each_byte)
+
+
+@dataclass(frozen=True)
+class _DecoderRules:
+    """What tokenizer.json's decoder does to one token."""
+
+    byte_level: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False  # "<0x0A>" stands for the byte 10
+    strips_first_space: bool = False  # of the whole text
+    drops_in_first_token: str = ""  # the character that stands for a space, when the first token keeps none
+
+    @property
+    def trims_start(self) -> bool:
+        return self.strips_first_space or bool(self.drops_in_first_token)
+
+    @property
+    def errors(self) -> str:
+        return "nanovllm.replace_each_byte" if self.byte_fallback else "replace"
+
+    def piece(self, token: str) -> bytes:
+        if self.byte_level:
+            try:
+                return bytes([_BYTE_OF_CHAR[char] for char in token])
+            except KeyError:  # an added token, written as it is
+                return token.encode()
+        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        for pattern, content in self.replacements:
+            token = token.replace(pattern, content)
+        return token.encode()
+
+    def piece_at_start(self, token: str) -> bytes:
+        if self.drops_in_first_token:
+            token = token.replace(self.drops_in_first_token, "")
+        piece = self.piece(token)
+        return piece.removeprefix(b" ") if self.strips_first_space else piece
+
+
+def _read_decoder(backend: tokenizers.Tokenizer) -> _DecoderRules:
+    """Understand the decoders of causal language models: byte-level, and SentencePiece's in their several spellings."""
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
+    steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
+    replacements: list[tuple[str, str]] = []
+    rules: dict[str, Any] = {}
+    fused = stripped = False
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel"} if len(steps) == 1:
+                rules["byte_level"] = True
+            # One character commutes with the steps before, except that here a "▁" spelled in byte tokens stays one.
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if (
+                len(old) == 1 and not stripped
+            ):
+                replacements.append((old, new))
+            case {"type": "Metaspace", "replacement": str(old)} if not fused:
+                replacements.append((old, " "))
+                if step.get("prepend_scheme") != "never":
+                    rules["drops_in_first_token"] = old
+            case {"type": "ByteFallback"}:
+                rules["byte_fallback"] = True
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0} if fused:
+                stripped = rules["strips_first_space"] = start == 1
+            case _:
+                raise CheckpointError(
+                    f"tokenizer.json: decoder {json.dumps(state, ensure_ascii=False)} cannot be streamed; supported "
+                    "are ByteLevel, and sequences of Replace (one character), Metaspace, ByteFallback, Fuse, Strip "
+                    "(one leading space)"
+                )
+    return _DecoderRules(replacements=tuple(replacements), **rules)
+
+
+# ---- what comes from outside ----
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"a prompt's text must be a str, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text is not valid Unicode: character {error.start} is the lone surrogate "
+            f"U+{ord(text[error.start]):04X}; decode the input as UTF-8 with errors='replace'"
+        ) from None
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).exists()]
+        found = f", found {', '.join(others)} instead" if others else ""
+        raise CheckpointError(
+            f"looked for tokenizer.json in {str(folder)!r}{found}; only fast tokenizers (tokenizer.json) are read: "
+            "save one with transformers' AutoTokenizer.save_pretrained, or use token ids with skip_tokenizer_init=True"
+        )
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # tokenizers raises no narrower class
+        raise CheckpointError(f"{str(file)!r} is not a readable tokenizer: {error}; fetch the file again") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty when there is no such file."""
+    return read_json(file) if file.is_file() else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """The special tokens that have a name (bos_token, ...), and those that have none."""
+    named = {key: text for key, value in config.items() if key.endswith("_token") and (text := _token_text(value))}
+    others = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if isinstance(others, Mapping):
+        named |= {key: text for key, value in others.items() if (text := _token_text(value))}
+        others = []
+    return named, [text for value in others if (text := _token_text(value))]
+
+
+def _token_text(value: Any) -> str | None:
+    """A token is written as its text or as {"content": text, ...}; a flag such as add_bos_token is no token."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, by_id: Mapping[str, Mapping[str, Any]], special: Iterable[str]
+) -> None:
+    """Make known what tokenizer_config.json says of added and special tokens and tokenizer.json does not."""
+    from tokenizers import AddedToken
+
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = {
+        token["content"]: AddedToken(**token)
+        for _, token in sorted(by_id.items(), key=lambda item: int(item[0]))
+        if token["content"] not in known
+    }
+    for text in special:
+        if text not in known:
+            missing.setdefault(text, AddedToken(text, special=True)).special = True
+    backend.add_tokens(list(missing.values()))
+
+
+def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Files of their own come before tokenizer_config.json, and that before a processor's chat_template.json."""
+    templates = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = folder / "chat_template.jinja"
+    if templates:
+        return {name: file.read_text(encoding="utf-8") for name, file in templates.items()}
+    content = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(content, list):
+        return {item["name"]: item["template"] for item in content}
+    return {"default": content} if isinstance(content, str) else {}
