@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.kernels import compile_ahead as ahead
 from nanovllm.kernels.compile_ahead import compile_ahead
-from nanovllm.kernels.launch import ahead, launch
+from nanovllm.kernels.launch import launch
 
 HERE = os.getpid()
 
@@ -111,7 +112,7 @@ def test_what_takes_longest_is_begun_first(kernel: FakeKernel, monkeypatch: pyte
 
 
 def test_all_that_is_said_to_take_long_is_there() -> None:
-    sources = "".join(file.read_text() for file in Path(ahead.__file__).parent.glob("*.py"))
+    sources = "".join(file.read_text() for file in Path(ahead.__file__).parent.rglob("*.py"))
     assert all(f"def {name}(" in sources for name in ahead.LONG)
 
 

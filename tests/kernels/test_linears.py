@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import few_rows_linear, tiled_linear
+from nanovllm.kernels.linear import few_rows as few_rows_linear
+from nanovllm.kernels.linear import tiled as tiled_linear
 from nanovllm.kernels.linear.one_row import linear_reference, one_row_linear
 from tests.kernels.support import DEVICE, with_halves
 

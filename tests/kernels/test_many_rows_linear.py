@@ -14,7 +14,7 @@ from nanovllm.kernels.linear.one_row import linear_reference
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from nanovllm.kernels.launch import many_rows_linear
+from nanovllm.kernels.linear import many_rows as many_rows_linear
 
 class NoDriver:
     def get_current_device(self): return 0
@@ -72,7 +72,7 @@ def test_many_rows(m: int, n: int, k: int) -> None:
 def test_three_groups_give_what_two_do(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not gluon_usable():
         pytest.skip("needs a GPU of the kind the kernel is written for")
-    from nanovllm.kernels.launch import many_rows_linear as kernels
+    from nanovllm.kernels.linear import many_rows as kernels
 
     torch.manual_seed(m + n + k)
     x = torch.randn(m, k, device="cuda").bfloat16()

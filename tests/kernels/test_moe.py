@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import moe_tiles
+from nanovllm.kernels.moe import tiles as moe_tiles
 from nanovllm.kernels.moe.experts import experts_forward, experts_forward_reference
 from nanovllm.kernels.moe.grouped import group, grouped_forward
 from nanovllm.kernels.moe.tiles import Tile, Tiles, choose_tiles

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import sample as kernels
+from nanovllm.kernels.sampling import sample as kernels
 from nanovllm.kernels.sampling.sample import cut_thresholds, sample
 from nanovllm.layers import sampler
 from tests.helpers import assert_distributed
