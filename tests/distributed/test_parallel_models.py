@@ -13,8 +13,8 @@ import torch
 from nanovllm.distributed.group import Parallel, Place, open_store
 from nanovllm.distributed.share import share_of
 from nanovllm.models.registry import describe
+from tests.checkpoint.test_gguf import write_model
 from tests.distributed.rank import TIMEOUT, Seen, run_case
-from tests.formats.test_gguf import write_model
 from tests.helpers import assert_greedy, model_dir, prompt_of
 
 SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}

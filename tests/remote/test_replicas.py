@@ -25,7 +25,7 @@ from nanovllm.remote.replicas import Fleet, Replicas, share_devices, share_gpus,
 from nanovllm.sampling_params import SamplingParams
 from tests.helpers import TEXT_MODEL, greedy_params, model_dir, open_llm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK_SIZE = 16
 STATS = EngineStats(1, 2, 10, 3, 5, 7, 100, 40, 1000, 500)
 OPTIONS: dict[str, Any] = {

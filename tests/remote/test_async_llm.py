@@ -529,7 +529,7 @@ asyncio.run(main())
 
 def test_the_engine_ends_with_its_parent() -> None:
     command = [sys.executable, "-c", PARENT, str(model_dir(TEXT_MODEL))]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
@@ -542,7 +542,7 @@ def test_a_child_whose_parent_is_gone_before_it_began_ends() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "nanovllm.remote.service", str(theirs.fileno())]
-        child = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parent.parent)
+        child = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[2])
     ours.close()
     child.wait(PATIENCE)
 

@@ -18,8 +18,8 @@ from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.text.chat_template import _END_MARK, MAX_RENDERED_CHARS
 from nanovllm.text.tokenizer import Tokenizer
 
-REPOSITORY = Path(__file__).parent.parent
-SMALL = Path(__file__).parent / "data" / "tokenizer"
+REPOSITORY = Path(__file__).parents[2]
+SMALL = REPOSITORY / "tests" / "data" / "tokenizer"
 QWEN3 = Path(os.environ.get("NANOVLLM_QWEN3_TOKENIZER") or REPOSITORY.parent / "shared/data/tokenizers/qwen3")
 
 TEXTS = [
