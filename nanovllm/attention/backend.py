@@ -72,10 +72,10 @@ class AttentionBackend(Protocol):
         the tensor it returns is filled by the time `forward` runs."""
         ...
 
-    def decode_step(self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, balanced: bool) -> Any:
+    def decode_step(self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, stream_k: bool) -> Any:
         """In place of `prepare`, a step of decodes alone whose positions only the device knows.
 
-        [n] rows and positions, and the block tables and lengths of all rows; `balanced` where lengths are `uneven`.
+        [n] rows and positions, and the block tables and lengths of all rows; `stream_k` where lengths are `uneven`.
         A position is its row's length - 1, which for padding is -1. The caller writes them after this call and before
         `forward`; where layers read them ahead of that, this call writes them too.
         """

@@ -91,7 +91,7 @@ class SdpaBackend:
         )
 
     def decode_step(
-        self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, balanced: bool
+        self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, stream_k: bool
     ) -> SdpaStep:
         raise NotImplementedError("what to gather is decided on the host")
 

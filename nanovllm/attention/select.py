@@ -28,7 +28,7 @@ def make_backend(config: Config, shape: CacheShape, rotary_table: Tensor) -> Att
         return SdpaBackend(shape, rotary_table)
     from nanovllm.attention.triton import TritonBackend
 
-    return TritonBackend(shape, rotary_table, max_num_seqs=config.max_num_seqs, invariant=config.deterministic)
+    return TritonBackend(shape, rotary_table, max_num_seqs=config.max_num_seqs, deterministic=config.deterministic)
 
 
 def _obstacle(shape: CacheShape) -> str | None:

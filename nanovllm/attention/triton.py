@@ -3,7 +3,7 @@
 A decode is one kernel: it norms, rotates and stores the new key and value and attends; there is one for a few sequences
 and one for all else. Prefill chunks take two: one that stores, one that attends through the block tables.
 
-With `invariant`, decodes go the way of prefill chunks, in tiles of one fixed shape: then a token's result depends
+With `deterministic`, decodes go the way of prefill chunks, in tiles of one fixed shape: then a token's result depends
 neither on what else is in the step nor on how its sequence was cut into chunks.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm, uneven
 from nanovllm.kernels.attention.decode import paged_decode
-from nanovllm.kernels.attention.decode_parts import DecodeWorkspace
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, decode_config, plan_decode
 from nanovllm.kernels.attention.decode_tables import decode_tables
+from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.attention.prefill import paged_prefill, prefill_config, query_tiles
 from nanovllm.kernels.attention.rope_store import rope_store
 from nanovllm.kernels.attention.small_batch import (
@@ -52,7 +52,7 @@ class TritonStep:
     blocks: Tensor  # [rows of the request table, max_blocks]
     num_decodes: int
     chunks: Chunks | None
-    balanced: bool  # decodes are of very unequal lengths
+    stream_k: bool  # divide all tiles evenly among programs, because decode lengths are very unequal
     tables: Tensor | None = None  # [num_decodes, max_blocks] their blocks, where they are a small batch
     planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: how the decodes' work is cut
 
@@ -60,11 +60,13 @@ class TritonStep:
 class TritonBackend:
     plans_on_device = True
 
-    def __init__(self, shape: CacheShape, rotary_table: Tensor, *, max_num_seqs: int, invariant: bool = False) -> None:
+    def __init__(
+        self, shape: CacheShape, rotary_table: Tensor, *, max_num_seqs: int, deterministic: bool = False
+    ) -> None:
         self.shape = shape
         self.block_size = shape.block_size
         self._rotary_table = rotary_table
-        self._invariant = invariant
+        self._deterministic = deterministic
         group = shape.num_heads // shape.num_kv_heads
         self._prefill_config = prefill_config(
             head_dim=shape.head_dim, group=group, dtype=shape.dtype, cache_dtype=shape.cache_dtype
@@ -78,9 +80,9 @@ class TritonBackend:
         if served and None in shape.windows:
             self._small_batch = MAX_PAIRS // shape.num_kv_heads
         most_programs = max(
-            self._decode_config(batch, balanced=balanced).num_programs
+            self._decode_config(batch, stream_k=stream_k).num_programs
             for batch in range(1, max_num_seqs + 1)
-            for balanced in (False, True)
+            for stream_k in (False, True)
         )
         self._workspace = DecodeWorkspace(
             max_batch=max_num_seqs,
@@ -99,7 +101,7 @@ class TritonBackend:
         self._numbers = torch.arange(max_num_seqs, dtype=torch.int32, device=shape.device)
         self._first_tiles = torch.stack([self._numbers, torch.zeros_like(self._numbers)], dim=1)
 
-    def _decode_config(self, batch: int, *, balanced: bool) -> DecodeConfig:
+    def _decode_config(self, batch: int, *, stream_k: bool) -> DecodeConfig:
         s = self.shape
         return decode_config(
             batch,
@@ -107,7 +109,7 @@ class TritonBackend:
             head_dim=s.head_dim,
             cache_dtype=s.cache_dtype,
             num_sms=self._num_sms,
-            balanced=balanced,
+            stream_k=stream_k,
         )
 
     def _starts_early(self, num_decodes: int) -> bool:
@@ -133,7 +135,7 @@ class TritonBackend:
     # --- once a step --------------------------------------------------------------------------------------------------
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> TritonStep:
-        num_decodes = 0 if self._invariant else geometry.num_decodes
+        num_decodes = 0 if self._deterministic else geometry.num_decodes
         chunks = None
         if len(geometry.rows) > num_decodes:
             rest = slice(num_decodes, None)
@@ -150,17 +152,17 @@ class TritonBackend:
             blocks=geometry.device_blocks,
             num_decodes=num_decodes,
             chunks=chunks,
-            balanced=uneven(geometry.starts[:num_decodes]),
+            stream_k=uneven(geometry.starts[:num_decodes]),
         )
 
     def decode_step(
-        self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, balanced: bool
+        self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, stream_k: bool
     ) -> TritonStep:
         n, num_decodes, chunks, tables = len(rows), len(rows), None, None
-        if self._invariant:
+        if self._deterministic:
             chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
             num_decodes = 0
-        elif n <= self._small_batch and not balanced:
+        elif n <= self._small_batch and not stream_k:
             tables = torch.empty(n, blocks.shape[1], dtype=torch.int32, device=blocks.device)
             decode_tables(rows, blocks, lengths, tables=tables, positions=positions)
         return TritonStep(
@@ -169,7 +171,7 @@ class TritonBackend:
             blocks=blocks,
             num_decodes=num_decodes,
             chunks=chunks,
-            balanced=balanced,
+            stream_k=stream_k,
             tables=tables,
         )
 
@@ -216,7 +218,7 @@ class TritonBackend:
         out: Tensor,
     ) -> None:
         n = step.num_decodes
-        config = self._decode_config(n, balanced=step.balanced)
+        config = self._decode_config(n, stream_k=step.stream_k)
         prefix = step.planned.get(window)
         if prefix is None and not config.splits:
             prefix = step.planned[window] = self._prefixes[window][: n + 1]

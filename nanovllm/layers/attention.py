@@ -27,7 +27,7 @@ class Attention:
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
-        invariant: bool,
+        deterministic: bool,
         group: Group = ALONE,  # whose ranks have a share of the heads each
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -36,11 +36,11 @@ class Attention:
         self.group = group
         heads = num_heads + 2 * num_kv_heads
         self.qkv_proj = make_linear(
-            hidden_size, heads * head_dim, bias=qkv_bias, dtype=dtype, device=device, invariant=invariant
+            hidden_size, heads * head_dim, bias=qkv_bias, dtype=dtype, device=device, deterministic=deterministic
         )
         o_bias = o_bias and group.rank == 0
         self.o_proj = make_linear(
-            num_heads * head_dim, hidden_size, bias=o_bias, dtype=dtype, device=device, invariant=invariant
+            num_heads * head_dim, hidden_size, bias=o_bias, dtype=dtype, device=device, deterministic=deterministic
         )
         self.q_norm = torch.ones(head_dim, dtype=dtype, device=device)
         self.k_norm = torch.ones(head_dim, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ from nanovllm.kernels.linear.few_rows import few_rows_linear, few_rows_serves
 from nanovllm.kernels.linear.matmul import matmul
 from nanovllm.kernels.linear.one_row import one_row_linear
 from nanovllm.kernels.linear.tiled import MAX_ROWS as HUNDREDS_OF_ROWS
-from nanovllm.kernels.linear.tiled import linear_in_parts, tiled_linear
+from nanovllm.kernels.linear.tiled import split_k_linear, tiled_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import THOUSANDS_OF_ROWS, Linear
 from nanovllm.layers.residual import Residual
@@ -68,13 +68,13 @@ class CudaLinear(Linear):
             residual += self.bias
         return residual.addmm_(x, self.weight.t())
 
-    def in_parts(self, x: Tensor) -> Tensor | None:
+    def split_k(self, x: Tensor) -> Tensor | None:
         num_rows, num_outputs = x.shape[0], self.weight.shape[0]
         most_rows = TENS_OF_ROWS
         if num_outputs <= WIDE_HIDDEN:
             most_rows = HUNDREDS_OF_ROWS if num_outputs <= NARROW_HIDDEN else HUNDREDS_OF_ROWS // 2
         if self._half and 1 < num_rows <= most_rows and not self._by_few_rows(num_rows):
-            return linear_in_parts(x, self.weight, self.bias, pdl=dependent_launch())
+            return split_k_linear(x, self.weight, self.bias, pdl=dependent_launch())
         return None
 
     def _with_norm(self, norm: RMSNorm, residual: Residual, *, gated: bool) -> Tensor | None:
@@ -122,7 +122,7 @@ class CudaLinear(Linear):
         return self.weight.dtype != torch.float32
 
 
-class InvariantLinear(Linear):
+class DeterministicLinear(Linear):
     """The same order of additions for a row whatever the other rows are."""
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ class RMSNorm:
             return (x * scale).mul_(self.weight)
         return F.rms_norm(x, (self.size,), self.weight, self.eps)
 
-    def after_adding(self, x: Tensor, parts: Tensor) -> Tensor:  # [num_tokens, size], [parts, num_tokens, size]
-        """The norm of x with all parts added, which x then is; only kernels give parts."""
+    def after_adding(self, x: Tensor, partial_sums: Tensor) -> Tensor:  # [num_tokens, size], [splits, num_tokens, size]
+        """Add a split-K linear's partial sums to x in place, and return the norm of the result."""
         from nanovllm.kernels.elementwise.rms_norm import add_rms_norm
 
-        return add_rms_norm(x, parts, self.weight, self.eps, pdl=dependent_launch())
+        return add_rms_norm(x, partial_sums, self.weight, self.eps, pdl=dependent_launch())

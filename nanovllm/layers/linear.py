@@ -49,8 +49,8 @@ class Linear:
         """residual + self(x), in one pass where the kernel can; `residual` may be written over."""
         return residual + self(x)
 
-    def in_parts(self, x: Tensor) -> Tensor | None:  # [parts, num_tokens, out]
-        """What adds up to self(x), if adding it up later is faster than `add_to`."""
+    def split_k(self, x: Tensor) -> Tensor | None:  # [splits, num_tokens, out]
+        """Partial sums of self(x), where adding them up in the next norm is faster than `add_to`; else None."""
         return None
 
 
@@ -91,13 +91,13 @@ def make_linear(
     bias: bool,
     dtype: torch.dtype,
     device: torch.device,
-    invariant: bool,  # a row's result must not depend on how many others there are
+    deterministic: bool,  # a row's result must not depend on how many others there are
 ) -> Linear:
     if device.type == "cpu":
         return CpuLinear(in_features, out_features, bias=bias, dtype=dtype, device=device)
     if not usable(device.type):
         return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
-    from nanovllm.layers.cuda_linear import CudaLinear, InvariantLinear
+    from nanovllm.layers.cuda_linear import CudaLinear, DeterministicLinear
 
-    kind = InvariantLinear if invariant else CudaLinear
+    kind = DeterministicLinear if deterministic else CudaLinear
     return kind(in_features, out_features, bias=bias, dtype=dtype, device=device)

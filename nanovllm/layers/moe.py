@@ -31,13 +31,15 @@ class MoE:
         norm_topk_prob: bool,
         dtype: torch.dtype,
         device: torch.device,
-        invariant: bool,
+        deterministic: bool,
         group: Group = ALONE,  # whose ranks have a share of every expert's columns each
     ) -> None:
         self.group = group
         self.num_experts_per_token = num_experts_per_token
         self.norm_topk_prob = norm_topk_prob
-        self.gate = make_linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device, invariant=invariant)
+        self.gate = make_linear(
+            hidden_size, num_experts, bias=False, dtype=dtype, device=device, deterministic=deterministic
+        )
         self.gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
         self._kernels: Callable[..., Tensor] | None = None
@@ -46,7 +48,7 @@ class MoE:
             from nanovllm.kernels.moe.experts import experts_forward
             from nanovllm.kernels.moe.route import route
 
-            self._kernels = partial(experts_forward, invariant=invariant, pdl=dependent_launch())
+            self._kernels = partial(experts_forward, deterministic=deterministic, pdl=dependent_launch())
             self._choose = partial(route, pdl=dependent_launch())
 
     def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden]

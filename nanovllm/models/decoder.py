@@ -30,16 +30,16 @@ class MLP:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
-        invariant: bool,
+        deterministic: bool,
         group: Group,  # whose ranks have a share of the columns each
     ) -> None:
         self.group = group
         self.gate_up_proj = make_linear(
-            hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device, invariant=invariant
+            hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device, deterministic=deterministic
         )
         down_bias = bias and group.rank == 0
         self.down_proj = make_linear(
-            intermediate_size, hidden_size, bias=down_bias, dtype=dtype, device=device, invariant=invariant
+            intermediate_size, hidden_size, bias=down_bias, dtype=dtype, device=device, deterministic=deterministic
         )
 
     def add_to(self, residual: Residual, norm: RMSNorm) -> None:
@@ -60,7 +60,7 @@ class DecoderLayer:
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
-        invariant: bool,
+        deterministic: bool,
         group: Group,
     ) -> None:
         hidden = config.hidden_size
@@ -77,7 +77,7 @@ class DecoderLayer:
             backend=backend,
             dtype=dtype,
             device=device,
-            invariant=invariant,
+            deterministic=deterministic,
             group=group,
         )
         self.post_attention_layernorm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
@@ -91,7 +91,7 @@ class DecoderLayer:
                 norm_topk_prob=config.moe.norm_topk_prob,
                 dtype=dtype,
                 device=device,
-                invariant=invariant,
+                deterministic=deterministic,
                 group=group,
             )
         else:
@@ -101,7 +101,7 @@ class DecoderLayer:
                 bias=config.mlp_bias,
                 dtype=dtype,
                 device=device,
-                invariant=invariant,
+                deterministic=deterministic,
                 group=group,
             )
 
@@ -122,26 +122,32 @@ class Decoder:
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: torch.device,
-        invariant: bool = False,
+        deterministic: bool = False,
         share: Share | None = None,
         group: Group = ALONE,  # those that share the layers
     ) -> None:
         self.config = config
         self.share = share = share or share_of(config, Place())
-        self.group = group = group.in_order() if invariant else group
+        self.group = group = group.in_order() if deterministic else group
         hidden = config.hidden_size
         rows = share.vocab_rows if share.has_embedding else 0
         self.embed_tokens = Embedding(rows, hidden, dtype=dtype, device=device, group=group)
         self.layers = [
             DecoderLayer(
-                share.model, layer, backend=backend, dtype=dtype, device=device, invariant=invariant, group=group
+                share.model,
+                layer,
+                backend=backend,
+                dtype=dtype,
+                device=device,
+                deterministic=deterministic,
+                group=group,
             )
             for layer in range(share.model.num_layers)
         ]
         self.norm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
         self._shares_weight = config.tie_word_embeddings and share.has_embedding
         size = (hidden, share.vocab_rows) if share.has_head and not self._shares_weight else (0, 0)
-        self.lm_head = make_linear(*size, bias=False, dtype=dtype, device=device, invariant=invariant)
+        self.lm_head = make_linear(*size, bias=False, dtype=dtype, device=device, deterministic=deterministic)
         if self._shares_weight:
             self.lm_head.weight = self.embed_tokens.weight
 

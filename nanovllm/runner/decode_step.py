@@ -51,7 +51,7 @@ class StepKind:
 
     size: int  # rows, padding included
     ending: Ending
-    balanced: bool  # lengths are so unequal that sequences share programs in attention
+    stream_k: bool  # lengths are so unequal that sequences share programs in attention
 
 
 class DecodeStep:
@@ -85,7 +85,7 @@ class DecodeStep:
     def compile(self, caches: list[LayerCache]) -> None:
         """Launch what the first answers will need: a step for each class of sizes that has kernels of its own."""
         for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in KERNEL_CLASSES}):
-            self._step(StepKind(size, Ending.TOKENS, balanced=False), caches)
+            self._step(StepKind(size, Ending.TOKENS, stream_k=False), caches)
 
     def _record(self, kind: StepKind, caches: list[LayerCache]) -> None:
         """With padding rows alone, which change nothing, once to have everything compiled and once to record it."""
@@ -101,7 +101,7 @@ class DecodeStep:
         rows, positions = table.decode_rows[: kind.size], self._positions[: kind.size]
         # in this order: once the embedding is under way, layers may read ahead what `decode_step` has laid out
         step = self._backend.decode_step(
-            rows, positions, blocks=table.blocks, lengths=table.length, balanced=kind.balanced
+            rows, positions, blocks=table.blocks, lengths=table.length, stream_k=kind.stream_k
         )
         x = self._stage.newest_inputs(table, rows, positions)
         logits = self._stage.logits(self._stage.forward(x, caches, step))

@@ -111,7 +111,7 @@ class ModelRunner:
             backend=self.backend,
             dtype=dtype,
             device=self.device,
-            invariant=config.deterministic,
+            deterministic=config.deterministic,
             share=share,
             group=self._parallel.tensor,
         )
@@ -251,8 +251,8 @@ class ModelRunner:
         ending = Ending.LOGITS
         if sampling.plain and not plan.guided_rows:
             ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
-        balanced = uneven(self.table.host_length[sampling.host_rows])
-        ran = decode.run(StepKind(size, ending, balanced), self.caches)
+        stream_k = uneven(self.table.host_length[sampling.host_rows])
+        ran = decode.run(StepKind(size, ending, stream_k), self.caches)
         drawn_or_logits = None if ran is None else ran[:n]
         order = self._decoding.order
 

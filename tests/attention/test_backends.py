@@ -14,7 +14,7 @@ from tests.kernels.support import DEVICE
 BACKENDS = {
     "sdpa": SdpaBackend,
     "triton": partial(TritonBackend, max_num_seqs=8),
-    "triton invariant": partial(TritonBackend, max_num_seqs=8, invariant=True),
+    "triton deterministic": partial(TritonBackend, max_num_seqs=8, deterministic=True),
 }
 HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 16, 16, 64
 
@@ -130,7 +130,7 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
     assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"
 
 
-@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("stream_k", [False, True])
 @pytest.mark.parametrize(
     ("backend_name", "num_heads", "head_dim", "dtype", "reads_ahead"),
     [
@@ -140,7 +140,7 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
         ("triton", 4, 256, torch.bfloat16, False),
         ("triton", 4, 32, torch.bfloat16, False),
         ("triton", 4, 16, torch.float32, False),
-        ("triton invariant", 4, 64, torch.float32, False),
+        ("triton deterministic", 4, 64, torch.float32, False),
     ],
     ids=str,
 )
@@ -151,7 +151,7 @@ def test_a_decode_step_that_only_the_device_knows(
     head_dim: int,
     dtype: torch.dtype,
     reads_ahead: bool,
-    balanced: bool,
+    stream_k: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same as the step prepared on the host, with padding among the rows, which leaves everything alone."""
@@ -185,8 +185,8 @@ def test_a_decode_step_that_only_the_device_knows(
     real = torch.tensor([0, 2, 3], device=DEVICE)
     padded[real] = qkv
     positions = torch.full_like(known, 77)
-    step = backend.decode_step(rows, positions, blocks=blocks, lengths=lengths, balanced=balanced)
-    if reads_ahead and not balanced:
+    step = backend.decode_step(rows, positions, blocks=blocks, lengths=lengths, stream_k=stream_k)
+    if reads_ahead and not stream_k:
         assert torch.equal(positions, known)
     else:
         assert step.tables is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.decode import paged_decode_reference
-from nanovllm.kernels.attention.decode_parts import DecodeWorkspace
+from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace
 from tests.kernels.support import DEVICE
 
 NUM_POSITIONS = 4096 if DEVICE == "cuda" else 256

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.decode import paged_decode
-from nanovllm.kernels.attention.decode_parts import DecodeWorkspace
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, decode_config, plan_decode, plan_decode_reference
+from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace
 from tests.kernels.decode_inputs import Inputs, Sequences, check_decode
 from tests.kernels.support import DEVICE
 
@@ -170,7 +170,7 @@ def test_dependent_launch() -> None:
 def test_configs_fit_the_machine() -> None:
     for batch in (1, 8, 32, 33, 256, 512):
         for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
-            config = decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132, balanced=False)
+            config = decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132, stream_k=False)
             assert config.tile & (config.tile - 1) == 0
             if config.splits:
                 assert config.num_programs == 8 * batch * config.splits
@@ -180,7 +180,7 @@ def test_configs_fit_the_machine() -> None:
 
 def test_bytes_in_smaller_tiles_where_there_are_most_programs() -> None:
     def tile(batch: int, dtype: torch.dtype) -> int:
-        return decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132, balanced=False).tile
+        return decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132, stream_k=False).tile
 
     assert [tile(batch, torch.float8_e4m3fn) for batch in (64, 181, 182, 256)] == [64, 64, 32, 32]
     assert [tile(batch, torch.bfloat16) for batch in (64, 181, 182, 256)] == [32, 32, 32, 32]
@@ -188,7 +188,7 @@ def test_bytes_in_smaller_tiles_where_there_are_most_programs() -> None:
 
 def test_splits_until_programs_fill_the_machine() -> None:
     def splits(batch: int) -> int:
-        config = decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=torch.bfloat16, num_sms=132, balanced=False)
+        config = decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=torch.bfloat16, num_sms=132, stream_k=False)
         return config.splits
 
     assert [splits(batch) for batch in (1, 4, 8, 16, 20, 24, 32, 41, 42, 256)] == [16, 8, 4, 4, 4, 3, 2, 2, 1, 1]

@@ -104,14 +104,14 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: in
     x, weight, bias = few_rows_case(m, n, k, dtype)
     expected = linear_reference(x.float(), weight.float(), bias=bias.float())
     seen = set()
-    for num_sms in (1, 2 * 3 * 9, 1 << 30):  # as many programs as fit, so as many parts
+    for num_sms in (1, 2 * 3 * 9, 1 << 30):  # as many programs as fit, so as many splits
         monkeypatch.setattr(tiled_linear, "_device_limits", lambda sms=num_sms: (sms, 200_000))
-        parts = tiled_linear.linear_in_parts(x, weight, bias, pdl=pdl)
-        seen.add(len(parts))
-        assert parts.shape[1:] == (m, n) and parts.dtype == torch.float32
-        torch.testing.assert_close(parts.sum(0), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
-    assert seen >= {1, min(tiled_linear.MAX_PARTS, _parts_at_most(k))}
+        partial_sums = tiled_linear.split_k_linear(x, weight, bias, pdl=pdl)
+        seen.add(len(partial_sums))
+        assert partial_sums.shape[1:] == (m, n) and partial_sums.dtype == torch.float32
+        torch.testing.assert_close(partial_sums.sum(0), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    assert seen >= {1, min(tiled_linear.MAX_SPLITS, _splits_at_most(k))}
 
 
-def _parts_at_most(k: int) -> int:
-    return max(parts for parts in (1, 2, 4) if parts == 1 or parts * 128 <= k)
+def _splits_at_most(k: int) -> int:
+    return max(splits for splits in (1, 2, 4) if splits == 1 or splits * 128 <= k)

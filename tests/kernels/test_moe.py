@@ -124,13 +124,13 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_invariant_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+def test_deterministic_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     case = make_case(70, 3, 6, dtype=dtype)
-    whole = experts_forward(*case, invariant=True)
+    whole = experts_forward(*case, deterministic=True)
     check(whole, case)
     for rows in (slice(0, 1), slice(41, 43), slice(17, 60)):
         part = case._replace(x=case.x[rows], weights=case.weights[rows], experts=case.experts[rows])
-        assert torch.equal(experts_forward(*part, invariant=True), whole[rows])
+        assert torch.equal(experts_forward(*part, deterministic=True), whole[rows])
 
 
 @pytest.mark.parametrize("num_pairs, num_experts, block_m", [(1, 6, 16), (33, 16, 16), (1500, 6, 64), (2048, 128, 16)])
@@ -161,7 +161,7 @@ def test_equals_the_layer_on_a_cpu() -> None:
         norm_topk_prob=True,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        invariant=False,
+        deterministic=False,
     )
     generator = torch.Generator().manual_seed(0)
     for weight in (layer.gate.weight, layer.gate_up, layer.down):
@@ -194,7 +194,7 @@ def test_one_graph_serves_any_routing(num_tokens: int, pdl: bool) -> None:
 
 
 def test_tiles_follow_the_tokens_per_expert() -> None:
-    sizes = [choose_tiles(mean, torch.bfloat16, invariant=False).block_m for mean in (0.1, 4, 16, 60, 1000)]
+    sizes = [choose_tiles(mean, torch.bfloat16, deterministic=False).block_m for mean in (0.1, 4, 16, 60, 1000)]
     assert sizes == sorted(sizes) and sizes[0] == 16 and sizes[-1] == 128
-    invariant = {choose_tiles(mean, torch.bfloat16, invariant=True) for mean in (0.1, 4, 16, 60, 1000)}
-    assert len(invariant) == 1 and isinstance(invariant.pop().down, Tile)
+    deterministic = {choose_tiles(mean, torch.bfloat16, deterministic=True) for mean in (0.1, 4, 16, 60, 1000)}
+    assert len(deterministic) == 1 and isinstance(deterministic.pop().down, Tile)

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.elementwise.rms_norm import (
-    add_parts,
-    add_parts_reference,
+    add_partial_sums,
+    add_partial_sums_reference,
     add_rms_norm,
     rms_norm,
     rms_norm_reference,
@@ -31,17 +31,17 @@ def test_equals_torch(m: int, hidden: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(rms_norm(x, weight, EPS), expected, rtol=2 * TOLERANCE[dtype], atol=1e-6)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("num_splits", [1, 2, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("m", "hidden"), SHAPES)
-def test_parts_are_added_first(m: int, hidden: int, dtype: torch.dtype, num_parts: int) -> None:
+def test_partial_sums_are_added_first(m: int, hidden: int, dtype: torch.dtype, num_splits: int) -> None:
     x, weight = make(m, hidden, dtype)
-    parts = torch.randn(num_parts, m, hidden, device=DEVICE)
-    total = add_parts_reference(x, parts)
+    partial_sums = torch.randn(num_splits, m, hidden, device=DEVICE)
+    total = add_partial_sums_reference(x, partial_sums)
     alone, options = x.clone(), dict(rtol=2 * TOLERANCE[dtype], atol=1e-6)
-    add_parts(alone, parts)
+    add_partial_sums(alone, partial_sums)
     torch.testing.assert_close(alone, total, **options)
-    normed = add_rms_norm(x, parts, weight, EPS)
+    normed = add_rms_norm(x, partial_sums, weight, EPS)
     assert torch.equal(x, alone)
     torch.testing.assert_close(normed, rms_norm_reference(x, weight, EPS), **options)
 

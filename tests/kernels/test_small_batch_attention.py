@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.attention.decode_parts import DecodeWorkspace
+from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.attention.small_batch import (
     MAX_PAIRS,
     MAX_PROGRAMS,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanovllm.distributed.group import ALONE
 from nanovllm.layers import cuda_linear
-from nanovllm.layers.cuda_linear import NARROW_HIDDEN, WIDE_HIDDEN, CudaLinear, InvariantLinear
+from nanovllm.layers.cuda_linear import NARROW_HIDDEN, WIDE_HIDDEN, CudaLinear, DeterministicLinear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.residual import Residual
@@ -57,7 +57,7 @@ def test_every_number_of_rows(dtype: torch.dtype, hidden: int, num_rows: int) ->
 
 def test_parts_are_added_once_whoever_asks() -> None:
     linear, norm, x = case(CudaLinear, 40, 20, torch.float16)
-    assert linear.in_parts(x) is not None
+    assert linear.split_k(x) is not None
     step = F.linear(x.double(), linear.weight.double(), linear.bias.double())
     rows = torch.randn(40, OUT, device=DEVICE).half()
     expected = rows.double() + 2 * step
@@ -77,17 +77,17 @@ def test_parts_are_added_once_whoever_asks() -> None:
         (1024, 4096, 1, ["one"]),
         (1024, 4096, 2, ["few", "few"]),
         (1024, 4096, 16, ["few", "few"]),
-        (1024, 4096, 17, ["cublas", "parts"]),
-        (1024, 4096, 33, ["tiles", "parts"]),
+        (1024, 4096, 17, ["cublas", "split_k"]),
+        (1024, 4096, 33, ["tiles", "split_k"]),
         (1024, 4096, 256, ["tiles", "cublas"]),
         (1024, 4096, 257, ["cublas", "cublas"]),
         (3072, 1024, 16, ["few", "few"]),
-        (3072, 1024, 256, ["cublas", "parts"]),
+        (3072, 1024, 256, ["cublas", "split_k"]),
         (2048, 4096, 16, ["few", "few"]),
-        (6144, 2048, 16, ["cublas", "parts"]),
+        (6144, 2048, 16, ["cublas", "split_k"]),
         (6144, 2048, 129, ["cublas", "cublas"]),
-        (4096, 6144, 2, ["tiles", "parts"]),
-        (4096, 6144, 64, ["tiles", "parts"]),
+        (4096, 6144, 2, ["tiles", "split_k"]),
+        (4096, 6144, 64, ["tiles", "split_k"]),
         (4096, 6144, 65, ["cublas", "cublas"]),
         (1024, 151936, 2, ["cublas"]),
     ],
@@ -96,8 +96,8 @@ def test_which_kernel_serves(
     monkeypatch: pytest.MonkeyPatch, inputs: int, outputs: int, rows: int, kernels: list[str]
 ) -> None:
     used = []
-    for name in ("one_row_linear", "few_rows_linear", "tiled_linear", "linear_in_parts"):
-        short = {"one_row_linear": "one", "few_rows_linear": "few", "tiled_linear": "tiles"}.get(name, "parts")
+    for name in ("one_row_linear", "few_rows_linear", "tiled_linear", "split_k_linear"):
+        short = {"one_row_linear": "one", "few_rows_linear": "few", "tiled_linear": "tiles"}.get(name, "split_k")
 
         def kernel(x: Tensor, weight: Tensor, *_: object, short: str = short, **__: object) -> Tensor:
             used.append(short)
@@ -113,7 +113,7 @@ def test_which_kernel_serves(
     assert used == kernels
 
 
-def test_an_invariant_row_does_not_depend_on_the_others() -> None:
-    linear, norm, x = case(InvariantLinear, 5, 96, torch.float32)
+def test_a_deterministic_row_does_not_depend_on_the_others() -> None:
+    linear, norm, x = case(DeterministicLinear, 5, 96, torch.float32)
     for method in (linear.after_norm, linear.gated_after_norm):
         assert torch.equal(method(norm, Residual(x))[:1], method(norm, Residual(x[:1])))

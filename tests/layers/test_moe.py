@@ -16,7 +16,7 @@ def make_moe(*, norm_topk_prob: bool) -> MoE:
         norm_topk_prob=norm_topk_prob,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        invariant=False,
+        deterministic=False,
     )
     generator = torch.Generator().manual_seed(0)
     for weight in (moe.gate.weight, moe.gate_up, moe.down):

@@ -8,14 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.attention.decode_parts import (
-    DecodeWorkspace,
-    block_numbers,
-    finish,
-    new_heads,
-    rotation,
-    slots_of,
-)
 from nanovllm.kernels.attention.decode_plan import (
     DecodeConfig,
     first_unit,
@@ -23,6 +15,14 @@ from nanovllm.kernels.attention.decode_plan import (
     program_of,
     sequence_of,
     tile_span,
+)
+from nanovllm.kernels.attention.decode_workspace import (
+    DecodeWorkspace,
+    block_numbers,
+    finish,
+    new_heads,
+    rotation,
+    slots_of,
 )
 from nanovllm.kernels.attention.fp8 import LIFT, scale_of, scaled, unpack
 from nanovllm.kernels.attention.prefill import paged_prefill_reference
@@ -323,7 +323,7 @@ def _decode_kernel(
 ):
     DOT_ROWS: tl.constexpr = max(8, triton.next_power_of_2(GROUP))  # the fewest tl.dot takes
     HEADS: tl.constexpr = GROUP * KV_HEADS
-    # Fixed splits leave many parts: as many at once as registers allow; balanced programs leave few.
+    # Fixed splits leave many parts: as many at once as registers allow; stream-K programs leave few.
     FIXED_MERGED: tl.constexpr = 8192 if GROUP <= 4 else 2048
     scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)
     value_offset = scale_offset * HEAD_DIM

@@ -2,7 +2,7 @@
 
 The tokens of each (sequence, kv head) are cut into equal tiles; runs of them, segments, are given to programs in one of
 two ways. Fixed splits: every (sequence, kv head) has as many programs, with one segment each; a program knows its work
-without a search. Balanced: a fixed number of programs takes equal shares of all tiles, whatever the lengths, each
+without a search. Stream-K: a fixed number of programs takes equal shares of all tiles, whatever the lengths, each
 walking its share as segments, which it finds in the running number of tiles that `plan_decode` writes once a step.
 """
 
@@ -33,13 +33,13 @@ class DecodeConfig:
 
 
 def decode_config(
-    batch: int, *, kv_heads: int, head_dim: int, cache_dtype: torch.dtype, num_sms: int, balanced: bool
+    batch: int, *, kv_heads: int, head_dim: int, cache_dtype: torch.dtype, num_sms: int, stream_k: bool
 ) -> DecodeConfig:
-    """What measured best on an H200. `balanced`: lengths are so unequal that sequences must share programs."""
+    """What measured best on an H200. `stream_k`: lengths are so unequal that sequences must share programs."""
     row_bytes = next_power_of_2(head_dim) * cache_dtype.itemsize
-    if balanced and cache_dtype == torch.float32:
+    if stream_k and cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=2 * num_sms, num_warps=4, num_stages=2)
-    if balanced:
+    if stream_k:
         tile = max(16, min(128, 16384 // row_bytes))
         return DecodeConfig(tile=tile, num_programs=2 * num_sms, num_warps=4, num_stages=3)
     pairs = batch * kv_heads

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.attention.decode_parts import block_numbers, slots_of
+from nanovllm.kernels.attention.decode_workspace import block_numbers, slots_of
 from nanovllm.kernels.attention.fp8 import LIFT
 from nanovllm.kernels.attention.rope_store import load_halves, norm_rotate, norm_rotate_reference
 from nanovllm.kernels.launch import launch, next_power_of_2

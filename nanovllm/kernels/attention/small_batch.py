@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.attention.decode_parts import DecodeWorkspace, finish, new_heads, rotation
+from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace, finish, new_heads, rotation
 from nanovllm.kernels.launch import launch
 from nanovllm.kernels.linear.fragments import axis, halves
 

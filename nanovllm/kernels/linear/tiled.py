@@ -1,7 +1,7 @@
 """A linear layer for a few to hundreds of rows: y = x W^T in tiles, about as many as there are multiprocessors.
 
-Gated it gives silu(gate) * up in the same launch. In parts it gives sums over slices of x and W, for more programs than
-there are tiles; `add_rms_norm` adds them up.
+Gated it gives silu(gate) * up in the same launch. `split_k_linear` returns
+float32 partial sums over slices of K, so that there are more programs than tiles; `add_rms_norm` adds them up.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from nanovllm.kernels.linear.one_row import weight_rows
 from nanovllm.kernels.linear.prefetch import prefetch
 
 MAX_ROWS = 256
-MAX_PARTS = 4
+MAX_SPLITS = 4
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,22 @@ class Tile:
         return (self.block_m + self.block_n) * self.block_k * element_size
 
 
-def _tile(m: int, num_weight_rows: int, *, gated: bool, in_parts: bool) -> Tile:
+def _tile(m: int, num_weight_rows: int, *, gated: bool, split_k: bool) -> Tile:
     """What measured best on an H200, in the chain of a layer's kernels."""
     if m <= 16:
         return Tile(16, 64, 128, weight_left=True)
     if m <= 32:
         return Tile(32, 64, 128, weight_left=True)
     if m <= 64:
-        return Tile(64, _block_n(num_weight_rows, MAX_PARTS if in_parts else 1), 128)
+        return Tile(64, _block_n(num_weight_rows, MAX_SPLITS if split_k else 1), 128)
     if m <= 128 and gated:
         return Tile(128, 64, 64, weight_left=True)
     if m <= 128:
-        # in two blocks of rows and two parts
-        return Tile(64, _block_n(num_weight_rows, 4), 128) if in_parts else Tile(64, 64, 64)
+        # in two blocks of rows and two splits
+        return Tile(64, _block_n(num_weight_rows, 4), 128) if split_k else Tile(64, 64, 64)
     if gated:
         return Tile(128, 128, 64, weight_left=True, num_warps=8)
-    return Tile(128, 32 if in_parts else 64, 64)
+    return Tile(128, 32 if split_k else 64, 64)
 
 
 def _block_n(num_weight_rows: int, programs_each: int) -> int:
@@ -98,7 +98,7 @@ def _tiled_kernel(
     N,  # columns of `out`
     x_stride,
     K: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -110,11 +110,11 @@ def _tiled_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    STEP: tl.constexpr = PARTS * BLOCK_K  # of all parts together
-    SLICE: tl.constexpr = (K + STEP - 1) // STEP * BLOCK_K  # of x and W, for a part
+    STEP: tl.constexpr = SPLITS * BLOCK_K  # of all splits together
+    SLICE: tl.constexpr = (K + STEP - 1) // STEP * BLOCK_K  # of x and W, for a split
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first_n = tl.program_id(0) * WIDTH
-    part = tl.program_id(2)
+    split = tl.program_id(2)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     # a gate and its up are in the same thread's hands: columns side by side, or rows eight apart
@@ -122,7 +122,7 @@ def _tiled_kernel(
         w_rows = tl.minimum(first_n + j // 16 * 8 + j % 8, N - 1) + j // 8 % 2 * N
     else:
         w_rows = weight_rows(j, first_n, N, GATED)
-    k = part * SLICE + tl.arange(0, BLOCK_K)[None, :]
+    k = split * SLICE + tl.arange(0, BLOCK_K)[None, :]
     # past the end come other rows again: one row for them all would keep a corner of L2 busy, and masks cost time
     x_pointers = x + (m % M)[:, None] * x_stride + k
     rows_of_weight = weight + w_rows.to(tl.int64)[:, None] * K
@@ -137,17 +137,17 @@ def _tiled_kernel(
         n = first_n + tl.arange(0, WIDTH)[None, :]
     if PDL:
         # the first lines of every row; more of them would keep others from theirs
-        prefetch(rows_of_weight + tl.minimum(part * SLICE + tl.arange(0, 2) * 64, K - 1)[None, :])
+        prefetch(rows_of_weight + tl.minimum(split * SLICE + tl.arange(0, 2) * 64, K - 1)[None, :])
         tl.extra.cuda.gdc_wait()
     for first in tl.range(0, SLICE, BLOCK_K, num_stages=STAGES):
         w = load_step(w_pointers, first, k, K, STEP)
         a = load_step(x_pointers, first, k, K, STEP)
         y = _add_product(y, a, w, WEIGHT_LEFT, WIDEN)
     if bias is not None:
-        y += tl.where(part == 0, tl.load(bias + w_rows).to(tl.float32), 0.0)
+        y += tl.where(split == 0, tl.load(bias + w_rows).to(tl.float32), 0.0)
     if GATED:
         y = _silu_and_mul(y, BLOCK_M, WIDTH, WEIGHT_LEFT)
-    place = (part * M + m) * N + n
+    place = (split * M + m) * N + n
     tl.store(out + place, y.to(out.dtype.element_ty), mask=(m < M) & (n < N))
 
 
@@ -162,27 +162,27 @@ def tiled_linear(
     m, num_weight_rows = x.shape[0], weight.shape[0]
     assert m <= MAX_ROWS
     out = x.new_empty(m, num_weight_rows // 2 if gated else num_weight_rows)
-    tile = _tile(m, num_weight_rows, gated=gated, in_parts=False)
-    _launch(x, weight, bias, out, tile, parts=1, gated=gated, pdl=pdl)
+    tile = _tile(m, num_weight_rows, gated=gated, split_k=False)
+    _launch(x, weight, bias, out, tile, splits=1, gated=gated, pdl=pdl)
     return out
 
 
-def linear_in_parts(
+def split_k_linear(
     x: Tensor,  # [M, K] bfloat16 or float16, M <= MAX_ROWS
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
     *,
     pdl: bool = False,
-) -> Tensor:  # [parts, M, N] float32
+) -> Tensor:  # [splits, M, N] float32
     (m, k), n = x.shape, weight.shape[0]
     assert m <= MAX_ROWS
-    tile = _tile(m, n, gated=False, in_parts=True)
+    tile = _tile(m, n, gated=False, split_k=True)
     tiles = cdiv(n, tile.block_n) * cdiv(m, tile.block_m)
-    parts = MAX_PARTS
-    while parts > 1 and (4 * tiles * parts > 5 * num_sms() or parts * tile.block_k > k):
-        parts //= 2
-    out = torch.empty(parts, m, n, dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, out, tile, parts=parts, gated=False, pdl=pdl)
+    splits = MAX_SPLITS
+    while splits > 1 and (4 * tiles * splits > 5 * num_sms() or splits * tile.block_k > k):
+        splits //= 2
+    out = torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
+    _launch(x, weight, bias, out, tile, splits=splits, gated=False, pdl=pdl)
     return out
 
 
@@ -196,12 +196,12 @@ def _num_stages(tile: Tile, num_programs: int, num_steps: int, element_size: int
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, *, parts: int, gated: bool, pdl: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, *, splits: int, gated: bool, pdl: bool
 ) -> None:
     (m, k), num_weight_rows = x.shape, weight.shape[0]
     assert weight.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous() and x.dtype != torch.float32
-    grid = (cdiv(num_weight_rows, tile.block_n), cdiv(m, tile.block_m), parts)
-    num_steps = cdiv(k, parts * tile.block_k)
+    grid = (cdiv(num_weight_rows, tile.block_n), cdiv(m, tile.block_m), splits)
+    num_steps = cdiv(k, splits * tile.block_k)
     launch(
         _tiled_kernel,
         grid,
@@ -213,11 +213,11 @@ def _launch(
         out.shape[-1],
         x.stride(0),
         K=k,
-        PARTS=parts,
+        SPLITS=splits,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        STAGES=_num_stages(tile, grid[0] * grid[1] * parts, num_steps, x.element_size()),
+        STAGES=_num_stages(tile, grid[0] * grid[1] * splits, num_steps, x.element_size()),
         GATED=gated,
         WEIGHT_LEFT=tile.weight_left,
         WIDEN=not isinstance(_tiled_kernel, triton.JITFunction),  # the interpreter's dot does not know bfloat16

@@ -24,7 +24,7 @@ def experts_forward(
     *,
     out: Tensor | None = None,  # [T, H]
     residual: Tensor | None = None,  # [T, H]: the result is added to it, in place unless `out` is given
-    invariant: bool = False,  # a token's bits do not depend on the others of the batch
+    deterministic: bool = False,  # a token's bits do not depend on the others of the batch
     pdl: bool = False,
 ) -> Tensor:
     """Sum over a token's choices of weight * down(silu(gate(x)) * up(x)), each by the chosen expert."""
@@ -34,9 +34,9 @@ def experts_forward(
         return out
     assert all(t.is_contiguous() for t in (x, gate_up, down, weights, experts, out))
     assert residual is None or residual.is_contiguous()
-    if x.shape[0] <= ROW_TOKENS and not invariant:
+    if x.shape[0] <= ROW_TOKENS and not deterministic:
         return rows_forward(x, gate_up, down, weights, experts, out, residual, *row_tiles(x.dtype), pdl=pdl)
-    tiles = choose_tiles(experts.numel() / gate_up.shape[0], x.dtype, invariant=invariant)
+    tiles = choose_tiles(experts.numel() / gate_up.shape[0], x.dtype, deterministic=deterministic)
     return grouped_forward(x, gate_up, down, weights, experts, out, residual, tiles, pdl=pdl)
 
 

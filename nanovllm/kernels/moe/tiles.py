@@ -39,11 +39,11 @@ FLOAT32_DECODE_TILES = Tiles(16, gate_up=Tile(32, 32, 4, 3), down=Tile(32, 32, 4
 FLOAT32_PREFILL_TILES = Tiles(64, gate_up=Tile(32, 32, 4, 3), down=Tile(64, 32, 4, 3))
 
 
-def choose_tiles(pairs_per_expert: float, dtype: torch.dtype, *, invariant: bool) -> Tiles:
-    """`invariant`: the tiles that lose least where there are many tokens, whatever their number."""
+def choose_tiles(pairs_per_expert: float, dtype: torch.dtype, *, deterministic: bool) -> Tiles:
+    """`deterministic`: the tiles that lose least where there are many tokens, whatever their number."""
     if dtype == torch.float32:
-        return FLOAT32_PREFILL_TILES if invariant or pairs_per_expert > 32 else FLOAT32_DECODE_TILES
-    if invariant:
+        return FLOAT32_PREFILL_TILES if deterministic or pairs_per_expert > 32 else FLOAT32_DECODE_TILES
+    if deterministic:
         return LARGE_TILES
     if pairs_per_expert <= 8:
         return DECODE_TILES

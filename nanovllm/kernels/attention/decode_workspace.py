@@ -22,7 +22,7 @@ class DecodeWorkspace:
         device: torch.device | str,
     ) -> None:
         group = heads // kv_heads
-        # A balanced program leaves at most two parts: its first segment and its last.
+        # A stream-K program leaves at most two parts: its first segment and its last.
         slots = 2 * max_programs
         self.acc = torch.empty(slots, group, head_dim, dtype=torch.float32, device=device)
         self.maxima = torch.empty(slots, group, dtype=torch.float32, device=device)
