@@ -47,6 +47,7 @@ class Completion:
         seq = self.seq
         del seq.token_ids[seq.num_prompt_tokens + self.detokenizer.num_tokens :]
         del seq.logprobs[seq.num_completion_tokens :], self._logprobs[seq.num_completion_tokens :]
+        self.num_read = seq.num_completion_tokens
         seq.finish_reason, seq.stop_reason = "stop", stop
 
     def _shown_end(self) -> int:

@@ -12,6 +12,7 @@ preempted then.
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nanovllm.config import SchedulerConfig
@@ -104,19 +105,17 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can be launched before a result has come back."""
-        at_event = [seq for seq in self.decoding if seq.num_computed_tokens == seq.event_at]
+        at_event = [seq for seq in self.decoding if seq.num_computed_tokens >= seq.event_at]
         idle = not self.prefilling and (not self.waiting or not self._rows)
         if self._steady is not None and not at_event and idle:
-            for seq in self.decoding:
-                seq.num_computed_tokens += 1
+            self._advance(self.decoding, 1)
             self._in_flight.append(self._steady)
             return self._steady.plan
 
         num_preemptions = self.num_preemptions
         resting, new_blocks = self._handle_events(at_event)
         decodes = tuple(seq for seq in self.decoding if seq not in resting) if resting else tuple(self.decoding)
-        for seq in decodes:
-            seq.num_computed_tokens += 1
+        self._advance(decodes, 1)
         chunks, new_rows = self._prefill(
             budget=self.config.max_num_batched_tokens - len(decodes),
             may_admit=num_preemptions == self.num_preemptions or not decodes,
@@ -150,7 +149,7 @@ class Scheduler:
         for seq in at_event:
             if seq.status is not SequenceStatus.RUNNING:
                 continue  # preempted for an older one just now
-            if seq.num_computed_tokens == seq.max_num_tokens - 1:
+            if seq.num_computed_tokens >= seq.max_num_tokens - 1:
                 resting.add(seq)  # its last token is in flight
             elif self._grow(seq, resting):
                 index = len(seq.block_table) - 1
@@ -219,7 +218,7 @@ class Scheduler:
         """As many of the sequence's uncomputed tokens as the budget allows; with the last one it starts to decode."""
         start = seq.num_computed_tokens
         num_new = min(seq.num_tokens - start, budget)
-        seq.num_computed_tokens += num_new
+        self._advance((seq,), num_new)
         samples = seq.num_computed_tokens == seq.num_tokens
         if samples:
             self.prefilling.remove(seq)
@@ -262,8 +261,11 @@ class Scheduler:
         for seq, tokens in zip(step.decodes, result.tokens, strict=False):
             if seq.status is not running:
                 continue  # it ended while this token was in flight
+            if len(tokens) != 1:
+                self._append(seq, tokens, ended)
+                continue
             seq.token_ids += tokens
-            if len(seq.token_ids) >= seq.check_at or tokens[-1] in seq.stop_token_ids:
+            if len(seq.token_ids) >= seq.check_at or tokens[0] in seq.stop_token_ids:
                 self._check(seq, ended)
         if step.chunks:
             self._update_chunks(step, result, ended)
@@ -275,22 +277,31 @@ class Scheduler:
         sampled = iter(result.tokens[len(step.decodes) :])
         for chunk in step.chunks:
             seq = chunk.seq
-            tokens = next(sampled) if chunk.plan.samples else ()
+            tokens = next(sampled) if chunk.plan.samples else []
             if seq.status is not SequenceStatus.RUNNING or seq.num_preemptions != chunk.num_preemptions:
                 continue
             seq.prompt_logprobs += result.prompt_logprobs.get(seq.row, ())
             self.block_manager.cache_full_blocks(seq, chunk.plan.start + chunk.plan.num_new)
             if chunk.plan.samples:
-                seq.token_ids += tokens
-                self._check(seq, ended)
+                self._append(seq, tokens, ended)
                 self._release_followers(seq)
 
     def _keep_logprobs(self, step: ScheduledStep, result: StepResult) -> None:
         sampled = step.decodes + tuple(chunk.seq for chunk in step.chunks if chunk.plan.samples)
         for index, logprobs in result.logprobs.items():
             seq = sampled[index]
-            if len(seq.logprobs) < seq.num_completion_tokens:  # else the token was dropped above
-                seq.logprobs += logprobs
+            seq.logprobs += logprobs[: seq.num_completion_tokens - len(seq.logprobs)]  # the others were dropped above
+
+    def _append(self, seq: Sequence, tokens: list[int], ended: list[Sequence]) -> None:
+        """Append a step's tokens up to the one that ends the sequence: a stop token, or the last that has room."""
+        kept = tokens[: seq.max_num_tokens - seq.num_tokens]
+        for index, token in enumerate(kept):
+            if token in seq.stop_token_ids:
+                kept = kept[: index + 1]
+                break
+        seq.token_ids += kept
+        self._advance((seq,), len(kept) - 1)  # a step is scheduled as if it gave one token
+        self._check(seq, ended)
 
     def _check(self, seq: Sequence, ended: list[Sequence]) -> None:
         """A block may be full, and the sequence may have ended with its newest token."""
@@ -305,6 +316,11 @@ class Scheduler:
             ended.append(seq)
 
     # --- small parts --------------------------------------------------------------------------------------------------
+
+    def _advance(self, seqs: Iterable[Sequence], num_tokens: int) -> None:
+        """Count more positions of these sequences as computed."""
+        for seq in seqs:
+            seq.num_computed_tokens += num_tokens
 
     def _set_event(self, seq: Sequence) -> None:
         seq.event_at = min(len(seq.block_table) * self.config.block_size, seq.max_num_tokens - 1)

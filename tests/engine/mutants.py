@@ -134,8 +134,8 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         Edit(
             Scheduler,
             "_chunk",
-            "seq.num_computed_tokens += num_new\n",
-            "seq.num_computed_tokens += num_new; self.block_manager.cache_full_blocks(seq, seq.num_computed_tokens)\n",
+            "self._advance((seq,), num_new)\n",
+            "self._advance((seq,), num_new); self.block_manager.cache_full_blocks(seq, seq.num_computed_tokens)\n",
         ),
     ),
     "prompt scores are wanted, but the cache is read": (Edit(BlockManager, "_match", "or wants_prompt_scores", ""),),
@@ -199,7 +199,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "logprobs of a dropped token are kept": (
-        Edit(Scheduler, "_keep_logprobs", "if len(seq.logprobs) < seq.num_completion_tokens:", "if True:"),
+        Edit(Scheduler, "_keep_logprobs", "[: seq.num_completion_tokens - len(seq.logprobs)]", ""),
     ),
     "a resting sequence runs all the same": (Edit(Scheduler, "schedule", "if seq not in resting", "if True"),),
     "the steady plan outlives a sequence": (Edit(Scheduler, "_leave_running", "self._steady = None", "pass"),),
