@@ -1,4 +1,4 @@
-"""Ask a model a few questions at once: `python example.py [MODEL]`."""
+"""Send a few chat prompts to a model in one batch: `python example.py [MODEL]`."""
 
 import sys
 

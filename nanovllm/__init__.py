@@ -3,8 +3,8 @@
     from nanovllm import LLM, SamplingParams
     print(LLM().generate("The capital of France is", SamplingParams(temperature=0))[0]["text"])
 
-Importing the package loads no torch; that happens when an `LLM` is opened. `AsyncLLM` is the same for asyncio,
-with the engine in a process of its own.
+Importing the package does not import torch; creating an `LLM` does. `AsyncLLM` is the same for asyncio, with the engine
+in a separate process.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nanovllm.remote.async_llm import AsyncLLM
     from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
 
-_HOMES = {
+_MODULES = {  # public name: the module that defines it, imported on first use
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.remote.async_llm",
     "SamplingParams": "nanovllm.sampling_params",
@@ -46,8 +46,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,37 +1,37 @@
-"""Every exception the engine raises on purpose.
+"""All exceptions that the engine raises deliberately.
 
 NanoError
-├── ConfigError (ValueError)         an option, or a combination of options, cannot be honoured
-├── RequestError (ValueError)        one request is refused; the engine goes on
-├── CheckpointError (ValueError)     the model's files are damaged, incomplete or not of a known kind
-│   └── ModelNotFoundError           nothing was found under the model's name
-└── EngineError (RuntimeError)       the engine cannot go on
-    └── EngineClosedError            it was closed, by the user or by an earlier failure
+├── ConfigError (ValueError)         an option, or a combination of options, is invalid or not supported
+├── RequestError (ValueError)        one request is refused; the engine continues
+├── CheckpointError (ValueError)     the model's files are damaged, incomplete or in an unsupported format
+│   └── ModelNotFoundError           there is no model with this name
+└── EngineError (RuntimeError)       the engine cannot continue
+    └── EngineClosedError            the engine was closed, by the user or by an earlier failure
 """
 
 
 class NanoError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors that are raised deliberately."""
 
 
 class ConfigError(NanoError, ValueError):
-    """An option, or a combination of options, cannot be honoured."""
+    """An option, or a combination of options, is invalid or not supported."""
 
 
 class RequestError(NanoError, ValueError):
-    """One request is refused; the engine goes on."""
+    """One request is refused; the engine continues."""
 
 
 class CheckpointError(NanoError, ValueError):
-    """The model's files are damaged, incomplete or not of a known kind."""
+    """The model's files are damaged, incomplete or in an unsupported format."""
 
 
 class ModelNotFoundError(CheckpointError):
-    """Nothing was found under the model's name."""
+    """There is no model with this name."""
 
 
 class EngineError(NanoError, RuntimeError):
-    """The engine cannot go on."""
+    """The engine cannot continue."""
 
 
 class EngineClosedError(EngineError):
@@ -39,7 +39,10 @@ class EngineClosedError(EngineError):
 
 
 def raised_elsewhere(kind: str, message: str, traceback: str, *, where: str) -> NanoError:
-    """The error of another process, of its own class where that is one of these, with its traceback as the cause."""
+    """Rebuild an error that was raised in another process, named by `where`.
+
+    It gets the class named `kind` if that is one of the classes above, else EngineError. Its cause has the traceback.
+    """
     found = globals().get(kind)
     if isinstance(found, type) and issubclass(found, NanoError):
         error = found(message)

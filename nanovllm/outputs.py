@@ -1,4 +1,4 @@
-"""What a user gets back: one object with two faces, `out["text"]` and vLLM's `out.outputs[0].text`."""
+"""Results returned to users. `out["text"]` and vLLM's `out.outputs[0].text` are the same text."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,7 +8,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability under the model's own distribution, before penalties and temperature."""
+    """A token's log probability in the model's distribution, before penalties and temperature."""
 
     logprob: float
     rank: int | None = None
@@ -17,7 +17,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of a prompt, as far as it has come."""
+    """One completion of a prompt; while it is being generated, the part generated so far."""
 
     index: int
     text: str = ""
@@ -25,7 +25,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for EOS
 
     @property
     def finished(self) -> bool:
@@ -34,7 +34,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments of a request's life, in seconds of `time.monotonic()`."""
+    """Timestamps of a request, in seconds of `time.monotonic()`."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -44,7 +44,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its completions. `out["text"]` and `out["token_ids"]` are those of the first one."""
+    """A request with its completions. `out["text"]` and `out["token_ids"]` are those of the first completion."""
 
     request_id: str
     prompt: str | None
@@ -52,18 +52,20 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def __getitem__(self, key: str) -> Any:
         if key in ("text", "token_ids"):
             return getattr(self.outputs[0], key)
-        raise KeyError(f"{key!r}: a result has 'text' and 'token_ids'; the rest are attributes, see RequestOutput")
+        raise KeyError(
+            f"{key!r}: the keys are 'text' and 'token_ids'; everything else is an attribute of RequestOutput"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """A finished beam: prompt and continuation together in `tokens`, as vLLM gives it."""
+    """A finished beam. As in vLLM, `tokens` has the prompt and the completion."""
 
     tokens: list[int]
     text: str

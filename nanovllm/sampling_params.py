@@ -1,4 +1,4 @@
-"""What a user may ask of one request: vLLM's names, checked on construction."""
+"""The sampling parameters of a request, under vLLM's names. They are checked on construction."""
 
 import json
 import math
@@ -9,17 +9,17 @@ from typing import Any
 
 MAX_N = 128
 MAX_LOGPROBS = 100
-GREEDY_BELOW = 1e-5  # a temperature so low that logits / temperature might overflow
+GREEDY_BELOW = 1e-5  # lower temperatures mean greedy sampling: logits / temperature could overflow
 MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH = 256 * 1024, 64
 MAX_REGEX_BYTES = 8 * 1024
 MAX_CHOICES, MAX_CHOICE_BYTES = 1024, 64 * 1024
 MAX_GRAMMAR_BYTES = 64 * 1024
-MAX_TOLD = 1000  # characters of a refused value that its refusal repeats
+MAX_VALUE_CHARS = 1000  # an error message shows at most this much of a value
 
 
 def _refuse(field: str, value: object, rule: str) -> None:
-    told = repr(value)
-    raise ValueError(f"{field}={told if len(told) <= MAX_TOLD else told[:MAX_TOLD] + '...'}: {rule}")
+    text = repr(value)
+    raise ValueError(f"{field}={text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + '...'}: {rule}")
 
 
 def _check_int(field: str, value: object, low: int, high: int | None = None) -> None:
@@ -41,6 +41,7 @@ def _check_bool(field: str, value: object) -> None:
 
 
 def _strings(field: str, value: object) -> tuple[str, ...]:
+    """A tuple of non-empty strings, from None, one string or a list of strings."""
     items = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else None
     if value is None:
         return ()
@@ -50,6 +51,7 @@ def _strings(field: str, value: object) -> tuple[str, ...]:
 
 
 def _token_ids(field: str, value: object) -> tuple[int, ...]:
+    """A tuple of token ids, from None or a list."""
     if value is None:
         return ()
     ids = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (None,)
@@ -64,11 +66,11 @@ def _check_size(field: str, text: str, limit: int) -> None:
     except UnicodeEncodeError:
         _refuse(field, text, "is not valid Unicode: it has a lone surrogate")
     if size > limit:
-        raise ValueError(f"{field}: {size} bytes, and at most {limit} are taken")
+        raise ValueError(f"{field}: must have at most {limit} bytes, and has {size} bytes")
 
 
 def _depth(value: object) -> int:
-    """Of nested objects and arrays, without recursion; counting stops beyond the limit."""
+    """How deep objects and arrays are nested. Counts without recursion, and stops above MAX_SCHEMA_DEPTH."""
     depth, level = 0, [value]
     while level and depth <= MAX_SCHEMA_DEPTH:
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
@@ -81,7 +83,7 @@ def _not_json(constant: str) -> None:
 
 
 def _schema_text(schema: object) -> str:
-    """A schema, given as an object or as JSON text, as JSON text."""
+    """Check a schema, given as a mapping or as JSON text, and return it as JSON text."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
         _check_size("json", text, MAX_SCHEMA_BYTES)
@@ -91,7 +93,7 @@ def _schema_text(schema: object) -> str:
     except (TypeError, ValueError) as error:
         raise ValueError(f"json: not a JSON schema: {error}") from None
     if not isinstance(parsed, dict):
-        _refuse("json", parsed, "a JSON schema is an object, or the text of one")
+        _refuse("json", parsed, "a JSON schema must be an object, or the text of one")
     if _depth(parsed) > MAX_SCHEMA_DEPTH:
         raise ValueError(f"json: the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     return text
@@ -99,21 +101,21 @@ def _schema_text(schema: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The form an answer must have; exactly one of these is set."""
+    """What the completion must match. Exactly one field is set."""
 
-    json: str | Mapping[str, Any] | None = None  # a JSON schema; kept as text
+    json: str | Mapping[str, Any] | None = None  # a JSON schema; stored as JSON text
     json_object: bool = False  # any JSON object
-    regex: str | None = None  # matched in full, in the syntax of Rust's regex crate
-    choice: Sequence[str] | None = None  # one of these texts
-    grammar: str | None = None  # Lark as llguidance reads it, or GBNF
+    regex: str | None = None  # a regular expression for the whole completion, in the syntax of Rust's regex crate
+    choice: Sequence[str] | None = None  # one of these strings
+    grammar: str | None = None  # a grammar in llguidance's dialect of Lark, or in GBNF
 
     def __post_init__(self) -> None:
         _check_bool("json_object", self.json_object)
         kinds = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
         if len(kinds) != 1:
-            told = f"{', '.join(kinds)} are" if kinds else "nothing is"
+            found = f"{', '.join(kinds)} are" if kinds else "nothing is"
             raise ValueError(
-                f"structured_outputs: {told} set, and exactly one of json, json_object, regex, choice, grammar must be"
+                f"structured_outputs: {found} set; set exactly one of json, json_object, regex, choice and grammar"
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -131,13 +133,13 @@ class StructuredOutputs:
             _refuse("choice", self.choice, "must be a list of strings")
         choice = tuple(dict.fromkeys(_strings("choice", self.choice)))
         if not 0 < len(choice) <= MAX_CHOICES:
-            raise ValueError(f"choice: {len(choice)} texts, and between 1 and {MAX_CHOICES} are taken")
+            raise ValueError(f"choice: must have 1 to {MAX_CHOICES} strings, and has {len(choice)}")
         _check_size("choice", "".join(choice), MAX_CHOICE_BYTES)
         object.__setattr__(self, "choice", choice)
 
     @property
     def source(self) -> tuple[str, str]:
-        """Which kind of form, and the text that describes it."""
+        """(kind, text): the kind of grammar (json, choice, regex or grammar) and its source text."""
         if self.json_object:
             return "json", '{"type": "object"}'
         if self.choice is not None:
@@ -145,15 +147,18 @@ class StructuredOutputs:
         return next((kind, text) for kind in ("json", "regex", "grammar") if (text := getattr(self, kind)) is not None)
 
     def __repr__(self) -> str:
-        """One line of a log, however long the schema is."""
+        """Short enough for a line in a log, however long the schema is."""
         kind, value = next((f.name, v) for f in fields(self) if (v := getattr(self, f.name)) not in (None, False))
-        told = repr(value)
-        return f"StructuredOutputs({kind}={told if len(told) <= 80 else told[:77] + '...'})"
+        text = repr(value)
+        return f"StructuredOutputs({kind}={text if len(text) <= 80 else text[:77] + '...'})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue one prompt. `temperature=0` is greedy; `max_tokens=None` means up to the model's length."""
+    """How the completions of one prompt are sampled.
+
+    `temperature=0` is greedy sampling; `max_tokens=None` means up to the model's maximum length.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -170,12 +175,12 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 64
     min_tokens: int = 0
-    logprobs: int | None = None  # how many alternatives beside the sampled token; 0 = the sampled one alone
+    logprobs: int | None = None  # how many of the most likely tokens to return with the sampled one; 0 = none of them
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
-    structured_outputs: StructuredOutputs | None = None  # refuses every token that would leave the form
+    structured_outputs: StructuredOutputs | None = None  # a grammar that masks all tokens it does not allow
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -187,7 +192,7 @@ class SamplingParams:
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             _refuse("structured_outputs", self.structured_outputs, "must be a StructuredOutputs")
         if self.stop and not self.detokenize:
-            _refuse("stop", self.stop, "stop strings need the text: set detokenize=True or use stop_token_ids")
+            _refuse("stop", self.stop, "stop strings need detokenization: set detokenize=True or use stop_token_ids")
 
     def _check_numbers(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -210,7 +215,7 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     def _check_lists(self) -> None:
-        """Normalise the list-like fields to tuples, so that a frozen object is frozen all through."""
+        """Check the list-like fields and convert them to tuples, so that nothing in the frozen object can change."""
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
@@ -230,16 +235,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """True if the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
     def clone(self, **changes: Any) -> "SamplingParams":
-        """A copy with some fields changed, checked anew."""
+        """A copy with some fields changed. The copy is checked again."""
         return replace(self, **changes)
 
     def __repr__(self) -> str:
-        """Only what differs from the defaults: the rest is noise in a log."""
-        told = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not self._is_default(f.name, f.default)]
-        return f"SamplingParams({', '.join(told)})"
+        """Only the fields that differ from their defaults."""
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not self._is_default(f.name, f.default)]
+        return f"SamplingParams({', '.join(shown)})"
 
     def _is_default(self, name: str, default: object) -> bool:
         value = getattr(self, name)
@@ -248,7 +254,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """Keep the `beam_width` best continuations by cumulative logprob / length ** length_penalty."""
+    """Beam search: keep the `beam_width` best beams by cumulative logprob / length ** length_penalty."""
 
     beam_width: int
     max_tokens: int

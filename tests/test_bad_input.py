@@ -54,14 +54,17 @@ PROMPTS: list[tuple[Any, str]] = [
     ([5] * 61, "the prompt of 61 tokens and up to 5 new ones need 5 KV blocks of 16 tokens, and there are 4"),
     (5, "prompts must be a prompt or a list of prompts, not int"),
     (None, "prompts must be a prompt or a list of prompts, not NoneType"),
-    ([None], "a prompt is text or a list of token ids, not NoneType"),
-    ([3.5], "a prompt is text or a list of token ids, not float"),
-    ([[1, "two"]], "a prompt is text or a list of token ids"),
-    ([[1, True]], "a prompt is text or a list of token ids"),
-    (b"bytes", "a prompt is text or a list of token ids"),
-    ({}, "a prompt is text or a list of token ids, not NoneType"),
-    ({"text": "x"}, "a prompt has 'text'; known: 'prompt' or 'prompt_token_ids', 'cache_salt'"),
-    ({"prompt_token_ids": "abc"}, "a prompt is text or a list of token ids, not str"),
+    ([None], "a prompt must be text or a list of token ids, not NoneType"),
+    ([3.5], "a prompt must be text or a list of token ids, not float"),
+    ([[1, "two"]], "a prompt must be text or a list of token ids"),
+    ([[1, True]], "a prompt must be text or a list of token ids"),
+    (b"bytes", "a prompt must be text or a list of token ids"),
+    ({}, "a prompt must be text or a list of token ids, not NoneType"),
+    (
+        {"text": "x"},
+        "a prompt has the unknown keys 'text'; known keys are 'prompt' or 'prompt_token_ids', and 'cache_salt'",
+    ),
+    ({"prompt_token_ids": "abc"}, "a prompt must be text or a list of token ids, not str"),
     ({"prompt": "x", "cache_salt": 5}, "cache_salt=5: must be a string"),
     ("half a pair: \ud800", "surrogate"),
 ]
@@ -139,7 +142,10 @@ def test_beams(llm: LLM) -> None:
 def test_text_where_there_is_no_tokenizer() -> None:
     with open_llm("llama") as llm:
         for refused, message in [
-            (lambda: llm.generate("text", use_tqdm=False), "skip_tokenizer_init=True: give prompt_token_ids"),
+            (
+                lambda: llm.generate("text", use_tqdm=False),
+                "skip_tokenizer_init=True: there is no tokenizer; give prompt_token_ids",
+            ),
             (lambda: llm.generate([5], greedy_params(1, stop="x"), use_tqdm=False), "stop and bad_words are text"),
             (lambda: llm.generate([5], greedy_params(1, bad_words=["x"]), use_tqdm=False), "stop and bad_words are"),
             (lambda: llm.chat([{"role": "user", "content": "x"}]), "a conversation needs the tokenizer"),
@@ -177,7 +183,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop='': must be a non-empty string"),
     ({"stop": ["a", ""]}, "must be a non-empty string or a list of them"),
     ({"stop": 5}, "stop=5: must be a non-empty string"),
-    ({"stop": "x", "detokenize": False}, "stop strings need the text: set detokenize=True or use stop_token_ids"),
+    ({"stop": "x", "detokenize": False}, "stop strings need detokenization: set detokenize=True or use stop_token_ids"),
     ({"bad_words": [5]}, r"bad_words=\[5\]: must be a non-empty string"),
     ({"stop_token_ids": [-1]}, "must be a list of token ids"),
     ({"stop_token_ids": "ab"}, "stop_token_ids='ab': must be a list of token ids"),
@@ -324,7 +330,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: truncate(f, "generation_config.json"),
         r"generation_config\.json: cannot be read as JSON",
     ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"holds no \*\.safetensors file"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"contains no \*\.safetensors file"),
     "only pickles": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         r"only pickle weights \(pytorch_model\.bin\), which can run code and are never loaded",
@@ -348,13 +354,13 @@ def test_damaged_checkpoints(damage: str, tmp_path: Path) -> None:
 INDEX_DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "names a missing file": (
         lambda index: index["weight_map"].update({Q_PROJ: "model-99.safetensors"}),
-        r"model-99\.safetensors is named by model\.safetensors\.index\.json and missing",
+        r"model-99\.safetensors is listed in model\.safetensors\.index\.json but missing",
     ),
     "names a file elsewhere": (
         lambda index: index["weight_map"].update({Q_PROJ: "../model.safetensors"}),
-        r"'\.\./model\.safetensors' is no plain file name",
+        r"'\.\./model\.safetensors' is not a plain file name",
     ),
-    "names a number": (lambda index: index["weight_map"].update({Q_PROJ: 7}), "7 is no plain file name"),
+    "names a number": (lambda index: index["weight_map"].update({Q_PROJ: 7}), "7 is not a plain file name"),
     "has no map": (lambda index: index.clear(), "has no weight_map"),
 }
 
@@ -375,7 +381,7 @@ def test_a_shard_that_is_cut_short_or_gone(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=shard.name + ": damaged or incomplete"):
         open_llm(folder)
     shard.unlink()
-    with pytest.raises(CheckpointError, match=shard.name + " is named by .* and missing"):
+    with pytest.raises(CheckpointError, match=shard.name + " is listed in .* but missing"):
         open_llm(folder)
 
 

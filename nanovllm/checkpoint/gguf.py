@@ -1,4 +1,4 @@
-"""GGUF files as models: the HF-style config, and the weights under HF names."""
+"""Read a GGUF file as a model: a config in the form of Hugging Face's config.json, and weights under their HF names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanovllm.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-_MAX_SIZE = 1 << 31  # of any count in the config
+_MAX_SIZE = 1 << 31  # exclusive upper bound of every integer in the config
 
 _FAMILIES = {  # general.architecture: (HF class, HF model_type)
     "llama": ("LlamaForCausalLM", "llama"),
@@ -27,7 +27,7 @@ _FAMILIES = {  # general.architecture: (HF class, HF model_type)
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 
-_ROPE_FACTORS = "rope_freqs.weight"  # part of the config, not a weight
+_ROPE_FACTORS = "rope_freqs.weight"  # this tensor becomes part of the config; it is not a weight
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -48,12 +48,12 @@ _LAYER_NAMES = {
 }
 _TENSOR_NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?([a-z_]+)\.(weight|bias)")
 
-_CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB in float32, and temporaries of the same order
-_GGUF_ROW_ELEMENTS = 8192  # the row length at which gguf.quants.dequantize is fastest
+_CHUNK_ELEMENTS = 1 << 20  # elements dequantized at a time: 4 MB in float32, plus temporaries of that size
+_GGUF_ROW_ELEMENTS = 8192  # gguf.quants.dequantize is fastest with rows of this length
 
 
 class GGUFFile:
-    """An open GGUF file whose header was read and checked in full."""
+    """An open GGUF file. Opening reads and checks the whole header."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
@@ -77,7 +77,7 @@ class GGUFFile:
         self._file.close()
 
     def hf_config(self) -> dict[str, Any]:
-        """What config.json would say of this model; loads no torch."""
+        """The model's config in the form of Hugging Face's config.json. Does not import torch."""
         architecture = self._architecture()
         hf_class, model_type = _FAMILIES[architecture]
         num_heads = self._count("attention.head_count")
@@ -113,7 +113,7 @@ class GGUFFile:
         return config | self._moe_config(architecture)
 
     def generation_config(self) -> dict[str, Any]:
-        """What generation_config.json would say: every token id that ends a text, and the one that begins it."""
+        """The content of generation_config.json: all end-of-sequence token ids, and the BOS token id."""
         ends = [self._token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
         return {
             "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)),
@@ -121,19 +121,19 @@ class GGUFFile:
         }
 
     def stored_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Stored]]:
-        """(HF name, what reads as a tensor of `dtype` while the file is open), in the order of the file.
+        """Yield (HF name, stored tensor) in file order. A stored tensor is read as `dtype`, while the file is open.
 
-        The experts of a layer come stacked: `mlp.experts.{gate,up,down}_proj.weight` is [experts, out, in].
+        The experts of a layer are stacked: `mlp.experts.{gate,up,down}_proj.weight` is [experts, out, in].
         """
         weights = [info for info in self.tensors.values() if info.name != _ROPE_FACTORS]
         named = [(self._hf_name(info.name), info) for info in sorted(weights, key=lambda info: info.offset)]
         rotary_heads = self._permuted_heads()
         for hf_name, info in named:
             heads = rotary_heads.get(info.name.split(".")[-2], 0)
-            yield hf_name, _InFile(info.shape, partial(self._load, info, dtype, heads))
+            yield hf_name, _GGUFTensor(info.shape, partial(self._load, info, dtype, heads))
 
     def iter_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, read whole, one at a time."""
+        """Yield (HF name, tensor), each read completely."""
         for name, stored in self.stored_tensors(dtype):
             yield name, stored.read()
 
@@ -144,11 +144,11 @@ class GGUFFile:
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in _FAMILIES:
             known = ", ".join(_FAMILIES)
-            raise self._refuse(f"general.architecture is {short(name)}, which is not known here; known are: {known}")
+            raise self._refuse(f"general.architecture is {short(name)}, which is not supported; supported are: {known}")
         return name
 
     def _get(self, key: str) -> Any:
-        """A value of the model's own namespace; a per-layer list must say the same of every layer."""
+        """The metadata value `{architecture}.{key}`. If it is a list with one value per layer, all must be equal."""
         value = self.metadata.get(f"{self._architecture()}.{key}")
         if not isinstance(value, list):
             return value
@@ -183,7 +183,7 @@ class GGUFFile:
 
     def _tensor(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            raise self._refuse(f"tensor {name} is missing; the file holds {len(self.tensors)} others")
+            raise self._refuse(f"tensor {name} is missing; the file has {len(self.tensors)} other tensors")
         return self.tensors[name]
 
     def _vocab_size(self, hidden_size: int) -> int:
@@ -204,7 +204,8 @@ class GGUFFile:
         return stated
 
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        """Rotary scaling in HF's terms; `gguf_factors` divides the i-th inverse frequency by factors[i]."""
+        """The value of rope_scaling in the HF config. Its type `gguf_factors` is ours: it divides the i-th inverse
+        frequency by factors[i]."""
         rotated = self._count("rope.dimension_count", default=head_dim)
         if rotated != head_dim:
             raise self._refuse(f"rope.dimension_count is {rotated} of {head_dim}; partial rotation is not supported")
@@ -252,20 +253,21 @@ class GGUFFile:
         layer, part, suffix = match.groups() if match else (None, "", "")
         hf_part = (_TOP_NAMES if layer is None else _LAYER_NAMES).get(part)
         if hf_part is None:
-            raise self._refuse(f"tensor {short(name)} is not one a {self._architecture()} model has here")
+            raise self._refuse(f"tensor {short(name)} is not a known weight of a {self._architecture()} model")
         return f"{hf_part}.{suffix}" if layer is None else f"model.layers.{layer}.{hf_part}.{suffix}"
 
     def _permuted_heads(self) -> dict[str, int]:
-        """How many heads the rows of q and k hold, where the converter reordered them for interleaved rotation."""
+        """The number of heads in attn_q and attn_k, if the converter permuted their rows for interleaved RoPE."""
         if self._architecture() != "llama":
             return {}
         num_heads = self._count("attention.head_count")
         return {"attn_q": num_heads, "attn_k": self._count("attention.head_count_kv", default=num_heads)}
 
     def _load(self, info: TensorInfo, dtype: torch.dtype, permuted_heads: int, part: Part) -> torch.Tensor:
-        """Read, dequantize and convert a tensor, or a part of it, in chunks, straight into its final place.
+        """Read, dequantize and convert a tensor, or a part of it, chunk by chunk into the returned tensor.
 
-        Rows that are not wanted are not read. Columns are dropped behind each chunk, for blocks run across them.
+        Rows outside the part are not read. Columns outside the part are dropped after a chunk is dequantized, because
+        quantization blocks span columns.
         """
         import torch
 
@@ -276,7 +278,7 @@ class GGUFFile:
         row_bytes = row_elements // block * block_bytes
         narrowed = len(columns) < row_elements
         tensor = torch.empty([len(one) for one in wanted], dtype=dtype)
-        # units are read whole, and lie in this order in the file
+        # `units` is a view of `tensor` whose first dimension follows the order of the file; units are read completely.
         if permuted_heads:
             units = self._split_heads(tensor, info, permuted_heads, rows)  # [heads, head_dim / 2, 2, columns]
         elif narrowed:
@@ -297,12 +299,13 @@ class GGUFFile:
         return tensor
 
     def _split_heads(self, tensor: torch.Tensor, info: TensorInfo, heads: int, rows: range) -> torch.Tensor:
+        """View `tensor` as [heads, head_dim / 2, 2, columns], the row order of the file, to undo the permutation."""
         if info.shape[0] % (2 * heads):
             raise self._refuse(
                 f"tensor {info.name} has {info.shape[0]} rows; they must divide into {heads} heads of even size"
             )
         head_dim = info.shape[0] // heads
-        assert rows.start % head_dim == 0 and len(rows) % head_dim == 0, "a part of q or k must consist of heads"
+        assert rows.start % head_dim == 0 and len(rows) % head_dim == 0, "a part of q or k must be whole heads"
         return tensor.view(len(rows) // head_dim, 2, head_dim // 2, -1).transpose(1, 2)
 
     def _read(self, offset: int, target: memoryview) -> None:
@@ -312,7 +315,9 @@ class GGUFFile:
 
 
 @dataclass(frozen=True)
-class _InFile:
+class _GGUFTensor:
+    """A tensor in a GGUF file; implements `Stored`."""
+
     shape: tuple[int, ...]
     load: Callable[[Part], torch.Tensor]
 
@@ -321,24 +326,24 @@ class _InFile:
 
 
 def _as_matrix(shape: tuple[int, ...], wanted: list[range], block: int) -> tuple[range, range, int]:
-    """A tensor as rows of some elements each, and which rows and columns of them are wanted: (rows, columns, elements).
+    """View a tensor as a matrix; return (wanted rows, wanted columns, elements per row).
 
-    A vector is a column, unless its elements come in blocks.
+    `wanted` is the wanted range of each dimension. A vector is one column, or one row if its elements come in blocks.
     """
     if len(shape) == 1:
         return (wanted[0], range(1), 1) if block == 1 else (range(1), wanted[0], shape[0])
     *leading, columns = wanted
     rows = range(1)
     for size, one in zip(shape, leading, strict=False):
-        assert len(rows) == 1 or len(one) == size, "a part must be one run of rows"
+        assert len(rows) == 1 or len(one) == size, "a part must be contiguous rows"
         rows = range(rows.start * size + one.start, (rows.stop - 1) * size + one.stop)
     return rows, columns, shape[-1]
 
 
 def _dequantize(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
-    """Values of `blocks` [blocks, bytes], in their own 16-bit type or in float32.
+    """Dequantize `blocks` [blocks, bytes] to float32; plain F16 and BF16 values keep their type.
 
-    The common types are done in torch, which is several times faster than the gguf package and equal to the last bit.
+    The common types are computed in torch, which is several times faster than the gguf package and bitwise equal.
     """
     import torch
 
@@ -358,14 +363,14 @@ def _dequantize(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
 
 
 def _halves(blocks: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` float16 numbers every block begins with, as float32 [blocks, count]."""
+    """The first `count` float16 numbers of every block, as float32 [blocks, count]."""
     import torch
 
     return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack [blocks, n] bytes to float32 [blocks, 2n]: all low halves, then all high halves."""
+    """Unpack [blocks, n] bytes to float32 [blocks, 2n]: the low four bits of all bytes, then the high four bits."""
     import torch
 
     values = torch.empty(packed.shape[0], 2, packed.shape[1])
@@ -385,5 +390,5 @@ def _dequantize_by_package(blocks: torch.Tensor, type_name: str) -> torch.Tensor
     if num_blocks % row_blocks:
         row_blocks = num_blocks
     rows = blocks.numpy().reshape(-1, row_blocks * block_bytes)
-    with np.errstate(all="ignore"):  # a damaged scale may be infinite: that is the file's content, not our arithmetic
+    with np.errstate(all="ignore"):  # a damaged file may contain infinite scales; no warning is needed for them
         return torch.from_numpy(dequantize(rows, GGMLQuantizationType[type_name]))

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and the tensors' places, read by a parser that trusts nothing."""
+"""Read the header of a GGUF file (metadata, and the tensors' offsets) with a parser that checks everything it reads."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _PREAMBLE = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
-# Metadata value kinds; strings and arrays are read by hand.
+# The `struct` format of each metadata value type. Strings and arrays have readers of their own.
 _NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-# What a real model file stays far below: the largest vocabularies have some 300,000 tokens.
+# Limits far above what real files need: the largest vocabularies have about 300,000 tokens.
 _MAX_NAME_BYTES = 65_535
 _MAX_STRING_BYTES = 1 << 24
-_MAX_ARRAY_ITEMS = 1 << 22  # of all arrays of a file together
+_MAX_ARRAY_ITEMS = 1 << 22  # in all arrays of a file together
 _MAX_ARRAY_DEPTH = 4
 _MAX_DIMS = 4
-_SMALLEST_PAIR = 8 + 4 + 1  # bytes: key length, kind, a one-byte value
-_SMALLEST_TENSOR_INFO = 8 + 4 + 8 + 4 + 8  # bytes: name length, number of dimensions, one of them, type, offset
+_SMALLEST_PAIR = 8 + 4 + 1  # bytes: key length, value type, a one-byte value
+_SMALLEST_TENSOR_INFO = 8 + 4 + 8 + 4 + 8  # bytes: name length, number of dimensions, one dimension, type, offset
 
-# ggml's number of a tensor type: (name, elements in a block, bytes in a block)
+# ggml's tensor type id: (name, elements per block, bytes per block)
 _TENSOR_TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -56,11 +56,13 @@ _TENSOR_TYPES = {
     29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
 }
-BLOCKS = {name: (elements, size) for name, elements, size in _TENSOR_TYPES.values()}
+BLOCKS = {name: (elements, size) for name, elements, size in _TENSOR_TYPES.values()}  # type name: (elements, bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
+    """What the header says about one tensor."""
+
     name: str
     shape: tuple[int, ...]  # slowest dimension first, as in torch
     type_name: str
@@ -69,6 +71,7 @@ class TensorInfo:
 
 
 def read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """Return the metadata and the tensors by name. `path` is used in error messages."""
     size = file.seek(0, 2)
     if size < _PREAMBLE.size:
         raise CheckpointError(f"{path}: {size} bytes are too few for a GGUF file")
@@ -77,7 +80,7 @@ def read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Any], dict[
 
 
 class _HeaderReader:
-    """A cursor over the header; every length is checked against the file before it is used."""
+    """Reads the header from front to back; checks every length against the size of the file before using it."""
 
     def __init__(self, data: mmap.mmap, path: Path):
         self._data = data
@@ -94,7 +97,7 @@ class _HeaderReader:
             raise self._refuse(f"is one of {count} parts; join them first, for example with llama-gguf-split --merge")
         alignment = self._alignment(metadata)
         tensors = [self._tensor_info(alignment) for _ in range(num_tensors)]
-        return metadata, self._placed(tensors, alignment)
+        return metadata, self._with_file_offsets(tensors, alignment)
 
     def _refuse(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {problem}")
@@ -116,7 +119,7 @@ class _HeaderReader:
             raise self._refuse(f"states {count} {what} of at least {item_bytes} bytes, but only {left} bytes follow")
 
     def _take(self, count: int, what: str) -> int:
-        """Step over `count` bytes; returns where they begin."""
+        """Advance by `count` bytes and return the position where they begin."""
         start = self._position
         if count > self._size - start:
             left = self._size - start
@@ -162,7 +165,7 @@ class _HeaderReader:
 
     def _numbers(self, kind: int, count: int, what: str) -> tuple[Any, ...]:
         if kind not in _NUMBER_FORMATS:
-            raise self._refuse(f"{what} has the unknown value kind {kind}")
+            raise self._refuse(f"{what} has the unknown value type {kind}")
         layout = struct.Struct(f"<{count}{_NUMBER_FORMATS[kind]}")
         return layout.unpack_from(self._data, self._take(layout.size, what))
 
@@ -171,7 +174,7 @@ class _HeaderReader:
             raise self._refuse(f"{what} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
         kind, count = self._u32(what), self._u64(what)
         if count > self._array_items_left:
-            raise self._refuse(f"{what} brings {count} array items; at most {_MAX_ARRAY_ITEMS} are accepted in a file")
+            raise self._refuse(f"{what} has {count} array items; at most {_MAX_ARRAY_ITEMS} are accepted in a file")
         self._array_items_left -= count
         if kind == _STRING:
             return self._strings(count, what)
@@ -180,7 +183,7 @@ class _HeaderReader:
         return list(self._numbers(kind, count, what))
 
     def _strings(self, count: int, what: str) -> list[str]:
-        """The vocabulary: hundreds of thousands of short strings, so this loop is written flat."""
+        """Read an array of strings. A vocabulary has hundreds of thousands, so the loop makes no calls per string."""
         data, size, position, length_at = self._data, self._size, self._position, _U64.unpack_from
         raw: list[bytes] = []
         for index in range(count):
@@ -216,11 +219,13 @@ class _HeaderReader:
         if shape[-1] % block:
             raise self._refuse(f"{what} has rows of {shape[-1]} elements; {type_name} needs multiples of {block}")
         if offset % alignment:
-            raise self._refuse(f"{what} begins at offset {offset}, which is no multiple of the alignment {alignment}")
+            raise self._refuse(
+                f"{what} begins at offset {offset}, which is not a multiple of the alignment {alignment}"
+            )
         return TensorInfo(name, shape, type_name, offset, math.prod(shape) // block * block_bytes)
 
-    def _placed(self, tensors: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-        """The tensors with their place in the file, once it is known that each has its own."""
+    def _with_file_offsets(self, tensors: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
+        """Replace offsets into the data section by offsets into the file; refuse tensors that overlap or do not fit."""
         data_start = -(-self._position // alignment) * alignment
         placed: dict[str, TensorInfo] = {}
         for info in tensors:
@@ -241,6 +246,6 @@ class _HeaderReader:
 
 
 def short(value: Any) -> str:
-    """A value of the file, fit for an error message."""
+    """The value's repr for an error message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

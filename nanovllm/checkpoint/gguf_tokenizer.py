@@ -1,4 +1,4 @@
-"""The tokenizer a GGUF file carries in its metadata, rebuilt with the `tokenizers` library."""
+"""Build a tokenizer of the `tokenizers` library from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import PreTokenizer
 
-# tokenizer.ggml.token_type
+# Values of tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _TOKEN_TYPES = (_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE)
 
-_MAX_TOKEN_CHARS = 1024  # real ones stay below 300; the merges of a SentencePiece token cost the square of its length
+_MAX_TOKEN_CHARS = 1024  # real tokens have fewer than 300; finding a token's merges is quadratic in its length
 
 _SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{number}"
@@ -29,7 +29,7 @@ _PRE_TOKENIZERS = ("smollm", "gpt-2", "default", *_LLAMA3_NAMES, "qwen2")
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer; it puts no token in front of a text, that is for who obeys `special_tokens`' add_bos_token."""
+    """Build the tokenizer. It does not add BOS: the caller does, if `special_tokens` returns add_bos_token=True."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level_tokenizer(metadata)
@@ -42,7 +42,7 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def special_tokens(metadata: dict[str, Any]) -> dict[str, Any]:
-    """add_bos_token, and the texts of bos_token, eos_token, unk_token and pad_token as far as the file names them."""
+    """add_bos_token, and the texts of those of bos_token, eos_token, unk_token and pad_token that the file defines."""
     tokens = _tokens(metadata)
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {role: _token_id(metadata, key, len(tokens)) for role, key in keys.items()}
@@ -64,7 +64,7 @@ def _byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
-        raise _refusal(f"its pre-tokenizer (tokenizer.ggml.pre) {pre!r} is not known here; known are: {known}")
+        raise _refusal(f"its pre-tokenizer (tokenizer.ggml.pre) {pre!r} is not supported; supported are: {known}")
     merges = [tuple(merge.split(" ")) for merge in _list(metadata, "merges", str)]
     tokenizer = Tokenizer(_bpe(_vocabulary(metadata), merges, ignore_merges=pre in _LLAMA3_NAMES))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
@@ -111,7 +111,7 @@ def _unknown_token(metadata: dict[str, Any], vocabulary: dict[str, int]) -> str 
 
 
 def _merges_from_scores(metadata: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every pair of tokens that makes a token, the highest score first: SentencePiece merges in that order."""
+    """Derive byte-pair merges from SentencePiece's scores: pairs of tokens that join to a token, best score first."""
     tokens, scores = _tokens(metadata), _list(metadata, "scores", float)
     if len(scores) != len(tokens):
         raise _refusal(f"there are {len(scores)} scores for {len(tokens)} tokens")
@@ -134,12 +134,12 @@ def _bpe(vocabulary: dict[str, int], merges: list[Any], **options: Any) -> BPE:
 
     try:
         return BPE(vocabulary, merges, **options)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises plain Exception
         raise _refusal(f"its {len(merges)} merges do not fit its vocabulary: {error}") from error
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
-    """Control tokens, and those found in the text before it is split: they take the ids they have in the vocabulary."""
+    """Register control and user-defined tokens, which are matched before the text is split. Their ids do not change."""
     from tokenizers import AddedToken
 
     typed = list(zip(_tokens(metadata), _token_types(metadata), strict=True))
@@ -150,13 +150,13 @@ def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
 
 
 def _adds_bos(metadata: dict[str, Any]) -> bool:
-    """Converters leave the flag out where the tokenizer's kind decides it."""
+    """Whether texts begin with BOS. Converters omit the flag if the kind of tokenizer implies it."""
     implied = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
     return _flag(metadata, "add_bos_token", default=implied)
 
 
 def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
-    """Ids by text, without the unused tokens that only fill the embedding up."""
+    """Token ids by text, without the unused tokens that only pad the embedding matrix."""
     vocabulary: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(_tokens(metadata), _token_types(metadata), strict=True)):
         if kind == _UNUSED:
@@ -183,7 +183,8 @@ def _token_types(metadata: dict[str, Any]) -> list[int]:
 
 def _list(metadata: dict[str, Any], key: str, item_type: type) -> list[Any]:
     value = metadata.get(f"tokenizer.ggml.{key}")
-    if not isinstance(value, list) or not all(isinstance(item, item_type) for item in value[:1]):  # a list has one kind
+    # All items of a GGUF array have the same type, so the first is enough.
+    if not isinstance(value, list) or not all(isinstance(item, item_type) for item in value[:1]):
         found = "missing" if value is None else f"of type {type(value).__name__}"
         raise _refusal(f"tokenizer.ggml.{key} is {found}; it must be a list of {item_type.__name__}")
     return value

@@ -1,4 +1,4 @@
-"""Tensors of a folder of safetensors files, to be read one at a time."""
+"""Read the tensors of a folder of safetensors files one at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,35 +13,37 @@ from nanovllm.models.spec import read_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-BYTES_OPEN = 8 << 20  # read from a file before it is opened anew, which takes as long as a small tensor
+BYTES_PER_OPEN = 8 << 20  # close a file after reading this much; opening it again costs as much as a small tensor
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint: the one of the usual name, or those its index names, or all that lie there."""
+    """The weight files of a checkpoint: model.safetensors, else the files in its index, else all *.safetensors."""
     index = folder / "model.safetensors.index.json"
     if (single := folder / "model.safetensors").exists():
         return [single]
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{folder}: holds no *.safetensors file")
+            raise CheckpointError(f"{folder}: contains no *.safetensors file")
         return files
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: has no weight_map")
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index}: {name!r} is no plain file name")
+            raise CheckpointError(f"{index}: {name!r} is not a plain file name")
     files = [folder / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.exists():
-            raise CheckpointError(f"{folder}: {file.name} is named by {index.name} and missing")
+            raise CheckpointError(f"{folder}: {file.name} is listed in {index.name} but missing; download it again")
     return files
 
 
 class _File:
-    """Opened by the first read, and closed when much has been read: closing unmaps the file's pages, which would else
-    count as a second model."""
+    """A safetensors file that is opened by the first read and closed regularly.
+
+    Closing unmaps the pages that were read. Otherwise the process would hold the model in memory twice.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,7 +51,7 @@ class _File:
         self._num_bytes = 0
 
     def read(self, name: str, part: Part) -> "Tensor":
-        with _damage_named(self._path):
+        with _errors_name_file(self._path):
             if self._opened is None:
                 self._opened = _open(self._path)
             tensor = self._opened.get_slice(name)[part] if part else self._opened.get_tensor(name)
@@ -57,13 +59,16 @@ class _File:
         return tensor
 
     def close_after(self, num_bytes: int) -> None:
+        """Close the file if at least `num_bytes` were read since it was opened."""
         if self._opened is not None and self._num_bytes >= num_bytes:
             self._opened.__exit__(None, None, None)
             self._opened, self._num_bytes = None, 0
 
 
 @dataclass(frozen=True)
-class _InFile:
+class _SafetensorsTensor:
+    """A tensor in a safetensors file; implements `Stored`."""
+
     file: _File
     name: str
     shape: tuple[int, ...]
@@ -73,14 +78,14 @@ class _InFile:
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
-    """Each is readable until the next is asked for."""
+    """Yield (name, stored tensor) for all tensors of a checkpoint. Each must be read before the next is requested."""
     for path in weight_files(folder):
-        with _damage_named(path), _open(path) as tensors:
+        with _errors_name_file(path), _open(path) as tensors:
             shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
         file = _File(path)
         for name, shape in shapes.items():
-            yield name, _InFile(file, name, shape)
-            file.close_after(BYTES_OPEN)
+            yield name, _SafetensorsTensor(file, name, shape)
+            file.close_after(BYTES_PER_OPEN)
         file.close_after(0)
 
 
@@ -91,7 +96,8 @@ def _open(file: Path) -> Any:
 
 
 @contextmanager
-def _damage_named(file: Path) -> Iterator[None]:
+def _errors_name_file(file: Path) -> Iterator[None]:
+    """Turn errors of the safetensors library into a CheckpointError that names the file."""
     from safetensors import SafetensorError
 
     try:

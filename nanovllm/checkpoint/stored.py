@@ -1,4 +1,4 @@
-"""A tensor that still lies in its file, and the place in memory that takes it, or a part of it."""
+"""A tensor stored in a checkpoint file, and the destination in memory that it, or a part of it, is loaded into."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-Part = tuple[slice, ...]  # of the first dimensions; those not named are whole
+Part = tuple[slice, ...]  # a slice per leading dimension; the remaining dimensions are complete
 
 
 class Stored(Protocol):
+    """A tensor in a checkpoint file that can be read completely or in part."""
+
     @property
     def shape(self) -> tuple[int, ...]: ...
 
@@ -20,12 +22,13 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Slot:
-    """`view` takes the `part` of a tensor that is held here."""
+    """The destination of a checkpoint tensor: its `part` is copied into `view`."""
 
     view: Tensor
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the complete tensor in the checkpoint
     part: Part = ()
 
     @classmethod
     def whole(cls, view: Tensor) -> Slot:
+        """The destination of a tensor that is loaded completely."""
         return cls(view, tuple(view.shape))

@@ -242,7 +242,7 @@ class Scheduler:
         ended: list[Sequence] = []
         for seq in [seq for seq in self.decoding if seq.row in guided]:
             assert seq.guide is not None
-            mask = seq.guide.mask_behind(seq.token_ids[seq.num_prompt_tokens + seq.guide.num_tokens :])
+            mask = seq.guide.mask_after(seq.token_ids[seq.num_prompt_tokens + seq.guide.num_tokens :])
             if mask is None:
                 self.finish(seq, "error")
                 ended.append(seq)

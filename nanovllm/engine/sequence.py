@@ -22,7 +22,7 @@ class Guide(Protocol):
         """Of the completion, already followed."""
         ...
 
-    def mask_behind(self, new_tokens: Seq[int]) -> bytes | None:
+    def mask_after(self, new_tokens: Seq[int]) -> bytes | None:
         """A bit a token, low bits first, of what may come behind these; None if that cannot be said any more."""
         ...
 

@@ -1,1 +1,1 @@
-"""Answers of a given form: JSON by a schema, a regular expression, one of some texts, a grammar."""
+"""Structured outputs: completions that follow a JSON schema, a regular expression, a list of choices or a grammar."""

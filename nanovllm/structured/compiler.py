@@ -1,4 +1,4 @@
-"""From what a user asks of an answer's form to a grammar that can be followed: checked, compiled, cached."""
+"""Check, compile and cache the grammars of structured outputs."""
 
 import threading
 from collections import OrderedDict
@@ -7,17 +7,17 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
+from nanovllm.structured.compile_sandbox import CompileSandbox
 from nanovllm.structured.grammar import LIMITS, Grammar
 from nanovllm.structured.lark import check_lark
 from nanovllm.structured.schema import ESCAPES, check_schema
-from nanovllm.structured.trial import Trial
 from nanovllm.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20
 
 
 class Compiler:
-    """One model's grammars. Safe to share between threads; the work is done in the thread that calls."""
+    """Compiles grammars for one model's vocabulary. Safe to share between threads; compiles in the calling thread."""
 
     def __init__(
         self,
@@ -28,24 +28,27 @@ class Compiler:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         if not eos_token_ids:
-            raise RequestError("structured_outputs: the model names no end-of-sequence token, and so no answer ends")
+            raise RequestError(
+                "structured_outputs: the model has no end-of-sequence token, so a completion could not end when its "
+                "grammar is complete"
+            )
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size  # of the model; the tokenizer may know fewer tokens, or more
+        self._vocab_size = vocab_size  # of the model; the tokenizer may have fewer tokens, or more
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: Any = None
         added = tokenizer.backend.get_added_tokens_decoder()
-        ends = {token: text for token in eos_token_ids if (text := tokenizer.id_to_token(token)) is not None}
-        self._trial = Trial(
+        eos_tokens = {token: text for token in eos_token_ids if (text := tokenizer.id_to_token(token)) is not None}
+        self._sandbox = CompileSandbox(
             vocab_size=max(vocab_size, tokenizer.vocab_size),
-            special_tokens=ends | {token: entry.content for token, entry in added.items()},
+            special_tokens=eos_tokens | {token: entry.content for token, entry in added.items()},
             eos_token_id=self._eos_token_ids[0],
             limits=LIMITS,
         )
         self._cache = GrammarCache(cache_bytes)
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
-        """The grammar of a form, or a RequestError that says what in it cannot be honoured."""
+        """The grammar for `spec`, from the cache if possible. A RequestError names what is not supported."""
         found = self._cache.get(spec.source)
         if found is None:
             try:
@@ -62,7 +65,7 @@ class Compiler:
             check_schema(text)
         if kind == "grammar":
             check_lark(text)
-        translated = self._trial.translate(kind, text, ESCAPES)
+        translated = self._sandbox.translate(kind, text, ESCAPES)
         try:
             grammar = Grammar(
                 translated,
@@ -72,14 +75,14 @@ class Compiler:
             )
         except ValueError as error:
             raise RequestError(f"{kind}: {error}") from None
-        if grammar.guide().mask_behind(()) is None:
+        if grammar.guide().mask_after(()) is None:
             raise RequestError(
-                f"{kind}: how such an answer begins cannot be told within the limits on work: simplify it"
+                f"{kind}: the tokens that may come first cannot be computed within the limits on work; simplify it"
             )
         return grammar
 
     def _llguidance_vocabulary(self) -> Any:
-        """llguidance's own view of the tokenizer: made once, as it takes a second for a large vocabulary."""
+        """The tokenizer in llguidance's form. Made once, because it takes a second for a large vocabulary."""
         from llguidance import LLTokenizer
 
         with self._lock:
@@ -92,11 +95,12 @@ class Compiler:
             return self._vocabulary
 
     def close(self) -> None:
-        self._trial.close()
+        """End the compile process."""
+        self._sandbox.close()
 
 
 class GrammarCache:
-    """The grammars, or refusals, asked for last, as many as fit into a number of bytes."""
+    """An LRU cache of grammars, or of error messages for those that were refused, with a limit in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -108,6 +112,7 @@ class GrammarCache:
 
     @property
     def num_bytes(self) -> int:
+        """The estimated size of all entries, keys included."""
         return sum(
             len(kind) + len(text) + (len(found) if isinstance(found, str) else found.num_bytes)
             for (kind, text), found in self._found.items()
@@ -127,6 +132,6 @@ class GrammarCache:
             self._trim()
 
     def _trim(self) -> None:
-        """Down to the limit, oldest first; grammars grow with use, so this can come at any time."""
+        """Evict the least recently used entries until the limit holds. Also called by `get`: grammars grow with use."""
         while len(self._found) > 1 and self.num_bytes > self._max_bytes:
             self._found.popitem(last=False)

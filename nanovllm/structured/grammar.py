@@ -1,4 +1,4 @@
-"""A compiled form, shared by all completions that must have it."""
+"""A compiled grammar, shared by all completions that must follow it."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -8,26 +8,28 @@ from nanovllm.structured.guide import Guide
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# llguidance's own bounds on work and memory; the rest are its defaults
+# Options of llguidance's LLParserLimits; the others keep their defaults.
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 
-# Estimates of memory, above what was measured: small schemas take 45 KB, 500 alternatives of 70 characters 4.6 MB; the
-# states of the lexer, which grow with use, 0.6 KB each and up to ten a mask
-BYTES_A_GRAMMAR, BYTES_A_CHARACTER = 64 << 10, 160
-BYTES_A_MASK, MAX_LEXER_BYTES = 6 << 10, 32 << 20
+# Estimates of a grammar's memory, above the measured values: a small schema takes 45 KB, 500 alternatives of 70
+# characters take 4.6 MB. The lexer grows with use: a state takes 0.6 KB, and computing a mask adds up to ten states.
+BYTES_PER_GRAMMAR, BYTES_PER_CHARACTER = 64 << 10, 160
+BYTES_PER_MASK, MAX_LEXER_BYTES = 6 << 10, 32 << 20
 
 
 class Grammar:
+    """Compiles `text`, a grammar in llguidance's own language. A ValueError has llguidance's reason for refusing it."""
+
     def __init__(
         self, text: str, vocabulary: "LLTokenizer", *, vocab_size: int, eos_token_ids: Collection[int]
     ) -> None:
-        """A ValueError says what llguidance, whose language `text` is in, cannot do with it."""
         self._text = text
         self._vocabulary = vocabulary
-        self._known_tokens = None if vocabulary.vocab_size <= vocab_size else (1 << vocab_size) - 1
-        self._end_tokens = sum(1 << token for token in set(eos_token_ids))
+        # Bit masks over the vocabulary. The tokenizer may have tokens that the model has no logits for.
+        self._model_tokens = None if vocabulary.vocab_size <= vocab_size else (1 << vocab_size) - 1
+        self._eos_tokens = sum(1 << token for token in set(eos_token_ids))
         self._matcher = self._compile()
-        self._num_masks = 0  # since it was compiled
+        self._num_masks = 0  # computed since the matcher was compiled
 
     def _compile(self) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits
@@ -38,30 +40,31 @@ class Grammar:
         return matcher
 
     def guide(self, *, ignore_eos: bool = False) -> Guide:
-        """For one completion. `ignore_eos` ends it only where nothing else may come."""
+        """A guide for one completion. With `ignore_eos`, EOS is allowed only if no other token is."""
         return Guide(self, self._matcher.deep_copy(), ignore_eos=ignore_eos)
 
-    def renewed(self) -> "LLMatcher":
-        """A matcher at the form's beginning, with an empty lexer. The lexer's states are shared by all copies of a
-        matcher, and when they have reached their limit none of the copies can go on."""
+    def recompile(self) -> "LLMatcher":
+        """Compile again and return a matcher at the beginning of the grammar, with an empty lexer.
+
+        All copies of a matcher share the states of its lexer. At the limit of states none of the copies can continue.
+        """
         self._matcher, self._num_masks = self._compile(), 0
         return self._matcher.deep_copy()
 
-    def narrowed(self, mask: bytes, *, ignore_eos: bool) -> bytes:
-        """Without the tokens that the model has not, and without the end of sequence where that is to be avoided and
-        can be."""
+    def restrict(self, mask: bytes, *, ignore_eos: bool) -> bytes:
+        """Remove the tokens that the model does not have and, with `ignore_eos`, EOS if another token is allowed."""
         self._num_masks += 1
-        if self._known_tokens is None and not ignore_eos:
+        if self._model_tokens is None and not ignore_eos:
             return mask
         bits = int.from_bytes(mask, "little")
-        if self._known_tokens is not None:
-            bits &= self._known_tokens
+        if self._model_tokens is not None:
+            bits &= self._model_tokens
         if ignore_eos:
-            bits = (bits & ~self._end_tokens) or bits
+            bits = (bits & ~self._eos_tokens) or bits
         return bits.to_bytes(len(mask), "little")
 
     @property
     def num_bytes(self) -> int:
-        """A rough estimate."""
-        grown = min(BYTES_A_MASK * self._num_masks, MAX_LEXER_BYTES)
-        return BYTES_A_GRAMMAR + BYTES_A_CHARACTER * len(self._text) + grown
+        """A rough estimate of the memory that the grammar takes."""
+        lexer = min(BYTES_PER_MASK * self._num_masks, MAX_LEXER_BYTES)
+        return BYTES_PER_GRAMMAR + BYTES_PER_CHARACTER * len(self._text) + lexer

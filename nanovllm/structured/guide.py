@@ -1,4 +1,4 @@
-"""Which tokens may come next in one completion of a given form."""
+"""The tokens that a grammar allows next in one completion."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 
 
 class Guide:
-    """Follows a completion; where the form is complete, the end of sequence is among the tokens that may come."""
+    """Advances through a grammar with the tokens of one completion. EOS is allowed where the grammar is complete."""
 
     def __init__(self, grammar: "Grammar", matcher: "LLMatcher", *, ignore_eos: bool) -> None:
         self._grammar = grammar
@@ -24,19 +24,21 @@ class Guide:
 
     @property
     def num_tokens(self) -> int:
-        """Of the completion, already followed."""
+        """How many tokens of the completion have been passed to `mask_after`."""
         return len(self._tokens)
 
-    def mask_behind(self, new_tokens: Sequence[int]) -> bytes | None:
-        """A bit a token, low bits first, of what may come behind all tokens so far, these included; None if that
-        cannot be said any more."""
+    def mask_after(self, new_tokens: Sequence[int]) -> bytes | None:
+        """Advance by `new_tokens` and return the mask of the tokens allowed next, one bit per token, low bits first.
+
+        None if the mask cannot be computed any more, which ends the completion with an error.
+        """
         self._tokens += new_tokens
         mask = self._mask(list(new_tokens))
         if mask is None and "too many states" in self._matcher.get_error():
-            self._matcher = self._grammar.renewed()
+            self._matcher = self._grammar.recompile()
             mask = self._mask(self._tokens)
         if mask is None:
-            logger.warning("a grammar cannot be followed any further: %s", self._matcher.get_error().split("\n")[0])
+            logger.warning("a grammar's next tokens cannot be computed: %s", self._matcher.get_error().split("\n")[0])
         return mask
 
     def _mask(self, new_tokens: list[int]) -> bytes | None:
@@ -44,5 +46,5 @@ class Guide:
         mask = matcher.compute_bitmask() if matcher.consume_tokens(new_tokens) else b""
         if matcher.is_error():
             return None
-        mask = self._grammar.narrowed(mask, ignore_eos=self._ignore_eos)
+        mask = self._grammar.restrict(mask, ignore_eos=self._ignore_eos)
         return mask if any(mask) else None

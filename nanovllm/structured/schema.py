@@ -1,6 +1,6 @@
-"""What llguidance would take in a JSON schema and not hold to the letter: refused here, by name.
+"""Refuse parts of a JSON schema that llguidance accepts but does not enforce exactly.
 
-Everything else that it cannot do it refuses itself.
+llguidance itself refuses everything else that it does not support.
 """
 
 import json
@@ -10,7 +10,8 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 
-# Answers are written with these escapes alone: with \\uXXXX a free key could spell the name of a known property.
+# The only escapes allowed in generated JSON strings. With \\uXXXX, an additional property could spell the name of a
+# declared one and so evade that property's schema.
 ESCAPES = '"\\bfnrt'
 _NEEDS_UNICODE_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _NEGATED_CLASS = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")
@@ -21,10 +22,13 @@ _NOT_SCHEMAS = ("const", "enum", "default", "examples", "required", "$comment", 
 
 
 def check_schema(text: str) -> None:
+    """Raise a RequestError if the schema, given as JSON text, cannot be enforced exactly."""
     schema = json.loads(text)
     control = next((part for part in _strings(schema) if _NEEDS_UNICODE_ESCAPE.search(part)), None)
     if control is not None:
-        raise RequestError(f"json: the schema's {control!r} has a control character, which answers cannot have")
+        raise RequestError(
+            f"json: the schema's string {control!r} has a control character, which generated JSON cannot contain"
+        )
     for part in _subschemas(schema):
         _check_patterns(part)
         _check_num_properties(part)
@@ -35,21 +39,25 @@ def _check_patterns(schema: dict[str, Any]) -> None:
     patterns = [schema.get("pattern"), *(named if isinstance(named, dict) else ())]
     for pattern in patterns:
         if isinstance(pattern, str) and _CONTROL_ESCAPE.search(_NEGATED_CLASS.sub("", pattern)):
-            raise RequestError(f"json: pattern {pattern!r} asks for a control character, which answers cannot have")
+            raise RequestError(
+                f"json: pattern {pattern!r} matches a control character, which generated JSON cannot contain"
+            )
 
 
 def _check_num_properties(schema: dict[str, Any]) -> None:
-    """Free keys may repeat, and a repeated one counts once."""
-    least, required = schema.get("minProperties"), schema.get("required")
-    sure = max(1, len(required) if isinstance(required, list) else 0)
+    """Refuse a minProperties that additional properties would have to meet: their keys may repeat, and count once."""
+    minimum, required = schema.get("minProperties"), schema.get("required")
+    guaranteed = max(1, len(required) if isinstance(required, list) else 0)
     closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
-    if isinstance(least, int | float) and least > sure and not closed:
+    if isinstance(minimum, int | float) and minimum > guaranteed and not closed:
         raise RequestError(
-            f"json: minProperties={least} cannot be kept where keys are free: name properties in `required` instead"
+            f"json: minProperties={minimum} cannot be enforced if additional properties are allowed; list properties "
+            "in `required` instead"
         )
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schema and all schemas inside it."""
     stack = [schema]
     while stack:
         part = stack.pop()
@@ -65,6 +73,7 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, keys included."""
     stack = [value]
     while stack:
         part = stack.pop()

@@ -1,4 +1,4 @@
-"""Conversations to text: the model's chat template, run in a sandbox with bounds."""
+"""Render conversations with the model's chat template, in a sandbox and with a limit on the output size."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ MAX_RENDERED_CHARS = 16 * 2**20
 
 
 class ChatTemplates:
-    """The model's templates by name, each compiled in a sandbox when first used."""
+    """The model's chat templates by name. Each is compiled when it is first used."""
 
     def __init__(self, sources: Mapping[str, str] | None) -> None:
         self._sources = dict(sources or {})
         self._compiled: dict[str, jinja2.Template] = {}
 
     def render(self, **variables: Any) -> str:
+        """Render the template for these variables; `tools` selects the template "tool_use" if there is one."""
         template = self._compile(self._choose(with_tools=variables["tools"] is not None))
         try:
             return _join_bounded(template.generate(**variables))
         except RequestError:
             raise
-        except Exception as error:  # a template is the model's own program and may fail in any way
+        except Exception as error:  # a template is a program that comes with the model, and may raise anything
             raise RequestError(
                 f"the model's chat template refused these messages: {_describe(error)}; "
-                "check their roles, their order and the kind of their content"
+                "check the roles, the order and the content of the messages"
             ) from error
 
     def _choose(self, *, with_tools: bool) -> str:
@@ -41,7 +42,7 @@ class ChatTemplates:
                 return name
         found = f"only templates named {sorted(self._sources)}" if self._sources else "no chat template"
         raise RequestError(
-            f"the model has {found}; put one into chat_template.jinja beside tokenizer.json, "
+            f"the model has {found}; put one into chat_template.jinja next to tokenizer.json, "
             "or write the prompt as plain text"
         )
 
@@ -49,7 +50,7 @@ class ChatTemplates:
         if name not in self._compiled:
             try:
                 self._compiled[name] = _sandbox().from_string(self._sources[name])
-            except Exception as error:  # the compiler's own, or Python's on what it makes of the template
+            except Exception as error:  # jinja2's own errors, or Python's when it compiles the generated code
                 raise RequestError(
                     f"the model's chat template cannot be compiled: {_describe(error)}; "
                     "repair it, or write the prompt as plain text"
@@ -58,6 +59,7 @@ class ChatTemplates:
 
 
 def _join_bounded(parts: Iterable[str]) -> str:
+    """Join the parts, or stop with a RequestError as soon as they exceed MAX_RENDERED_CHARS."""
     kept: list[str] = []
     size = 0
     for part in parts:
@@ -75,14 +77,14 @@ def _describe(error: Exception) -> str:
 
 
 def _sandbox() -> jinja2.Environment:
-    """The environment templates are written for: no access to Python's internals, no change of their arguments."""
+    """The environment that transformers gives templates: they cannot reach Python's internals or change arguments."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %}: marks what the assistant wrote, for training; here its body is written as it is."""
+        """{% generation %} marks the assistant's text for training. Here only its body is rendered."""
 
         tags = {"generation"}
 
@@ -118,12 +120,12 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-# The trailing space tells whether the template trims what it is given.
+# The trailing space is lost if the template strips the content of messages.
 _END_MARK = "[[end-of-final-message]] "
 
 
 def mark_end_of_final_message(messages: Sequence[Message]) -> tuple[list[Message], str]:
-    """A copy of the messages with a mark behind the last one's text, and that text."""
+    """A copy of the messages with a marker appended to the text of the last one, and that text without the marker."""
     *before, last = messages
     content = last.get("content")
     if isinstance(content, str):
@@ -134,21 +136,23 @@ def mark_end_of_final_message(messages: Sequence[Message]) -> tuple[list[Message
             blocks[i] = {**blocks[i], "text": text + _END_MARK}
             return [*before, {**last, "content": blocks}], text
     raise RequestError(
-        "continue_final_message=True needs a last message with text in its content; give it some, or unset it"
+        "continue_final_message=True needs a last message with text in its content; add text, or set it to False"
     )
 
 
 def cut_after_final_message(rendered: str, final_text: str) -> str:
+    """Cut the rendered text at the marker, so that it ends with `final_text`, the text of the last message."""
     end = rendered.rfind(_END_MARK.rstrip())
     if end < 0 or final_text.strip() not in rendered:
         raise RequestError(
             "continue_final_message=True: the model's chat template does not write the last message as given, "
-            "so it cannot be continued; unset it"
+            "so it cannot be continued; set it to False"
         )
     return rendered[:end] if rendered.startswith(_END_MARK, end) else rendered[:end].rstrip()
 
 
 def check_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> None:
+    """Raise a RequestError unless `messages` and `tools` are lists of mappings."""
     if not _is_list_of_mappings(messages) or not messages:
         raise RequestError('messages must be a non-empty list of mappings such as {"role": "user", "content": "Hello"}')
     if tools is not None and not _is_list_of_mappings(tools):

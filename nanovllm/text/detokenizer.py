@@ -1,11 +1,11 @@
-"""The text of one completion while its tokens arrive: whole characters only, stop strings found and never shown.
+"""Incremental detokenization of one completion: complete characters only, and stop strings are cut off.
 
-A token adds a fixed piece of bytes to the text (`Tokenizer.pieces`), so it costs the same however long the text is: its
-bytes go through an incremental UTF-8 decoder, its characters through one automaton per stop string.
+Each token adds a fixed sequence of bytes to the text (`Tokenizer.pieces`), so the cost per token does not depend on the
+length of the text: the bytes go through an incremental UTF-8 decoder, the characters through a matcher per stop string.
 
-The text equals `Tokenizer.decode` of the same tokens, with one exception. In a vocabulary with byte fallback, one bad
-byte makes `tokenizers` give up the whole run of byte tokens around it; here the good characters of the run, which may
-have been shown already, stay.
+The text equals `Tokenizer.decode` of the same tokens, with one exception. In a vocabulary with byte fallback, an
+invalid byte makes `tokenizers` replace the whole run of byte tokens around it. Here the valid characters of the run are
+kept, because they may have been streamed already.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from nanovllm.text.tokenizer import Tokenizer, TokenPieces
 
 
 class Detokenizer:
-    """Feed tokens with `append`, read the whole `text` or `take_new`, and `finish` when no more come."""
+    """Turns tokens into text as they arrive.
+
+    Add tokens with `append`, read with `text` or `take_new`, and call `finish` after the last token.
+    """
 
     __slots__ = (
         "_at_start",
-        "_fresh",
         "_held",
         "_include_stop",
+        "_incomplete",
         "_min_tokens",
+        "_new",
         "_pieces",
         "_stop_starts",
         "_stops",
         "_text",
-        "_unfinished",
         "num_tokens",
     )
 
@@ -41,51 +44,51 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
-        min_tokens: int = 0,  # a stop string that is complete within so many tokens is no stop
-        prompt_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,  # stop strings that are complete within this many tokens are ignored
+        prompt_token_ids: Sequence[int] = (),  # without text before it, the first token may lose its leading space
     ) -> None:
-        self.num_tokens = 0  # taken in, up to and including the one that completed a stop string
+        self.num_tokens = 0  # tokens processed, up to and including the one that completed a stop string
         self._pieces = tokenizer.pieces(skip_special_tokens)
         self._stops = [_StopString(text) for text in stop]
         self._stop_starts = frozenset(text[0] for text in stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._at_start = _trims_start(self._pieces, prompt_token_ids)
-        self._unfinished = b""  # the first bytes of a character
-        self._held = ""  # characters that may turn out to be a stop string
-        self._fresh: list[str] = []  # shown, not yet part of _text
+        self._incomplete = b""  # the first bytes of a character whose last byte has not arrived
+        self._held = ""  # characters held back because they may be the beginning of a stop string
+        self._new: list[str] = []  # released text that is not yet part of _text
         self._text = ""
 
     @property
     def text(self) -> str:
-        """What may be shown now, less what `take_new` gave away; it only ever grows."""
-        if self._fresh:
-            self._text += "".join(self._fresh)
-            self._fresh.clear()
+        """The text released so far, without what `take_new` returned. It only ever grows."""
+        if self._new:
+            self._text += "".join(self._new)
+            self._new.clear()
         return self._text
 
     def take_new(self) -> str:
-        """What may be shown and was not taken yet. It is not kept: so it costs the same however long the text is."""
-        new = "".join(self._fresh)
-        self._fresh.clear()
+        """Return the text released since the last call. It is not stored, so the cost does not grow with the text."""
+        new = "".join(self._new)
+        self._new.clear()
         return new
 
     def append(self, token_ids: Iterable[int]) -> str | None:
-        """Take in sampled tokens; the stop string they complete, if any, ends the text and leaves later tokens out."""
+        """Add sampled tokens. Returns the stop string that they complete, if any; later tokens are then ignored."""
         for token_id in token_ids:
             self.num_tokens += 1
             new = self._characters(token_id)
             if not self._held and self._stop_starts.isdisjoint(new):
-                self._fresh.append(new)
-            elif (stop := self._show_until_stop(new)) is not None:
+                self._new.append(new)
+            elif (stop := self._release_until_stop(new)) is not None:
                 return stop
         return None
 
     def finish(self) -> None:
-        """Show what was held back: no more tokens come."""
-        rest, _ = utf_8_decode(self._unfinished, self._pieces.errors, True)
-        self._fresh.append(self._held + rest)
-        self._held, self._unfinished = "", b""
+        """Release the text that was held back. Called after the last token."""
+        rest, _ = utf_8_decode(self._incomplete, self._pieces.errors, True)
+        self._new.append(self._held + rest)
+        self._held, self._incomplete = "", b""
 
     def _characters(self, token_id: int) -> str:
         """The characters that this token completes."""
@@ -93,42 +96,45 @@ class Detokenizer:
         if self._at_start and piece:
             piece = self._pieces.at_start(token_id)
             self._at_start = False
-        if self._unfinished:
-            piece = self._unfinished + piece
+        if self._incomplete:
+            piece = self._incomplete + piece
         characters, num_used = utf_8_decode(piece, self._pieces.errors)
-        self._unfinished = piece[num_used:]
+        self._incomplete = piece[num_used:]
         return characters
 
-    def _show_until_stop(self, new: str) -> str | None:
-        """Show the text up to the stop string that `new` completes, or else all that can be no part of one."""
+    def _release_until_stop(self, new: str) -> str | None:
+        """Release the text up to the stop string that `new` completes and return that string.
+
+        If no stop string is complete, release all characters that cannot belong to one and return None.
+        """
         text = self._held + new
         hits = [(end - len(stop.text), stop.text) for stop in self._stops if (end := stop.feed(new)) is not None]
         if hits and self.num_tokens > self._min_tokens:
             start, hit = min(hits, key=lambda hit: hit[0])
-            num_shown = len(self._held) + start + (len(hit) if self._include_stop else 0)
-            self._fresh.append(text[:num_shown])
-            self._held, self._unfinished = "", b""
+            num_released = len(self._held) + start + (len(hit) if self._include_stop else 0)
+            self._new.append(text[:num_released])
+            self._held, self._incomplete = "", b""
             return hit
-        num_shown = len(text) - max(stop.num_matched for stop in self._stops)
-        self._fresh.append(text[:num_shown])
-        self._held = text[num_shown:]
+        num_released = len(text) - max(stop.num_matched for stop in self._stops)
+        self._new.append(text[:num_released])
+        self._held = text[num_released:]
         return None
 
 
 class _StopString:
-    """Knuth-Morris-Pratt search in a text that arrives in parts."""
+    """Knuth-Morris-Pratt search for one stop string in a text that arrives piece by piece."""
 
     __slots__ = ("_fallback", "num_matched", "text")
 
     def __init__(self, text: str) -> None:
         if not text:
-            raise RequestError("stop holds an empty string, which every text contains; leave it out")
+            raise RequestError("stop contains an empty string, which every text contains; remove it")
         self.text = text
-        self.num_matched = 0  # length of the longest end of the text that is a proper prefix of the stop string
+        self.num_matched = 0  # how many characters at the end of the text are the beginning of the stop string
         self._fallback = _borders(text)
 
     def feed(self, new: str) -> int | None:
-        """Where in `new` the first occurrence that it completes ends."""
+        """The end, as an index into `new`, of the first occurrence that `new` completes; None if there is none."""
         first_end = None
         matched = self.num_matched
         for end, char in enumerate(new, 1):
@@ -144,7 +150,7 @@ class _StopString:
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix length of `text`, the longest proper prefix of that prefix that is also its end."""
+    """The KMP failure table: for each prefix of `text`, the length of its longest border (proper prefix and suffix)."""
     borders = [0, 0]
     for char in text[1:]:
         length = borders[-1]
@@ -157,7 +163,10 @@ def _borders(text: str) -> list[int]:
 def detokenize_all(
     tokenizer: Tokenizer, prompt_tail_ids: Sequence[int], token_ids: Sequence[int], skip_special_tokens: bool
 ) -> str:
-    """The finished text at once: what a `Detokenizer` without stop strings ends with."""
+    """Detokenize a finished completion in one go; equal to a `Detokenizer` without stop strings.
+
+    `prompt_tail_ids` are the last tokens of the prompt: they decide whether the first token loses its leading space.
+    """
     pieces = tokenizer.pieces(skip_special_tokens)
     parts = list(map(pieces.__getitem__, token_ids))
     if _trims_start(pieces, prompt_tail_ids):
@@ -168,5 +177,5 @@ def detokenize_all(
 
 
 def _trims_start(pieces: TokenPieces, prompt_token_ids: Sequence[int]) -> bool:
-    """Whether the completion begins the text, so that its first token loses its space."""
+    """True if no text precedes the completion, so that its first token loses its leading space."""
     return pieces.trims_start and not any(pieces[token_id] for token_id in reversed(prompt_token_ids))

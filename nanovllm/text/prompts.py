@@ -1,4 +1,4 @@
-"""Prompts in all the forms that callers give them: text, token ids, or either with a salt; one or many."""
+"""Read prompts in all accepted forms: text, token ids, or a mapping with either and a cache salt; one or several."""
 
 import struct
 from collections.abc import Collection, Mapping
@@ -13,14 +13,14 @@ Prompt = str | Seq[int] | Mapping[str, Any]
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], str | None]:
-    """Text (if any), token ids and cache salt of a prompt in any of its forms."""
+    """Return (text or None, token ids, cache salt or None) of a prompt in any accepted form."""
     salt = None
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown:
             raise RequestError(
-                f"a prompt has {', '.join(sorted(map(repr, unknown)))}; known: 'prompt' or 'prompt_token_ids', "
-                "'cache_salt'"
+                f"a prompt has the unknown keys {', '.join(sorted(map(repr, unknown)))}; known keys are 'prompt' or "
+                "'prompt_token_ids', and 'cache_salt'"
             )
         salt = prompt.get("cache_salt")
         if salt is not None and not isinstance(salt, str):
@@ -30,7 +30,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None
         prompt = prompt.get("prompt")  # type: ignore[assignment]
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise RequestError("skip_tokenizer_init=True: give prompt_token_ids instead of text")
+            raise RequestError("skip_tokenizer_init=True: there is no tokenizer; give prompt_token_ids instead of text")
         return prompt, tokenizer.encode(prompt), salt
     return None, _ids(prompt), salt
 
@@ -38,23 +38,23 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None
 def _ids(prompt: Any) -> list[int]:
     ids = list(prompt) if isinstance(prompt, Seq) and not isinstance(prompt, str | bytes) else None
     if ids is None or countOf(map(type, ids), int) < len(ids):
-        raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+        raise RequestError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
     return ids
 
 
 def all_below(limit: int, ids: Collection[int]) -> bool:
-    """Whether all are in [0, limit): in half the time that Python's min and max take for the ids of a long prompt."""
+    """True if all ids are in [0, limit). For a long prompt this takes half the time of Python's min and max."""
     import numpy as np
 
     try:
         packed = struct.pack(f"{len(ids)}I", *ids)
-    except struct.error:  # negative, or far too large
+    except struct.error:  # negative, or larger than 32 bits
         return False
     return bool(np.frombuffer(packed, dtype=np.uint32).max() < limit)
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """One prompt or many, as a list of prompts."""
+    """A list of prompts, from one prompt or several."""
     single = isinstance(prompts, str | Mapping)
     if isinstance(prompts, Seq) and not single and len(prompts) and isinstance(prompts[0], int):
         single = True
@@ -66,7 +66,7 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
-    """What is said once for all prompts or once for each, as one for each."""
+    """A list of `count` values, one per prompt, from an argument `name` that is one value for all or a list of them."""
     if isinstance(value, kind):
         return [value] * count
     values = list(value) if isinstance(value, Seq) else []

@@ -1,4 +1,4 @@
-"""Text to token ids and back, chats to text: a wrapper of `tokenizers.Tokenizer` with the model's chat template."""
+"""Convert text to token ids and back: a wrapper around `tokenizers.Tokenizer` with the model's chat template."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """One model's vocabulary and chat template; safe to share between threads."""
+    """One model's tokenizer and chat template. Safe to share between threads."""
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         *,
-        chat_template: str | Mapping[str, str] | None = None,  # one template, or several by name
+        chat_template: str | Mapping[str, str] | None = None,  # one template, or a mapping of name to template
         special_tokens: Mapping[str, str] | None = None,  # "bos_token", "eos_token", ... -> the token's text
-        add_bos_token: bool = False,  # only for a backend whose post-processor does not add it
+        add_bos_token: bool = False,  # prepend BOS here; only for a backend whose post-processor does not do it
     ) -> None:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
@@ -46,7 +46,8 @@ class Tokenizer:
                 "vocabulary; name a bos_token that is, or unset add_bos_token"
             )
         self._prefix = [self.bos_token_id] if add_bos_token and self.bos_token_id is not None else []
-        # The ids that skip_special_tokens leaves out; all_special_ids adds those only named as special.
+        # skip_special_tokens drops the added tokens that are marked special. all_special_ids also contains the tokens
+        # that only have a role (bos_token, ...).
         skipped_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         named_ids = [backend.token_to_id(token) for token in self.special_tokens.values()]
         self.all_special_ids = skipped_ids.union(i for i in named_ids if i is not None)
@@ -57,9 +58,10 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
-        """Read a checkpoint folder the way transformers does, fast tokenizers (tokenizer.json) only.
+        """Read the tokenizer of a checkpoint folder as transformers does; it must have a tokenizer.json.
 
-        As there (version 5), tokenizer.json's post-processor rules over `add_bos_token` of tokenizer_config.json.
+        As in transformers 5, the post-processor in tokenizer.json decides whether BOS is added, and `add_bos_token` of
+        tokenizer_config.json is ignored.
         """
         folder = Path(path)
         backend = _load_backend(folder)
@@ -72,17 +74,18 @@ class Tokenizer:
             templates = _read_chat_templates(folder, config)
         except (AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise CheckpointError(
-                f"the tokenizer's settings in {str(folder)!r} are malformed: {error!r}; fetch them again"
+                f"the tokenizer's settings in {str(folder)!r} are malformed: {error!r}; download the files again"
             ) from error
         return cls(backend, chat_template=templates, special_tokens=named)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, by default with the special tokens (such as BOS) that the model expects around it."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         for text in texts:
             _check_text(text)
-        # Unlike `encode` it lets other threads run meanwhile: seconds, for a text of megabytes.
+        # Unlike `backend.encode`, this releases the GIL: encoding a text of several megabytes takes seconds.
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         prefix = self._prefix if add_special_tokens else []
         return [prefix + encoding.ids for encoding in encodings]
@@ -94,14 +97,15 @@ class Tokenizer:
             raise RequestError(f"token_ids must be integers from 0 to {self.vocab_size - 1}: {error}") from None
 
     def decode_token(self, token_id: int) -> str:
-        """The text of one token on its own, special or not, as logprobs show it."""
+        """The text of a single token, special or not, as it is shown in logprobs."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling ("Ġhello", "▁hello"); None for an id that names no token."""
+        """The token as spelled in the vocabulary ("Ġhello", "▁hello"); None if no token has this id."""
         return self.backend.id_to_token(token_id) if token_id >= 0 else None
 
     def pieces(self, skip_special_tokens: bool) -> TokenPieces:
+        """The bytes that each token adds to a text; none for special tokens if they are skipped."""
         return self._pieces_without_special if skip_special_tokens else self._pieces
 
     def render_chat(
@@ -113,7 +117,11 @@ class Tokenizer:
         continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> str:
-        """The conversation as the model's chat template writes it; equal to transformers' apply_chat_template."""
+        """Render a conversation with the model's chat template, with the result of transformers' apply_chat_template.
+
+        `template_kwargs` are further variables of the template. With `continue_final_message` the text ends inside the
+        last message, so that the model continues it.
+        """
         check_chat(messages, tools)
         variables = {"documents": None, **self.special_tokens, **template_kwargs, "tools": tools}
         if not continue_final_message:
@@ -128,7 +136,7 @@ class Tokenizer:
         return cut_after_final_message(rendered, final_text)
 
     def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
-        """Token ids of `render_chat`; the template has written the special tokens already."""
+        """Token ids of `render_chat`. No special tokens are added, because the template writes them."""
         return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
 
     def _named_id(self, name: str) -> int | None:
@@ -140,24 +148,24 @@ class Tokenizer:
 
 
 class TokenPieces(dict[int, bytes]):
-    """Each token's share of the text, in bytes: a text is its tokens' pieces joined and read as UTF-8.
+    """Maps a token id to the bytes that the token adds to a text. The pieces joined and decoded as UTF-8 are the text.
 
-    Filled as ids are asked for. A skipped token and an id without a token have an empty piece.
+    Entries are computed when they are first read. A skipped token and an unknown id have an empty piece.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, rules: _DecoderRules, skipped_ids: frozenset[int]) -> None:
         self._backend = backend
         self._rules = rules
         self._skipped_ids = skipped_ids
-        self.errors = rules.errors  # the codec's error handler for what is not UTF-8
-        self.trims_start = rules.trims_start  # whether the first token of a text loses its space
+        self.errors = rules.errors  # error handler for decoding bytes that are not valid UTF-8
+        self.trims_start = rules.trims_start  # True if the first token of a text loses its leading space
 
     def __missing__(self, token_id: int) -> bytes:
         piece = self[token_id] = self._rules.piece(self._token(token_id))
         return piece
 
     def at_start(self, token_id: int) -> bytes:
-        """The piece of a token that no text precedes."""
+        """The piece of a token that begins the text."""
         return self._rules.piece_at_start(self._token(token_id))
 
     def _token(self, token_id: int) -> str:
@@ -165,7 +173,10 @@ class TokenPieces(dict[int, bytes]):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte each character of a byte-level vocabulary stands for: its own if printable, the others from 256 on."""
+    """Map each character of a byte-level vocabulary to its byte.
+
+    A printable byte is written as the character of the same number, the others as the characters from 256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -176,6 +187,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    """Decoding error handler that writes one U+FFFD per invalid byte; "replace" writes one per invalid sequence."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -185,13 +197,13 @@ codecs.register_error("nanovllm.replace_each_byte", _replace_each_byte)
 
 @dataclass(frozen=True)
 class _DecoderRules:
-    """What tokenizer.json's decoder does to one token."""
+    """How the decoder of tokenizer.json turns one token into text."""
 
-    byte_level: bool = False
-    replacements: tuple[tuple[str, str], ...] = ()
-    byte_fallback: bool = False  # "<0x0A>" stands for the byte 10
-    strips_first_space: bool = False  # of the whole text
-    drops_in_first_token: str = ""  # the character that stands for a space, when the first token keeps none
+    byte_level: bool = False  # each character stands for one byte
+    replacements: tuple[tuple[str, str], ...] = ()  # (old, new), applied to every token
+    byte_fallback: bool = False  # the token "<0x0A>" stands for the byte 10
+    strips_first_space: bool = False  # remove one leading space of the text
+    drops_in_first_token: str = ""  # the character for a space, if it is removed from the first token
 
     @property
     def trims_start(self) -> bool:
@@ -205,7 +217,7 @@ class _DecoderRules:
         if self.byte_level:
             try:
                 return bytes([_BYTE_OF_CHAR[char] for char in token])
-            except KeyError:  # an added token, written as it is
+            except KeyError:  # an added token: its text is written unchanged
                 return token.encode()
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
@@ -221,7 +233,7 @@ class _DecoderRules:
 
 
 def _read_decoder(backend: tokenizers.Tokenizer) -> _DecoderRules:
-    """Understand the decoders of causal language models: byte-level, and SentencePiece's in their several spellings."""
+    """Read the rules of the backend's decoder: byte-level, or one of the forms in which SentencePiece is written."""
     state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
     steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
     replacements: list[tuple[str, str]] = []
@@ -231,7 +243,8 @@ def _read_decoder(backend: tokenizers.Tokenizer) -> _DecoderRules:
         match step:
             case {"type": "ByteLevel"} if len(steps) == 1:
                 rules["byte_level"] = True
-            # One character commutes with the steps before, except that here a "▁" spelled in byte tokens stays one.
+            # Replacing a single character can be done per token and in any order with the steps before it. The one
+            # difference: a "▁" that is spelled as byte tokens is not replaced here.
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if (
                 len(old) == 1 and not stripped
             ):
@@ -255,7 +268,7 @@ def _read_decoder(backend: tokenizers.Tokenizer) -> _DecoderRules:
     return _DecoderRules(replacements=tuple(replacements), **rules)
 
 
-# ---- what comes from outside ----
+# ---- reading and checking input ----
 
 
 def _check_text(text: str) -> None:
@@ -278,25 +291,25 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
         others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).exists()]
         found = f", found {', '.join(others)} instead" if others else ""
         raise CheckpointError(
-            f"looked for tokenizer.json in {str(folder)!r}{found}; only fast tokenizers (tokenizer.json) are read: "
+            f"looked for tokenizer.json in {str(folder)!r}{found}; only fast tokenizers are supported: "
             "save one with transformers' AutoTokenizer.save_pretrained, or use token ids with skip_tokenizer_init=True"
         )
     try:
         backend = Backend.from_file(str(file))
-    except Exception as error:  # tokenizers raises no narrower class
-        raise CheckpointError(f"{str(file)!r} is not a readable tokenizer: {error}; fetch the file again") from error
+    except Exception as error:  # tokenizers raises plain Exception
+        raise CheckpointError(f"{str(file)!r} is not a readable tokenizer: {error}; download it again") from error
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file."""
+    """The JSON object in a file; empty if the file does not exist."""
     return read_json(file) if file.is_file() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """The special tokens that have a name (bos_token, ...), and those that have none."""
+    """The special tokens with a role as {role: text} (bos_token, ...), and the texts of those without a role."""
     named = {key: text for key, value in config.items() if key.endswith("_token") and (text := _token_text(value))}
     others = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(others, Mapping):
@@ -306,7 +319,7 @@ def _special_tokens(config: Mapping[str, Any]) -> tuple[dict[str, str], list[str
 
 
 def _token_text(value: Any) -> str | None:
-    """A token is written as its text or as {"content": text, ...}; a flag such as add_bos_token is no token."""
+    """The text of a token, written as a string or as {"content": text, ...}; None for a flag such as add_bos_token."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
@@ -314,7 +327,7 @@ def _token_text(value: Any) -> str | None:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, by_id: Mapping[str, Mapping[str, Any]], special: Iterable[str]
 ) -> None:
-    """Make known what tokenizer_config.json says of added and special tokens and tokenizer.json does not."""
+    """Add the tokens of tokenizer_config.json (`by_id`, `special`) that tokenizer.json does not have."""
     from tokenizers import AddedToken
 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -330,7 +343,7 @@ def _add_missing_tokens(
 
 
 def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Files of their own come before tokenizer_config.json, and that before a processor's chat_template.json."""
+    """Chat templates by name: from *.jinja files, else from tokenizer_config.json, else from chat_template.json."""
     templates = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = folder / "chat_template.jinja"

@@ -31,7 +31,7 @@ class OnlyThese:
     vocab_size: int
     num_tokens: int = 0
 
-    def mask_behind(self, new_tokens: list[int]) -> bytes:
+    def mask_after(self, new_tokens: list[int]) -> bytes:
         self.num_tokens += len(new_tokens)
         bits = sum(1 << token for token in self.token_ids)
         return bits.to_bytes((self.vocab_size + 7) // 8, "little")

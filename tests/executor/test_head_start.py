@@ -114,7 +114,7 @@ def test_files_are_asked_for_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_missing_weights_are_told_before_torch_is_imported(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no"):
+    with pytest.raises(CheckpointError, match="contains no"):
         head_start(Config(), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Compiling: bounded in time and memory whatever is asked, shared between threads, and lasting."""
+"""The compiler of structured outputs: limits on time and memory, sharing between threads, caching and recovery."""
 
 import json
 import threading
@@ -37,15 +37,15 @@ def allowed(mask: bytes | None) -> set[int]:
 def test_mask_is_what_may_come(compiler: Compiler, tokenizer: Tokenizer) -> None:
     guide = compiler.compile(StructuredOutputs(choice=["ab", "a", "cé"])).guide()
     pieces = tokenizer.pieces(skip_special_tokens=False)
-    assert {pieces[token] for token in allowed(guide.mask_behind(()))} <= {b"a", b"ab", b"c", b"c\xc3", "cé".encode()}
+    assert {pieces[token] for token in allowed(guide.mask_after(()))} <= {b"a", b"ab", b"c", b"c\xc3", "cé".encode()}
     token = tokenizer.encode("a", False)[0]
-    assert {0, 2} < allowed(guide.mask_behind([token]))
-    assert allowed(guide.mask_behind(tokenizer.encode("b", False))) == {0, 2}
+    assert {0, 2} < allowed(guide.mask_after([token]))
+    assert allowed(guide.mask_after(tokenizer.encode("b", False))) == {0, 2}
     assert guide.num_tokens == 2
 
 
 def test_padded_ids_are_masked(compiler: Compiler) -> None:
-    mask = compiler.compile(StructuredOutputs(regex="(?s:.)*")).guide().mask_behind(())
+    mask = compiler.compile(StructuredOutputs(regex="(?s:.)*")).guide().mask_after(())
     assert max(allowed(mask)) < 600 and len(allowed(mask)) > 400
 
 
@@ -79,20 +79,20 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_form_costs_bounded_time(name: str, compiler: Compiler) -> None:
-    """Refused or not: the limit is a second of the trial's CPU time, and what passes takes as long here again."""
+def test_hostile_grammar_costs_bounded_time(name: str, compiler: Compiler) -> None:
+    """The sandbox allows one second of CPU time, and compiling an accepted grammar here takes as long again."""
     began = time.process_time()
     try:
         guide = compiler.compile(HOSTILE[name]).guide()
         for _ in range(20):
-            mask = guide.mask_behind(())
+            mask = guide.mask_after(())
             if mask is None or allowed(mask) <= {0, 2}:
                 break
-            guide.mask_behind([min(allowed(mask) - {0, 2})])
+            guide.mask_after([min(allowed(mask) - {0, 2})])
     except RequestError as error:
         assert len(str(error)) < 400
     assert time.process_time() - began < 5
-    assert compiler.compile(StructuredOutputs(choice=[name])), "the next one compiles as if nothing had been"
+    assert compiler.compile(StructuredOutputs(choice=[name])), "the next grammar compiles normally"
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_cache_is_bounded_in_bytes(tokenizer: Tokenizer) -> None:
     assert compiler.compile(StructuredOutputs(choice=["text 0"])) is not grammars[0]
     guide = compiler.compile(StructuredOutputs(regex="x*")).guide()
     for _ in range(400):
-        guide.mask_behind(())
+        guide.mask_after(())
     compiler.compile(StructuredOutputs(choice=["another"]))
-    assert len(cache) == 1, "what grew with use pushes out the others, and itself when it is the oldest"
+    assert len(cache) == 1, "a grammar that grew with use evicts the others, and is evicted when it is the oldest"
     compiler.close()
 
 
@@ -164,7 +164,7 @@ def test_threads_share_a_compiler(compiler: Compiler) -> None:
     def work(number: int) -> None:
         for i in range(8):
             compiler.compile(StructuredOutputs(regex=f"{i}-[0-9]+"))
-        found[number] = allowed(compiler.compile(StructuredOutputs(regex="[ab]")).guide().mask_behind(()))
+        found[number] = allowed(compiler.compile(StructuredOutputs(regex="[ab]")).guide().mask_after(()))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -174,16 +174,16 @@ def test_threads_share_a_compiler(compiler: Compiler) -> None:
     assert len(found) == 4 and all(tokens == found[0] for tokens in found.values())
 
 
-def test_full_lexer_is_renewed(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states of a lexer are shared by all guides of a grammar and limited; a used-up one must not end them."""
+def test_full_lexer_is_recompiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All guides of a grammar share a limited number of lexer states. Reaching the limit must not end a request."""
     monkeypatch.setitem(grammar_module.LIMITS, "max_lexer_states", 600)
     compiler = Compiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids={2})
     grammar = compiler.compile(StructuredOutputs(regex="[a-z]{0,400}X"))
     token = tokenizer.encode("q", False)
     first, second = grammar.guide(), grammar.guide()
     for _ in range(300):
-        assert first.mask_behind(token) is not None
-        assert second.mask_behind(token) is not None
+        assert first.mask_after(token) is not None
+        assert second.mask_after(token) is not None
     assert first.num_tokens == 300
     compiler.close()
 
@@ -191,7 +191,7 @@ def test_full_lexer_is_renewed(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyP
 def test_whitespace_is_bounded(compiler: Compiler, tokenizer: Tokenizer) -> None:
     def accepted(text: str) -> bool:
         guide = compiler.compile(StructuredOutputs(json_object=True)).guide()
-        return guide.mask_behind(tokenizer.encode(text, False)) is not None
+        return guide.mask_after(tokenizer.encode(text, False)) is not None
 
     assert accepted(json.dumps({"a": [1, {"b": None}]}, indent=4))
     assert accepted('{"a": 1, "b": 2}') and accepted('{"a":1}')
@@ -200,15 +200,15 @@ def test_whitespace_is_bounded(compiler: Compiler, tokenizer: Tokenizer) -> None
 
 def test_free_key_cannot_spell_a_known_one(compiler: Compiler, tokenizer: Tokenizer) -> None:
     spec = StructuredOutputs(json={"properties": {"a": {"type": "integer"}}, "type": "object"})
-    assert compiler.compile(spec).guide().mask_behind(tokenizer.encode('{"a":1,"b":"x"}', False)) is not None
+    assert compiler.compile(spec).guide().mask_after(tokenizer.encode('{"a":1,"b":"x"}', False)) is not None
     for text in ('{"a":1,"\\u0061":"x"', '{"a":1,"a":"x"'):
-        assert compiler.compile(spec).guide().mask_behind(tokenizer.encode(text, False)) is None
+        assert compiler.compile(spec).guide().mask_after(tokenizer.encode(text, False)) is None
 
 
-def test_trial_comes_back_after_its_end(tokenizer: Tokenizer) -> None:
+def test_sandbox_restarts_after_its_process_ended(tokenizer: Tokenizer) -> None:
     compiler = Compiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids={2})
     compiler.compile(StructuredOutputs(choice=["a"]))
-    process = compiler._trial._process
+    process = compiler._sandbox._process
     assert process is not None
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""Packed masks on the device: the bits mean what they say, and the other stages cannot undo them."""
+"""Packed masks on the device: each bit allows or refuses its token, and other logits processors cannot undo a mask."""
 
 import numpy as np
 import pytest
@@ -28,8 +28,8 @@ def test_stages_are_undone_only_where_they_leave_nothing() -> None:
     masks = Masks({1: bytes([0b0101]), 2: bytes([0b0010])}, (1, 2, 3), 4, CPU)
     logits = torch.arange(12.0).view(3, 4)
     masks.refuse(logits)
-    logits[0, 2] = NEVER  # one of two is left
-    logits[1, 1] = NEVER  # the only one is not
-    logits[2] = NEVER  # no business of a grammar
+    logits[0, 2] = NEVER  # one of the two allowed tokens is left
+    logits[1, 1] = NEVER  # the only allowed token is gone
+    logits[2] = NEVER  # this row has no grammar
     masks.restore(logits)
     assert logits.tolist() == [[0.0, NEVER, NEVER, NEVER], [NEVER, 5.0, NEVER, NEVER], [NEVER] * 4]

@@ -1,4 +1,4 @@
-"""Structured output through the whole engine: the weights are random, so only the masks can make an answer fit."""
+"""Structured outputs through the whole engine. The weights are random, so only the masks make a completion match."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def llm() -> Iterator[LLM]:
 
 
 def closers(llm: LLM) -> dict[int, float]:
-    """A bias towards what ends strings, arrays and objects: random weights seldom do."""
+    """A bias towards tokens that end strings, arrays and objects, which random weights seldom generate."""
     assert llm.tokenizer is not None
     return {token: 6.0 for text in ('"', "}", "]", "<|im_end|>") for token in llm.tokenizer.encode(text, False)}
 
@@ -82,11 +82,11 @@ def answers(llm: LLM, prompts: Any, params: Any) -> list[CompletionOutput]:
     return [part for output in llm.generate(prompts, params, use_tqdm=False) for part in output.outputs]
 
 
-# --- every answer has its form ----------------------------------------------------------------------------------------
+# --- every completion matches its grammar -----------------------------------------------------------------------------
 
 
 def requests() -> list[tuple[str, list[int], SamplingParams]]:
-    """(form, prompt, parameters): each form greedy and sampled, with company of every other stage."""
+    """(form, prompt, parameters): each form greedy and sampled, combined with every other logits processor."""
     shared = prompt_of(20, seed=3)
     extras: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -128,7 +128,7 @@ def test_answers_have_their_form(expected: list[list[tuple[str, str | None]]]) -
         for text, why in parts
         if why == "stop"
     ]
-    assert len(ended) > 0.8 * sum(map(len, expected)), "too few answers came to their end to say anything"
+    assert len(ended) > 0.8 * sum(map(len, expected)), "too few completions finished for a meaningful test"
     assert {form for form, _ in ended} == set(FORMS)
     for form, text in ended:
         assert fits(form, text), (form, text)
@@ -186,7 +186,7 @@ def test_real_schema_is_refused_by_name_or_kept(case: dict[str, Any], llm: LLM) 
     jsonschema.Draft202012Validator.check_schema(schema)
     for value in done:
         jsonschema.validate(value, schema, cls=jsonschema.Draft202012Validator)
-    if case["keyword"] != "date":  # of a format the shape is kept, not the calendar
+    if case["keyword"] != "date":  # the grammar of a date checks its syntax, not the calendar
         assert not [value for value in case["invalid"] if accepts(llm, spec, value)]
 
 
@@ -197,14 +197,14 @@ def keywords(schema: Any) -> set[str]:
 
 
 def accepts(llm: LLM, spec: StructuredOutputs, value: Any) -> bool:
-    """Whether the guide lets a value through, token by token, to its end."""
+    """True if the guide allows every token of the value, and EOS after it."""
     assert llm.tokenizer is not None
     guide = llm.compiler.compile(spec).guide()
-    mask = guide.mask_behind(())
+    mask = guide.mask_after(())
     for token in [*llm.tokenizer.encode(json.dumps(value, ensure_ascii=False), False), 2]:
         if mask is None or not mask[token // 8] >> token % 8 & 1:
             return False
-        mask = guide.mask_behind([token]) if token != 2 else mask
+        mask = guide.mask_after([token]) if token != 2 else mask
     return True
 
 
@@ -219,7 +219,7 @@ def test_sample_has_enough_of_both(llm: LLM) -> None:
     assert kept >= 25 and len(SCHEMAS) - kept >= 3
 
 
-# --- how answers end --------------------------------------------------------------------------------------------------
+# --- how completions end ----------------------------------------------------------------------------------------------
 
 
 def one(llm: LLM, spec: StructuredOutputs, **settings: Any) -> CompletionOutput:
@@ -321,26 +321,26 @@ def test_refused_without_a_tokenizer() -> None:
         llm.generate([[1, 2]], SamplingParams(structured_outputs=FORMS["choice"]), use_tqdm=False)
 
 
-class Lost:
-    """A guide that loses its way after a number of tokens."""
+class FailingGuide:
+    """A guide that can compute no mask after a number of tokens."""
 
     def __init__(self, last: int) -> None:
         self.num_tokens = 0
         self._last = last
 
-    def mask_behind(self, new_tokens: Sequence[int]) -> bytes | None:
+    def mask_after(self, new_tokens: Sequence[int]) -> bytes | None:
         self.num_tokens += len(new_tokens)
         return bytes([255]) * 75 if self.num_tokens <= self._last else None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_lost_guide_ends_its_request_alone(overlap: bool) -> None:
+def test_failing_guide_ends_only_its_request(overlap: bool) -> None:
     params = SamplingParams(seed=5, max_tokens=20, ignore_eos=True)
     with open_llm(TEXT_MODEL, overlap=overlap) as llm:
         other = llm.add_request(prompt_of(5), params)
         lost = llm.add_request(prompt_of(6), params)
         scheduler = scheduler_of(llm)
-        scheduler.waiting[1].guide = Lost(3)
+        scheduler.waiting[1].guide = FailingGuide(3)
         outputs = {}
         while not llm.is_finished():
             outputs |= {output.request_id: output.outputs[0] for output in llm.step()}

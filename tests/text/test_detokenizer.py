@@ -431,7 +431,7 @@ def test_stop_string_that_overlaps_one_within_min_tokens():
 
 
 def test_empty_stop_string_is_refused():
-    with pytest.raises(RequestError, match="stop holds an empty string"):
+    with pytest.raises(RequestError, match="stop contains an empty string"):
         Detokenizer(SMALL, stop=["", "a"])
 
 

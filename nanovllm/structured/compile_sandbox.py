@@ -1,7 +1,7 @@
-"""A first try at a grammar in a process of its own: what takes too long there ends with it, and never gets here.
+"""Compile each grammar in a child process first, with limits on CPU time and memory.
 
-llguidance bounds most of what compiling costs, but not all: `{"multipleOf": 99999999}` keeps it busy for ever, in code
-that no thread can be called back from.
+llguidance limits most of the cost of compiling, but not all: `{"multipleOf": 99999999}` compiles forever, in native
+code that a thread cannot interrupt. A grammar that exceeds the limits ends the child process only.
 """
 
 import json
@@ -14,13 +14,16 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 
-WORKER = Path(__file__).with_name("trial_worker.py")
-CPU_SECONDS = 1.0  # for one grammar
+WORKER = Path(__file__).with_name("compile_sandbox_worker.py")
+CPU_SECONDS = 1.0  # per grammar
 MEMORY_BYTES = 2 << 30
 
 
-class Trial:
-    """Starts the process with the first grammar, and again after one that ended it. Safe to share between threads."""
+class CompileSandbox:
+    """Owns the child process. Starts it for the first grammar, and again after a grammar has ended it.
+
+    Safe to share between threads.
+    """
 
     def __init__(
         self,
@@ -43,13 +46,16 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
 
     def translate(self, kind: str, text: str, escapes: str) -> str:
-        """The grammar in llguidance's own form, known to compile within the limits; or a RequestError."""
+        """Translate a grammar into llguidance's own language. RequestError if it does not compile within the limits.
+
+        `kind` is json, regex, choice or grammar; `escapes` are the escapes allowed in generated JSON strings.
+        """
         with self._lock:
             line = self._ask({"kind": kind, "text": text, "escapes": escapes})
         if not line:
             raise RequestError(
                 f"{kind}: compiling it takes more than {self._settings['cpu_seconds']:g} s of CPU time or "
-                f"{MEMORY_BYTES >> 30} GiB of memory: simplify it"
+                f"{MEMORY_BYTES >> 30} GiB of memory; simplify it"
             )
         reply: dict[str, str] = json.loads(line)
         if "refusal" in reply:
@@ -57,7 +63,7 @@ class Trial:
         return reply["grammar"]
 
     def _ask(self, request: Mapping[str, str]) -> str:
-        """The worker's reply; empty if it ended instead."""
+        """The worker's reply; empty if the worker exceeded a limit and ended."""
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = self._start()
@@ -76,7 +82,7 @@ class Trial:
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="utf-8",
-            start_new_session=True,  # Ctrl-C is not for it; it ends when its input does
+            start_new_session=True,  # Ctrl-C must not reach it; it ends when its stdin is closed
         )
         _send(process, self._settings)
         return process
@@ -100,6 +106,6 @@ def _send(process: "subprocess.Popen[str]", message: Mapping[str, Any]) -> None:
 
 
 def _short(message: str) -> str:
-    """One line of a refusal: without the grammar that it quotes at length, or options that exist elsewhere."""
+    """llguidance's error in one line, without the quoted grammar and without its hint at an option that is not here."""
     line = " ".join(message.partition(" Enable 'coerce_one_of'")[0].replace("<non-verbose/>", "").split())
     return line if len(line) <= 300 else line[:297] + "..."

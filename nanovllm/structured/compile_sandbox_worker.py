@@ -1,7 +1,8 @@
-"""The other end of `Trial`, run as a script: translates grammars and compiles each once, within limits.
+"""The child process of `CompileSandbox`, run as a script: translates grammars and compiles each once, within limits.
 
-A line of JSON in, a line of JSON out; the first line in says what the vocabulary's special tokens and the limits are.
-The vocabulary is otherwise single bytes: how long a grammar takes to compile does not depend on it.
+Reads one JSON request per line from stdin and writes one JSON reply per line. The first line has the settings: special
+tokens and limits. Apart from the special tokens the vocabulary is single bytes, because the time to compile a grammar
+does not depend on the vocabulary.
 """
 
 import json
@@ -13,21 +14,21 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
-# One space, or a new line and its indentation: a model that has lost its way would write blanks for ever
+# One space, or a newline with indentation. Without this limit a model could generate whitespace forever.
 WHITESPACE = r" |\n[ \t]{0,40}"
 
 
-class Bytes:
-    """A vocabulary as llguidance wants to see one: single bytes, and special tokens under their own ids."""
+class ByteVocabulary:
+    """A vocabulary of single bytes and special tokens, with the attributes that llguidance's TokenizerWrapper reads."""
 
     bos_token_id = None
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str], eos_token_id: int) -> None:
         self.eos_token_id = eos_token_id
         self.special_token_ids = list(special_tokens)
-        ordinary = (bytes([byte]) for byte in range(256))
+        single_bytes = (bytes([byte]) for byte in range(256))
         self.tokens: Sequence[bytes] = [
-            special_tokens[token].encode() if token in special_tokens else next(ordinary, b"")
+            special_tokens[token].encode() if token in special_tokens else next(single_bytes, b"")
             for token in range(max(vocab_size, 256 + len(special_tokens)))
         ]
 
@@ -36,7 +37,7 @@ class Bytes:
 
 
 def translate(kind: str, text: str, escapes: str) -> str:
-    """The grammar in llguidance's own form."""
+    """Translate a grammar into llguidance's own language."""
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(
             text,
@@ -52,6 +53,7 @@ def translate(kind: str, text: str, escapes: str) -> str:
 
 
 def compile_once(grammar: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
+    """Compile a grammar and compute its first mask; ValueError if either fails."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -59,7 +61,8 @@ def compile_once(grammar: str, tokenizer: LLTokenizer, limits: LLParserLimits) -
         raise ValueError(matcher.get_error())
 
 
-def answer(request: dict[str, str], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, str]:
+def handle(request: dict[str, str], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, str]:
+    """The reply to one request: {"grammar": text}, or {"refusal": reason}."""
     try:
         grammar = translate(request["kind"], request["text"], request["escapes"])
         compile_once(grammar, tokenizer, limits)
@@ -71,13 +74,13 @@ def answer(request: dict[str, str], tokenizer: LLTokenizer, limits: LLParserLimi
 def main() -> None:
     settings: dict[str, Any] = json.loads(sys.stdin.readline())
     special = {int(token): text for token, text in settings["special_tokens"].items()}
-    vocabulary = Bytes(settings["vocab_size"], special, settings["eos_token_id"])
+    vocabulary = ByteVocabulary(settings["vocab_size"], special, settings["eos_token_id"])
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), slices=[])
     limits = LLParserLimits(**settings["limits"])
     resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])  # its signal, unhandled, ends the process
-        reply = answer(json.loads(line), tokenizer, limits)
+        signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])  # SIGPROF has no handler: it ends the process
+        reply = handle(json.loads(line), tokenizer, limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), flush=True)
 
