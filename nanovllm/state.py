@@ -1,6 +1,11 @@
-"""What layers keep between steps: a KV cache in blocks of tokens, or one tensor per running sequence. No torch."""
+"""The state that layers keep of a sequence between steps: a cache in blocks of tokens, or one tensor per row. No torch.
+
+Layers that keep the same kind of state over the same window form a group: they store and free the same tokens, so one
+block table serves all of them. Everything that manages memory works on groups.
+"""
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -11,7 +16,7 @@ class PagedState:
     """State of every token, such as keys and values, kept in blocks."""
 
     bytes_per_token: int
-    window: int | None = None  # tokens that are read at most, the newest included; older ones may be forgotten
+    window: int | None = None  # tokens that are read at most, the newest included; None = all. Older ones are freed
 
 
 @dataclass(frozen=True)
@@ -24,3 +29,44 @@ class RowState:
     @property
     def bytes_per_row(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+LayerState = PagedState | RowState
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """Layers whose state is allocated and freed together."""
+
+    paged: bool  # else one state per row
+    window: int | None  # of a paged group; None = full attention
+    layers: tuple[int, ...]
+    num_bytes: int  # of all its layers: per token in a paged group, per sequence in a group of row states
+
+    def bytes_per_block(self, block_size: int) -> int:
+        assert self.paged
+        return self.num_bytes * block_size
+
+
+def state_groups(layer_states: Seq[LayerState]) -> tuple[StateGroup, ...]:
+    """The groups of a model from the state of each of its layers.
+
+    Order: full attention, then windows from the largest to the smallest, then states per row.
+    """
+    layers: dict[tuple[bool, int | None], list[int]] = {}
+    for layer, state in enumerate(layer_states):
+        key = (True, state.window) if isinstance(state, PagedState) else (False, None)
+        layers.setdefault(key, []).append(layer)
+
+    def num_bytes(layer: int) -> int:
+        state = layer_states[layer]
+        return state.bytes_per_token if isinstance(state, PagedState) else state.bytes_per_row
+
+    return tuple(
+        StateGroup(paged, window, tuple(members), sum(map(num_bytes, members)))
+        for (paged, window), members in sorted(layers.items(), key=lambda item: _order(*item[0]))
+    )
+
+
+def _order(paged: bool, window: int | None) -> tuple[bool, bool, int]:
+    return (not paged, window is not None, -(window or 0))
