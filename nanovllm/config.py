@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.option import option
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -30,38 +31,95 @@ class SchedulerConfig:
 class Config:
     """What a user may set. `Config.from_options` refuses unknown names and points at the nearest known one."""
 
-    model: str | None = None  # folder, .gguf file or hub id; None = the default model
-    tokenizer: str | None = None  # another folder to take the tokenizer from
+    # model
+    model: str | None = option(
+        None,
+        "Folder with safetensors files, .gguf file, or Hugging Face hub id (org/name). Without it, the small default "
+        "model is used.",
+    )
+    tokenizer: str | None = option(None, "Folder to read the tokenizer from. Without it, the model's own is used.")
     # limits
-    # tokens computed in one step, prefill and decode together; by default as many as fill all places of a GPU's tiles:
-    # 128 rows on each of an H200's 132 multiprocessors
-    max_num_batched_tokens: int = 16896
-    max_num_seqs: int = 512  # sequences running at once
-    max_model_len: int = 4096  # lowered to the model's own limit
+    # The default is 128 rows for each of an H200's 132 multiprocessors, which fills whole waves of matrix tiles.
+    max_num_batched_tokens: int = option(
+        16896,
+        "Maximum number of tokens computed in one step, prompt and generated tokens together. Longer prompts are "
+        "computed in chunks over several steps. A larger value speeds up prompts and takes more memory.",
+    )
+    max_num_seqs: int = option(
+        512, "Maximum number of sequences that run at the same time. Further requests wait in the queue."
+    )
+    max_model_len: int = option(
+        4096,
+        "Maximum length of a sequence in tokens, prompt and output together. It is lowered to the model's own limit.",
+    )
     # memory
-    gpu_memory_utilization: float = 0.9  # share of the whole GPU that this process may fill
-    cpu_memory_utilization: float = 0.25  # share of the memory now free that the KV cache may take on a CPU
-    kv_cache_memory_bytes: int | None = None  # exact; overrides both shares
-    num_kvcache_blocks: int = -1  # exact; overrides all of the above
-    kvcache_block_size: int = 32  # tokens; a multiple of 16
-    enable_prefix_caching: bool = True  # keep the KV of past prompts and find it again
+    gpu_memory_utilization: float = option(
+        0.9,
+        "Fraction of the GPU's memory that may be in use, other programs' memory included. The KV cache gets what "
+        "weights and activations leave of it.",
+    )
+    cpu_memory_utilization: float = option(0.25, "On a CPU: fraction of the free memory that the KV cache may take.")
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Size of the KV cache in bytes (units K, M, G, T are understood on the command line). It overrides "
+        "gpu_memory_utilization and cpu_memory_utilization.",
+    )
+    num_kvcache_blocks: int = option(
+        -1, "Number of KV cache blocks. It overrides all other memory options; -1 means that they decide."
+    )
+    kvcache_block_size: int = option(32, "Number of tokens in one KV cache block, a multiple of 16.")
+    enable_prefix_caching: bool = option(
+        True, "Keep the KV cache blocks of earlier prompts and reuse them for prompts that begin with the same tokens."
+    )
     # device
-    device: str = "auto"  # cpu, cuda; auto = cuda where there is one
-    dtype: str = "auto"  # float32, bfloat16, float16; auto = the checkpoint's, or what the CPU can compute in
-    kv_cache_dtype: str = "auto"  # float32, bfloat16, float16, fp8 (half the memory, on a GPU); auto = as computed
-    attention_backend: str = "auto"  # sdpa (torch alone), triton (our kernels, on a GPU); auto = triton where it runs
-    enforce_eager: bool = False  # on a GPU: launch every kernel of a decode step instead of a recorded graph
-    deterministic: bool = False  # on a GPU: the same request gives the same bits in any batch; slower
-    overlap: bool | None = None  # schedule one step ahead; None = on a GPU, where the step runs beside the CPU
+    device: str = option("auto", "Device to run on: cpu or cuda. auto means cuda if a GPU is available.")
+    dtype: str = option(
+        "auto",
+        "Data type of weights and activations: float32, bfloat16 or float16. auto means the checkpoint's, or "
+        "float32 on a CPU that cannot compute in 16 bits.",
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Data type of the KV cache: float32, bfloat16, float16, or fp8 (GPU only, half the memory of bfloat16). "
+        "auto means the data type of the activations.",
+    )
+    attention_backend: str = option(
+        "auto",
+        "Attention implementation: sdpa (PyTorch only) or triton (nanovllm's own kernels, GPU only). auto means "
+        "triton where it can run.",
+    )
+    enforce_eager: bool = option(
+        False, "On a GPU: launch the kernels of a decode step one by one instead of replaying a CUDA graph."
+    )
+    deterministic: bool = option(
+        False,
+        "On a GPU: compute a request's tokens bit for bit the same whatever else is in the batch. This is slower.",
+    )
+    overlap: bool | None = option(
+        None,
+        "Schedule the next step while the current one runs on the device. Without it: on for a GPU, off for a CPU.",
+    )
     # several devices
-    tensor_parallel_size: int = 1  # devices that share each layer
-    pipeline_parallel_size: int = 1  # groups of such devices, each with some of the layers
-    distributed_executor_backend: str | None = None  # mp (processes of this host), ray; None = mp for several devices
-    worker_timeout: float = 60.0  # seconds that a step may take before its worker counts as hung
+    tensor_parallel_size: int = option(1, "Number of devices that each layer is divided over.")
+    pipeline_parallel_size: int = option(
+        1, "Number of pipeline stages. Each stage holds a part of the layers and uses tensor_parallel_size devices."
+    )
+    distributed_executor_backend: str | None = option(
+        None,
+        "How the workers of several devices run: mp (processes on this host) or ray (Ray actors). Without it, mp is "
+        "used if there is more than one device.",
+    )
+    worker_timeout: float = option(
+        60.0, "Seconds that a step may take in a worker before the engine treats the worker as hung and stops."
+    )
     # loading
-    load_format: str = "auto"  # safetensors, gguf, dummy (random weights); auto = by the file's name
-    skip_tokenizer_init: bool = False  # token ids in and out only
-    seed: int = 0  # of requests that name none, and of dummy weights
+    load_format: str = option(
+        "auto",
+        "Format of the weights: safetensors, gguf, or dummy (random weights, no files read but the config). auto "
+        "means that the file name decides.",
+    )
+    skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts and outputs are token ids only.")
+    seed: int = option(0, "Random seed of requests that set none, and of dummy weights.")
 
     @classmethod
     def from_options(cls, model: str | None, options: dict[str, Any]) -> "Config":

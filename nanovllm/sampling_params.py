@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from nanovllm.option import option
+
 MAX_N = 128
 MAX_LOGPROBS = 100
 GREEDY_BELOW = 1e-5  # lower temperatures mean greedy sampling: logits / temperature could overflow
@@ -160,29 +162,55 @@ class SamplingParams:
     `temperature=0` is greedy sampling; `max_tokens=None` means up to the model's maximum length.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 (or -1) = all tokens
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 64
-    min_tokens: int = 0
-    logprobs: int | None = None  # how many of the most likely tokens to return with the sampled one; 0 = none of them
-    prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    structured_outputs: StructuredOutputs | None = None  # a grammar that masks all tokens it does not allow
-    skip_special_tokens: bool = True
-    detokenize: bool = True
+    n: int = option(1, "Number of completions for one prompt.")
+    temperature: float = option(
+        1.0, "Randomness of sampling: logits are divided by it. 0 always takes the most likely token (greedy)."
+    )
+    top_p: float = option(
+        1.0, "Sample only from the most likely tokens whose probabilities sum up to at least this; 1 allows all tokens."
+    )
+    top_k: int = option(0, "Sample only from this many most likely tokens; 0 or -1 allows all tokens.")
+    min_p: float = option(
+        0.0, "Sample only from tokens with at least this fraction of the most likely token's probability; 0 allows all."
+    )
+    presence_penalty: float = option(
+        0.0, "Value from -2 to 2 that is subtracted from the logits of tokens that the output already contains."
+    )
+    frequency_penalty: float = option(
+        0.0, "Value from -2 to 2 that is subtracted from a token's logit once for each time the output contains it."
+    )
+    repetition_penalty: float = option(
+        1.0, "Factor that makes tokens of the prompt and the output less likely if it is above 1; 1 changes nothing."
+    )
+    seed: int | None = option(
+        None, "Random seed of this request. Without it, the engine derives one from its own seed."
+    )
+    stop: str | Sequence[str] | None = option(
+        None, "Text that ends the output when it is generated. May be given several times."
+    )
+    stop_token_ids: Sequence[int] | None = option(None, "Token ids that end the output when they are generated.")
+    include_stop_str_in_output: bool = option(False, "Keep the stop string at the end of the output.")
+    ignore_eos: bool = option(False, "Continue after the model's end-of-sequence token.")
+    max_tokens: int | None = option(64, "Maximum number of tokens to generate. None means up to max_model_len.")
+    min_tokens: int = option(
+        0, "Minimum number of tokens. Before it no stop token is generated and stop strings are ignored."
+    )
+    logprobs: int | None = option(
+        None,
+        "Number of most likely tokens to report with their log probabilities at each position, in addition to the "
+        "sampled token; 0 reports the sampled token only, None reports nothing.",
+    )
+    prompt_logprobs: int | None = option(None, "The same as logprobs, for the tokens of the prompt.")
+    logit_bias: Mapping[int, float] | None = option(
+        None, "Values from -100 to 100 that are added to the logits of these token ids."
+    )
+    allowed_token_ids: Sequence[int] | None = option(None, "The only token ids that may be generated. None allows all.")
+    bad_words: Sequence[str] | None = option(None, "Texts that must not be generated.")
+    structured_outputs: StructuredOutputs | None = option(
+        None, "The form that the output must have. Tokens that would break it cannot be generated."
+    )
+    skip_special_tokens: bool = option(True, "Leave special tokens such as the end-of-sequence token out of the text.")
+    detokenize: bool = option(True, "Produce text. With False the output consists of token ids only.")
 
     def __post_init__(self) -> None:
         self._check_numbers()

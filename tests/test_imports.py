@@ -28,7 +28,7 @@ simulate -> remote.routing
 cli -> bench.server_overhead -> server, bench
 """
 # Imported by all; they import nothing of ours but each other.
-FOUNDATION = {"config", "state", "models.spec", "sampling_params", "outputs", "errors", "plan"}
+FOUNDATION = {"config", "option", "state", "models.spec", "sampling_params", "outputs", "errors", "plan"}
 # Imported by all but the foundation; they import nothing of ours but the foundation.
 LEAVES = {"utils", "remote.routing", "remote.frames", "remote.children"}
 # Of the engine package, these see only the foundation and each other.

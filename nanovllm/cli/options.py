@@ -1,16 +1,13 @@
 """Command-line options made from the fields of a dataclass, so that none is written down twice.
 
-A field's name gives the option's, its type the way the value is read, and the comment behind it the help. An option
-that is not on the command line is left out of what the dataclass gets: defaults stay where they are written.
+The field's name gives the option's name, its type says how the value is read, and its metadata holds the help text
+(`nanovllm.option`). An option that is not on the command line is not passed to the dataclass, which has the defaults.
 """
 
 import argparse
-import inspect
 import re
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -18,6 +15,7 @@ from nanovllm.bench.arguments import json_object
 from nanovllm.cli.parser import Parser
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
+from nanovllm.option import option_help
 from nanovllm.sampling_params import SamplingParams
 
 # What a printed answer can make use of. `seed` is an engine option already and serves both.
@@ -26,7 +24,6 @@ SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
-COMMENT = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
@@ -76,14 +73,14 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Sa
 
 
 def add_fields(group: argparse._ArgumentGroup, cls: type, names: Collection[str], defaults: Mapping[str, Any]) -> None:
-    comments, hints = _comments(cls), get_type_hints(cls)
+    hints = get_type_hints(cls)
     for field in fields(cls):
         if field.name in names:
             group.add_argument(
                 "--" + field.name.replace("_", "-"),
                 dest=_dest(cls, field.name),
                 default=argparse.SUPPRESS,
-                help=_help(comments.get(field.name), defaults.get(field.name, field.default)),
+                help=_help(option_help(field), defaults.get(field.name, field.default)),
                 **_reading(field.name, hints[field.name]),
             )
 
@@ -108,20 +105,9 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
     return {"type": kind, "metavar": METAVARS[kinds[0]]}
 
 
-@cache
-def _comments(cls: type) -> dict[str, str]:
-    """The comment behind each field; none where the package came without its source."""
-    try:
-        source = inspect.getsource(sys.modules[cls.__module__])  # of the class alone it would take ten times as long
-    except OSError:
-        return {}
-    from_here_on = source.partition(f"class {cls.__name__}:")[2]
-    return dict(reversed(COMMENT.findall(from_here_on)))  # a later class does not overrule this one
-
-
-def _help(comment: str | None, default: Any) -> str:
-    told = "" if default is None else f"default: {default}"
-    return "; ".join(part for part in (comment, told) if part).replace("%", "%%")
+def _help(sentences: str, default: Any) -> str:
+    unset = default is None or default == ()
+    return (sentences if unset else f"{sentences} Default: {default}.").replace("%", "%%")
 
 
 def _size(text: str) -> int:

@@ -37,9 +37,8 @@ KEY_VARIABLE = "NANOVLLM_API_KEY"  # kept from the list of processes, which show
 def add_arguments(parser: "Parser") -> None:
     parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
     names = [field.name for field in dataclasses.fields(ServerSettings)]
-    none_by_default = {"served_model_name": None, "api_key": None, "allowed_origins": None}
     group = parser.add_argument_group("server options")
-    add_fields(group, ServerSettings, names, none_by_default)
+    add_fields(group, ServerSettings, names, {})
     group.add_argument(
         "--replicas",
         type=int,

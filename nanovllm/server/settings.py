@@ -4,34 +4,53 @@ import math
 from dataclasses import dataclass
 
 from nanovllm.errors import ConfigError
+from nanovllm.option import option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """How to listen, whom to serve, and how much of everything a client may ask for."""
 
-    host: str = "127.0.0.1"  # the address to listen on; 0.0.0.0 = every IPv4 interface
-    port: int = 8000  # 0 = any free one; the address is printed
-    served_model_name: tuple[str, ...] = ()  # the model's name for clients; may be given several times
-    # who
-    api_key: tuple[str, ...] = ()  # a key that clients must send; may be given several times
-    allowed_origins: tuple[str, ...] = ()  # web pages of other hosts that may call (CORS); may be given several times
-    ssl_certfile: str | None = None  # the TLS certificate, with its chain; makes the server speak https
-    ssl_keyfile: str | None = None  # the certificate's private key
+    host: str = option("127.0.0.1", "Address to listen on. 0.0.0.0 listens on every IPv4 interface.")
+    port: int = option(8000, "Port to listen on. 0 picks a free port; the address is printed.")
+    served_model_name: tuple[str, ...] = option(
+        (), "Model name that clients use. May be given several times. Without it, the model's own name is used."
+    )
+    # access
+    api_key: tuple[str, ...] = option(
+        (), "Key that clients must send. May be given several times. Without it, no key is needed."
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "Origin of web pages on other hosts that may call the server (CORS). May be given several times."
+    )
+    ssl_certfile: str | None = option(
+        None, "File with the TLS certificate and its chain. With it, the server speaks HTTPS."
+    )
+    ssl_keyfile: str | None = option(None, "File with the private key of the TLS certificate.")
     # chats
-    tool_call_parser: str | None = None  # how the model writes tool calls; by default its vocabulary tells
-    reasoning_parser: str | None = None  # how the model marks its thoughts; by default its vocabulary tells
+    tool_call_parser: str | None = option(
+        None, "Format in which the model writes tool calls. Without it, the format follows from the model's vocabulary."
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "Format in which the model marks its reasoning. Without it, the format follows from the model's vocabulary.",
+    )
     # limits
-    max_body_bytes: int = 32 << 20  # of a request
-    h11_max_incomplete_event_size: int = 64 << 10  # bytes of a request's headers
-    max_queued_requests: int = 1024  # prompts that may wait beside the running ones; more are answered 429
-    max_prompts_per_request: int = 1024  # in one call of /v1/completions or /v1/embeddings
-    max_stop_strings: int = 16  # of a request
-    max_logit_bias: int = 1024  # entries of a request
-    request_timeout: float = 1800.0  # seconds after which a request is given up
-    header_timeout: float = 30.0  # seconds for a client to send a request's headers
-    body_timeout: float = 60.0  # seconds for a client to send a request's body
-    shutdown_timeout: float = 60.0  # seconds that open requests have to finish after SIGTERM
+    max_body_bytes: int = option(32 << 20, "Maximum size of a request's body in bytes.")
+    h11_max_incomplete_event_size: int = option(64 << 10, "Maximum size of a request's headers in bytes.")
+    max_queued_requests: int = option(
+        1024,
+        "Maximum number of prompts that wait in addition to the running ones. Further requests are answered with 429.",
+    )
+    max_prompts_per_request: int = option(
+        1024, "Maximum number of prompts in one call of /v1/completions or /v1/embeddings."
+    )
+    max_stop_strings: int = option(16, "Maximum number of stop strings of a request.")
+    max_logit_bias: int = option(1024, "Maximum number of logit_bias entries of a request.")
+    request_timeout: float = option(1800.0, "Seconds after which a request that is still running is aborted.")
+    header_timeout: float = option(30.0, "Seconds that a client has to send a request's headers.")
+    body_timeout: float = option(60.0, "Seconds that a client has to send a request's body.")
+    shutdown_timeout: float = option(60.0, "Seconds that open requests have to finish after SIGTERM.")
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "h11_max_incomplete_event_size", "max_prompts_per_request"):

@@ -11,6 +11,9 @@ import pytest
 from nanovllm import __version__
 from nanovllm.cli.main import main
 from nanovllm.config import Config
+from nanovllm.option import option_help
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.settings import ServerSettings
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -31,7 +34,27 @@ def test_every_command_has_every_engine_option(command: list[str], capsys: pytes
     text = capsys.readouterr().out
     missing = [field.name for field in fields(Config) if f"--{field.name.replace('_', '-')} " not in text]
     assert [name for name in missing if f"--no-{name.replace('_', '-')}" not in text] == []
-    assert "lowered to the model's own limit" in text  # the comment behind max_model_len
+    assert "lowered to the model's own limit" in " ".join(text.split())  # from the help of max_model_len
+
+
+@pytest.mark.parametrize("cls", [Config, SamplingParams, ServerSettings])
+def test_every_option_has_a_help_sentence(cls: type) -> None:
+    for field in fields(cls):
+        sentence = option_help(field)
+        assert sentence[0].isupper() and sentence.endswith(".") and len(sentence.split()) >= 4, (
+            f"{field.name}: {sentence}"
+        )
+
+
+def test_serve_help_shows_what_an_option_does_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    text = "".join(capsys.readouterr().out.split())  # argparse breaks lines at spaces and at hyphens
+    for cls in (Config, ServerSettings):
+        for field in fields(cls):
+            default = "" if field.default in (None, ()) else f" Default: {field.default}."
+            assert (option_help(field) + default).replace(" ", "") in text
+    expected = "Maximum number of tokens computed in one step, prompt and generated tokens together."
+    assert expected.replace(" ", "") in text
 
 
 def test_help_teaches_and_loads_nothing_heavy(cli: Cli) -> None:
