@@ -1,6 +1,6 @@
-"""The front door: `LLM(model).generate(prompts)`, and chat, stream and beam search beside it."""
+"""The front door: `LLM(model).generate(prompts)`, and chat, stream, beam search and embeddings."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,24 +9,65 @@ from nanovllm.errors import RequestError
 from nanovllm.outputs import BeamSearchOutput, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.chat_template import Message
-from nanovllm.text.prompts import Prompt, as_list, read_prompt
+from nanovllm.text.prompts import Prompt, as_list, one_each, read_prompt
+from nanovllm.utils.collector import collector_calmed
+from nanovllm.utils.progress import Progress
 
 if TYPE_CHECKING:
     from nanovllm.engine.memory_plan import MemoryPlan
 
 
-class LLM(LLMEngine):
-    """A model, ready to generate. Use it as a context manager, or call `close()`, to give its memory back.
+class LLM:
+    """A model, ready to generate. Use it as a context manager, or call `close()`, to free its memory.
 
     with LLM() as llm:
         print(llm.generate("The capital of France is")[0]["text"])
+
+    `model` is a folder, a GGUF file or a name on the Hugging Face hub; the options are the fields of `Config`.
     """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        self.llm_engine = LLMEngine(model, **options)
+        self.config = self.llm_engine.config
+        self.model_config = self.llm_engine.model_config
+        self.max_model_len = self.llm_engine.max_model_len
+        self.tokenizer = self.llm_engine.tokenizer
+        self.startup_seconds = self.llm_engine.startup_seconds  # seconds of each phase of the start
 
     def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        """Free all memory. Running requests are dropped. Closing twice is allowed."""
+        self.llm_engine.close()
+
+    # --- whole answers ------------------------------------------------------------------------------------------------
+
+    @collector_calmed()
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs in the order of the prompts. A bar shows prefill and decode tokens/s."""
+        names = self.add_requests(prompts, sampling_params, priority=priority)
+        own = set(names)
+        done: dict[str, RequestOutput] = {}
+        try:
+            with Progress(len(names), disable=not use_tqdm) as progress:
+                while len(done) < len(names):
+                    outputs = self.llm_engine.step_for(own)
+                    progress.saw(self.llm_engine.last_plan, outputs)
+                    done |= {output.request_id: output for output in outputs}
+        finally:
+            self.abort(names)  # what is left after an error or Ctrl-C
+        return [done[name] for name in names]
 
     def chat(
         self,
@@ -77,29 +118,118 @@ class LLM(LLMEngine):
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, best first."""
+        from nanovllm.engine.beam_search import beam_search
+
+        return beam_search(
+            [read_prompt(prompt, self.tokenizer)[1] for prompt in as_list(prompts)],
+            params,
+            generate=lambda prompts, params: self.generate(prompts, params, use_tqdm=False),
+            tokenizer=self.tokenizer,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.llm_engine.eos_token_ids,
+        )
+
+    def embed(self, token_ids: list[int], pooling: str = "last") -> list[float] | None:
+        """The hidden state of the last token ("last") or the mean of all ("mean"), scaled to length 1; None while the
+        KV cache has too few free blocks."""
+        return self.llm_engine.embed(token_ids, pooling)
+
+    # --- answers as they grow -----------------------------------------------------------------------------------------
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield outputs as they grow, each with all text so far; leaving the loop early aborts what is left."""
-        names = self._add_all(prompts, sampling_params, stream=True)
-        waiting = set(names)
+        waiting = set(self.add_requests(prompts, sampling_params, stream=True))
         try:
             while waiting:
-                for output in self._step_for(waiting):
+                for output in self.llm_engine.step_for(waiting):
                     if output.finished:
                         waiting.remove(output.request_id)
                     yield output
         finally:
             self.abort(waiting)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The `beam_width` best continuations of each prompt, best first."""
-        from nanovllm.engine.beam_search import beam_search
+    # --- step by step -------------------------------------------------------------------------------------------------
 
-        token_ids = [read_prompt(prompt, self.tokenizer)[1] for prompt in as_list(prompts)]
-        return beam_search(self, token_ids, params, self._eos)
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> str:
+        """Queue a request and return its id. `stream=True` makes `step` report it whenever it has grown."""
+        return self.llm_engine.add_request(
+            prompt, sampling_params, request_id=request_id, priority=priority, stream=stream
+        )
+
+    def add_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        stream: bool = False,
+    ) -> list[str]:
+        """Queue all prompts or, if one is refused, none; returns their ids.
+
+        If the device is idle and works while the host does, the first step is launched as soon as there are tokens
+        enough for it, not after the last prompt.
+        """
+        engine = self.llm_engine
+        engine.check_open()
+        items = as_list(prompts)
+        params = one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
+        priorities = one_each("priority", priority, int, len(items))
+        early = engine.overlaps and not engine.has_work and isinstance(priority, int)
+        room = self.config.max_num_batched_tokens if early else 0  # tokens that the first step still has room for
+        names: list[str] = []
+        try:
+            for item, param, rank in zip(items, params, priorities, strict=True):
+                names.append(engine.add_request(item, param, priority=rank, stream=stream))
+                if room > 0:
+                    room -= engine.num_prompt_tokens(names[-1])
+                    if room <= 0:
+                        engine.step_for(())
+        except BaseException as error:
+            self.abort(names)
+            if isinstance(error, RequestError) and len(items) > 1:
+                error.args = (f"prompt {len(names)}: {error}",)
+            raise
+        return names
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs of requests that finished, and of streamed ones that grew."""
+        return self.llm_engine.step()
+
+    def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests without an output. Unknown and finished ones are ignored."""
+        self.llm_engine.abort(request_id)
+
+    def is_finished(self) -> bool:
+        """Whether no request is unfinished and no output waits for a `step`."""
+        return self.llm_engine.is_finished()
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return self.llm_engine.num_unfinished_requests
+
+    # --- the engine ---------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks; running requests keep theirs."""
+        self.llm_engine.reset_prefix_cache()
+
+    def check_health(self) -> None:
+        """Raise EngineError if the engine cannot go on."""
+        self.llm_engine.check_health()
 
     @classmethod
     def plan(cls, model: str | Path | None = None, **options: Any) -> "MemoryPlan":

@@ -218,7 +218,7 @@ def greedy_params(max_tokens: int, **settings: Any) -> SamplingParams:
 
 
 def scheduler_of(llm: LLM) -> Any:
-    return llm._core.scheduler
+    return llm.llm_engine.scheduler
 
 
 def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:

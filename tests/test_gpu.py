@@ -185,7 +185,7 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
             if choose.random() < 0.2:
                 llm.abort(choose.choice(waiting[-40:]))
             num_ended += len(llm.step())
-        while llm._core.has_work:
+        while llm.llm_engine._core.has_work:
             llm.step()
         assert 5_000 < num_ended < 10_000
         scheduler_of(llm).check()
@@ -214,7 +214,7 @@ def test_other_tenants_are_respected() -> None:
     tenant = torch.empty(int(0.5 * total), dtype=torch.uint8, device="cuda")
     try:
         with open_on_gpu("llama", num_kvcache_blocks=-1, gpu_memory_utilization=0.7, max_num_seqs=512) as llm:
-            assert llm._core.executor._runner.cache_size.num_bytes <= 0.2 * total
+            assert llm.llm_engine._core.executor._runner.cache_size.num_bytes <= 0.2 * total
         with pytest.raises(ConfigError, match="gpu_memory_utilization"):
             open_on_gpu("llama", num_kvcache_blocks=-1, gpu_memory_utilization=0.3)
     finally:

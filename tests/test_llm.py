@@ -79,10 +79,11 @@ def test_the_device_starts_before_the_last_prompt_is_in(
     prompts = [prompt_of(20, seed=seed) for seed in range(6)]
     with open_llm("llama", overlap=overlap, max_num_batched_tokens=50) as llm:
         added, launched = [], []
-        add, launch = llm.add_request, llm._core.executor.launch
-        monkeypatch.setattr(llm, "add_request", lambda *args, **kw: added.append(add(*args, **kw)) or added[-1])
+        engine, executor = llm.llm_engine, llm.llm_engine._core.executor
+        add, launch = engine.add_request, executor.launch
+        monkeypatch.setattr(engine, "add_request", lambda *args, **kw: added.append(add(*args, **kw)) or added[-1])
         monkeypatch.setattr(
-            llm._core.executor, "launch", lambda plan: launched.append((len(added), len(plan.chunks))) or launch(plan)
+            executor, "launch", lambda plan: launched.append((len(added), len(plan.chunks))) or launch(plan)
         )
         for _ in range(2):
             outputs = llm.generate(prompts, greedy_params(5), use_tqdm=False, priority=priority)
@@ -92,7 +93,7 @@ def test_the_device_starts_before_the_last_prompt_is_in(
             added.clear()
             launched.clear()
             llm.reset_prefix_cache()
-            while llm.has_work:
+            while llm.llm_engine.has_work:
                 llm.step()
         with pytest.raises(RequestError, match="^prompt 4: the prompt is empty"):
             llm.generate([*prompts[:4], [], prompts[5]], greedy_params(5), use_tqdm=False, priority=priority)
@@ -104,17 +105,17 @@ def test_the_device_starts_before_the_last_prompt_is_in(
 def test_ctrl_c_while_prompts_are_taken_in_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt_of(20, seed=seed) for seed in range(6)]
     with open_llm("llama", overlap=True, max_num_batched_tokens=50) as llm:
-        add = llm.add_request
+        add = llm.llm_engine.add_request
 
         def interrupted(prompt: Any, *args: Any, **kw: Any) -> str:
             if prompt is prompts[4]:
                 raise KeyboardInterrupt
             return add(prompt, *args, **kw)
 
-        monkeypatch.setattr(llm, "add_request", interrupted)
+        monkeypatch.setattr(llm.llm_engine, "add_request", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, greedy_params(5), use_tqdm=False)
-        assert llm.is_finished() and llm.has_work, "a step was under way"
+        assert llm.is_finished() and llm.llm_engine.has_work, "a step was under way"
         monkeypatch.undo()
         for prompt, output in zip(prompts, llm.generate(prompts, greedy_params(5), use_tqdm=False), strict=True):
             assert_greedy("llama", prompt, output["token_ids"])
@@ -420,7 +421,7 @@ def test_an_interrupted_step_leaves_the_engine_usable(
     overlap: bool, free: RequestOutput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_llm(TEXT_MODEL, overlap=overlap) as llm:
-        executor = llm._core.executor
+        executor = llm.llm_engine._core.executor
         launch, calls = executor.launch, iter(range(100))
 
         def interrupted(plan: Any) -> Any:

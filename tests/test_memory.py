@@ -183,7 +183,7 @@ def test_a_step_that_fails_closes_the_engine_and_names_the_cause(
     def broken(plan: object) -> None:
         raise RuntimeError("the device is on fire")
 
-    monkeypatch.setattr(llm._core.executor, "launch", broken)
+    monkeypatch.setattr(llm.llm_engine._core.executor, "launch", broken)
     with pytest.raises(EngineError, match="a step failed and the engine is closed: RuntimeError: the device") as raised:
         llm.generate("second", use_tqdm=False)
     assert isinstance(raised.value.__cause__, RuntimeError)
@@ -197,8 +197,8 @@ def test_the_cause_is_named_also_where_closing_fails(monkeypatch: pytest.MonkeyP
     def fail(message: str) -> None:
         raise RuntimeError(message)
 
-    monkeypatch.setattr(llm._core.executor, "launch", lambda plan: fail("the device is on fire"))
-    monkeypatch.setattr(llm._core.executor, "close", lambda: fail("it burns still"))
+    monkeypatch.setattr(llm.llm_engine._core.executor, "launch", lambda plan: fail("the device is on fire"))
+    monkeypatch.setattr(llm.llm_engine._core.executor, "close", lambda: fail("it burns still"))
     with pytest.raises(EngineError, match="the engine is closed: RuntimeError: the device is on fire") as raised:
         llm.generate("text", use_tqdm=False)
     assert raised.value.__cause__.__notes__ == ["Closing the engine failed too: RuntimeError: it burns still"]
@@ -222,4 +222,4 @@ def test_the_scheduler_is_idle_between_calls() -> None:
     with open_llm(TEXT_MODEL, overlap=True) as llm:
         llm.generate(["a", "b", "c"], greedy_params(9), use_tqdm=False)
         assert scheduler_of(llm).num_unfinished == 0
-        assert not llm._requests and not llm._of_seq and not llm._watched
+        assert not llm.llm_engine._requests and not llm.llm_engine._of_seq and not llm.llm_engine._watched

@@ -209,7 +209,7 @@ def record_decode(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -
 def _until_all_decode(llm: "LLM", batch_size: int) -> None:
     while not llm.is_finished():
         llm.step()
-        plan = llm._core.last_plan
+        plan = llm.llm_engine.last_plan
         if plan is not None and not plan.chunks and len(plan.decode_rows) == batch_size:
             return
     raise ConfigError(

@@ -142,10 +142,10 @@ def serve(llm: "LLM", workload: "Workload") -> Run:
     # tqdm reads disable=None as "only on a terminal".
     with tqdm(total=workload.num_output_tokens, unit="tok", desc="Generating", disable=None) as bar:
         begin = shown = time.perf_counter()
-        llm._add_all(workload.prompts, params, stream=False)
+        llm.add_requests(workload.prompts, params)
         while not llm.is_finished():
             done = llm.step()
-            plan = llm._core.last_plan
+            plan = llm.llm_engine.last_plan
             if plan is not None:  # else the first step is still under way
                 num_steps += 1
                 num_decode_steps += not plan.chunks

@@ -1,16 +1,19 @@
 """Beam search, in vLLM's meaning: beams are scored by cumulative logprob / length ** length_penalty.
 
 Every step asks the engine for one token of every live beam, with the logprobs of its best continuations. The beams'
-common past is shared through the prefix cache: full blocks are found again, only a beam's last, unfilled block is
-computed anew.
+common past is shared through the prefix cache: full blocks are found there, and only a beam's last, unfilled block is
+computed again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import RequestError
-from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence
+from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.text.tokenizer import Tokenizer
+
+Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +28,26 @@ class Beam:
 
 
 def beam_search(
-    engine: LLMEngine, prompts: list[list[int]], params: BeamSearchParams, eos_token_ids: frozenset[int]
+    prompts: list[list[int]],
+    params: BeamSearchParams,
+    *,
+    generate: Generate,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
 ) -> list[BeamSearchOutput]:
+    """The best beams of each prompt; `generate` continues a list of prompts by what its parameters say."""
     for prompt in prompts:
-        if len(prompt) + params.max_tokens > engine.max_model_len:
+        if len(prompt) + params.max_tokens > max_model_len:
             raise RequestError(
                 f"the prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed "
-                f"max_model_len={engine.max_model_len}: shorten the one or lower the other"
+                f"max_model_len={max_model_len}: shorten the one or lower the other"
             )
     live = [[Beam(tuple(prompt), 0.0)] for prompt in prompts]
     done: list[list[Beam]] = [[] for _ in prompts]
     eos = frozenset() if params.ignore_eos else eos_token_ids
     for _ in range(params.max_tokens):
-        expanded = _expand([beam for beams in live for beam in beams], engine, params.beam_width, eos)
+        expanded = _expand([beam for beams in live for beam in beams], generate, params.beam_width, eos)
         for index, beams in enumerate(live):
             children = [child for beam in beams for child in expanded[beam]]
             done[index] += [child for child in children if child.ended]
@@ -46,17 +56,17 @@ def beam_search(
         if not any(live):
             break
     return [
-        BeamSearchOutput([_finish(beam, engine, len(prompt)) for beam in _best(done[index] + live[index], params)])
+        BeamSearchOutput([_finish(beam, tokenizer, len(prompt)) for beam in _best(done[index] + live[index], params)])
         for index, prompt in enumerate(prompts)
     ]
 
 
-def _expand(beams: list[Beam], engine: LLMEngine, beam_width: int, eos: frozenset[int]) -> dict[Beam, list[Beam]]:
+def _expand(beams: list[Beam], generate: Generate, beam_width: int, eos: frozenset[int]) -> dict[Beam, list[Beam]]:
     """Each beam's 2 * beam_width best children: enough that ended ones leave a full width of live ones."""
     one_token = SamplingParams(
         temperature=0.0, max_tokens=1, logprobs=2 * beam_width, ignore_eos=True, detokenize=False
     )
-    outputs = engine.generate([list(beam.token_ids) for beam in beams], one_token, use_tqdm=False)
+    outputs = generate([list(beam.token_ids) for beam in beams], one_token)
     children = {}
     for beam, output in zip(beams, outputs, strict=True):
         logprobs = output.outputs[0].logprobs
@@ -72,8 +82,8 @@ def _best(beams: list[Beam], params: BeamSearchParams) -> list[Beam]:
     return sorted(beams, key=lambda beam: beam.score(params.length_penalty), reverse=True)[: params.beam_width]
 
 
-def _finish(beam: Beam, engine: LLMEngine, num_prompt_tokens: int) -> BeamSearchSequence:
-    text = "" if engine.tokenizer is None else engine.tokenizer.decode(list(beam.token_ids[num_prompt_tokens:]))
+def _finish(beam: Beam, tokenizer: Tokenizer | None, num_prompt_tokens: int) -> BeamSearchSequence:
+    text = "" if tokenizer is None else tokenizer.decode(list(beam.token_ids[num_prompt_tokens:]))
     return BeamSearchSequence(
         tokens=list(beam.token_ids),
         text=text,

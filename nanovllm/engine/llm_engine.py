@@ -1,16 +1,14 @@
-"""Requests in, outputs out: tokenizes, admits, runs the loop, makes text."""
+"""Requests in, outputs out: tokenizes prompts, queues requests, runs steps and makes text."""
 
 import gc
 import time
 from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.engine.deltas import Delta
 from nanovllm.engine.intake import Intake
-from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -20,9 +18,9 @@ from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, as_list, one_each, read_prompt
+from nanovllm.text.prompts import Prompt, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.utils.collector import collector_calmed, collector_paused
+from nanovllm.utils.collector import collector_paused
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -33,11 +31,11 @@ POOLINGS = ("last", "mean")
 
 
 class LLMEngine:
-    """The engine in this process. `add_request`, then `step` until `is_finished`; or `generate`, which does that."""
+    """An engine in this process: call `add_request`, then `step` until `is_finished`."""
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self._closed: str | None = None
-        self._cause: Exception | None = None  # of an end that nobody asked for
+        self._cause: Exception | None = None  # the failure that closed the engine, if one did
         self.config = Config.from_options(None if model is None else str(model), options)
         path = resolve_model(self.config.model)
         description = describe(path)
@@ -50,9 +48,9 @@ class LLMEngine:
         self._core: EngineCore = self._build_core(path)
         self._requests: dict[str, Request] = {}
         self._of_seq: dict[Sequence, Request] = {}
-        self._watched: dict[Sequence, Completion] = {}  # those whose text must be looked at every step
-        self._undelivered: dict[str, RequestOutput] = {}  # what a step brought for others than who asked for it
-        self._eos = frozenset(self.model_config.eos_token_ids)
+        self._watched: dict[Sequence, Completion] = {}  # completions whose text is read after every step
+        self._undelivered: dict[str, RequestOutput] = {}  # outputs of other callers' requests, for their next step()
+        self.eos_token_ids = frozenset(self.model_config.eos_token_ids)
         sizes = self._core.scheduler.config
         self._intake = Intake(
             self.tokenizer,
@@ -88,7 +86,7 @@ class LLMEngine:
         stream: bool = False,
     ) -> str:
         """Queue a request and return its id. `stream=True` makes `step` report it whenever it has grown."""
-        self._check_open()
+        self.check_open()
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: must be a SamplingParams")
@@ -132,6 +130,10 @@ class LLMEngine:
     def num_unfinished_requests(self) -> int:
         return len(self._requests)
 
+    def num_prompt_tokens(self, request_id: str) -> int:
+        """The length of an unfinished request's prompt."""
+        return len(self._requests[request_id].prompt_token_ids)
+
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
@@ -139,8 +141,8 @@ class LLMEngine:
         undelivered, self._undelivered = self._undelivered, {}
         return list((undelivered | {output.request_id: output for output in self._step()}).values())
 
-    def _step_for(self, names: Collection[str]) -> list[RequestOutput]:
-        """Run one step for these requests; what it brings for others waits until they ask."""
+    def step_for(self, names: Collection[str]) -> list[RequestOutput]:
+        """Run one step and return the outputs of these requests; outputs of others wait for their own caller."""
         if self._undelivered:
             kept = [self._undelivered.pop(name) for name in names if name in self._undelivered]
             if kept:
@@ -155,30 +157,35 @@ class LLMEngine:
 
     def step_deltas(self) -> list[Delta]:
         """Run one step; what it brought for each completion. The requests must have been added with `stream=True`."""
-        return [delta for request in self._advance() for delta in request.deltas(self._eos)]
+        return [delta for request in self._advance() for delta in request.deltas(self.eos_token_ids)]
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: also true while one that nobody waits for is still under way."""
+        """Whether `step` has anything to do; also true while the step of an aborted request still runs."""
         return self._core.has_work
 
     @property
+    def overlaps(self) -> bool:
+        """Whether the next step is launched before the results of the last one are read."""
+        return self._core.depth > 0
+
+    @property
     def scheduler(self) -> Scheduler:
-        """For looking at."""
+        """The scheduler, for reading."""
         return self._core.scheduler
 
     @property
     def last_plan(self) -> StepPlan | None:
-        """What the last `step` computed."""
+        """The plan whose result the last `step` took in."""
         return self._core.last_plan
 
     def _step(self) -> list[RequestOutput]:
         changed = self._advance()
-        return [request.output(self._eos) for request in changed if request.finished or request.stream]
+        return [request.output(self.eos_token_ids) for request in changed if request.finished or request.stream]
 
     def _advance(self) -> list[Request]:
         """Run one step; the requests that grew, where somebody watches, and those that ended."""
-        self._check_open()
+        self.check_open()
         began = time.monotonic()
         try:
             ended = self._core.step()
@@ -228,65 +235,9 @@ class LLMEngine:
                 completion.stop_at(stop)
         return grown
 
-    @collector_calmed()
-    def generate(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        *,
-        priority: int | Seq[int] = 0,
-    ) -> list[RequestOutput]:
-        """Continue every prompt; outputs in the order of the prompts. A bar shows prefill and decode tokens/s."""
-        names = self._add_all(prompts, sampling_params, priority=priority, stream=False)
-        own = set(names)
-        done: dict[str, RequestOutput] = {}
-        try:
-            with Progress(len(names), disable=not use_tqdm) as progress:
-                while len(done) < len(names):
-                    outputs = self._step_for(own)
-                    progress.saw(self._core.last_plan, outputs)
-                    done |= {output.request_id: output for output in outputs}
-        finally:
-            self.abort(names)  # whatever is left after an error or Ctrl-C
-        return [done[name] for name in names]
-
-    def _add_all(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None,
-        *,
-        priority: int | Seq[int] = 0,
-        stream: bool,
-    ) -> list[str]:
-        """Queue all prompts or, if one is refused, none.
-
-        An idle device that works beside the host gets its first step once there are tokens enough, not after the last.
-        """
-        self._check_open()
-        items = as_list(prompts)
-        params = one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(items))
-        priorities = one_each("priority", priority, int, len(items))
-        early = self._core.depth and not self._core.has_work and isinstance(priority, int)
-        room = self.config.max_num_batched_tokens if early else 0  # for tokens, in the first step
-        names: list[str] = []
-        try:
-            for item, param, rank in zip(items, params, priorities, strict=True):
-                names.append(self.add_request(item, param, priority=rank, stream=stream))
-                if room > 0:
-                    room -= len(self._requests[names[-1]].prompt_token_ids)
-                    if room <= 0:
-                        self._step_for(())
-        except BaseException as error:
-            self.abort(names)
-            if isinstance(error, RequestError) and len(items) > 1:
-                error.args = (f"prompt {len(names)}: {error}",)
-            raise
-        return names
-
     def embed(self, token_ids: list[int], pooling: str = "last") -> list[float] | None:
         """The hidden state behind the last token, or the mean of all, at unit length; None while blocks lack."""
-        self._check_open()
+        self.check_open()
         if pooling not in POOLINGS:
             raise RequestError(f"pooling={pooling!r}: must be one of {', '.join(POOLINGS)}")
         params = SamplingParams(prompt_logprobs=0)  # no token's hidden state may come out of the prefix cache
@@ -327,7 +278,7 @@ class LLMEngine:
 
     def check_health(self) -> None:
         """EngineError if the engine cannot go on."""
-        self._check_open()
+        self.check_open()
         try:
             self._core.executor.check()
         except EngineError as error:
@@ -355,12 +306,13 @@ class LLMEngine:
         self._watched.clear()
         self._undelivered.clear()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise EngineClosedError if the engine was closed."""
         if self._closed is not None:
             raise EngineClosedError(self._closed) from self._cause
 
     def reset_prefix_cache(self) -> None:
-        self._check_open()
+        self.check_open()
         self._core.scheduler.block_manager.reset_prefix_cache()
 
     # --- small parts --------------------------------------------------------------------------------------------------

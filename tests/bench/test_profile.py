@@ -84,7 +84,7 @@ OURS = {
 def test_every_kernel_of_ours_has_its_kind() -> None:
     assert {kind: [name for name in names if Kernel(name, 0, 1).kind == kind] for kind, names in OURS.items()} == OURS
     found = [
-        name for path in KERNELS.glob("*.py") for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)
+        name for path in KERNELS.rglob("*.py") for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)
     ]
     assert sorted(found) == sorted(sum(OURS.values(), []))
 

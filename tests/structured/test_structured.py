@@ -199,7 +199,7 @@ def keywords(schema: Any) -> set[str]:
 def accepts(llm: LLM, spec: StructuredOutputs, value: Any) -> bool:
     """True if the guide allows every token of the value, and EOS after it."""
     assert llm.tokenizer is not None
-    guide = llm.compiler.compile(spec).guide()
+    guide = llm.llm_engine.compiler.compile(spec).guide()
     mask = guide.mask_after(())
     for token in [*llm.tokenizer.encode(json.dumps(value, ensure_ascii=False), False), 2]:
         if mask is None or not mask[token // 8] >> token % 8 & 1:
@@ -212,7 +212,7 @@ def test_sample_has_enough_of_both(llm: LLM) -> None:
     kept = 0
     for case in SCHEMAS:
         try:
-            llm.compiler.compile(StructuredOutputs(json=case["schema"]))
+            llm.llm_engine.compiler.compile(StructuredOutputs(json=case["schema"]))
             kept += 1
         except RequestError:
             pass
