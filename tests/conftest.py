@@ -1,4 +1,4 @@
-"""What all tests share: no network, a bounded thread pool, the default model, and an eye on skipped tests."""
+"""Setup for all tests: no network, a limited number of threads, the default model, a check of skipped tests."""
 
 import os
 import signal
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-# Before anything imports torch or the hub's client, which read these once.
+# Set before anything imports torch or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: without a GPU they run in NumPy
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: without a GPU, kernels run in the interpreter
 
-# A shell starts what it runs in the background deaf to Ctrl-C, and so would be all that the tests start and interrupt.
+# A shell starts background jobs with SIGINT ignored. Child processes inherit that, and some tests interrupt theirs.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -24,7 +24,7 @@ EXPECTED_SKIPS = ("needs a GPU", "needs the Qwen3 tokenizer")
 
 
 class SkipGuard:
-    """With NANOVLLM_FAIL_ON_SKIP=1, fails the session if a test was skipped for a reason not expected."""
+    """With NANOVLLM_FAIL_ON_SKIP=1, fails the session if a test was skipped for a reason not in EXPECTED_SKIPS."""
 
     def __init__(self) -> None:
         self.unexpected: list[str] = []
@@ -72,7 +72,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
-    """The default model's GGUF file; `make test` has put it into the cache."""
+    """The default model's GGUF file, which `make test` downloads into the cache."""
     from nanovllm.errors import ModelNotFoundError
     from nanovllm.utils import hub
 

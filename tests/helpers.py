@@ -1,4 +1,4 @@
-"""Tiny random models of every family, and what transformers, which made them, answers: the oracle of the engine."""
+"""Tiny random models of every family, made with transformers, whose answers are the reference for the engine."""
 
 import functools
 import json
@@ -22,14 +22,14 @@ transformers.utils.logging.set_verbosity_error()
 TOKENIZER = Path(__file__).parent / "data" / "tokenizer"
 VOCAB_SIZE = 160
 BLOCK_SIZE = 16
-CLEAR_MARGIN = 2e-4  # between the oracle's best two logits; rounding moves a logit by less than a tenth of this
+CLEAR_MARGIN = 2e-4  # between the reference's two largest logits; rounding changes a logit by less than a tenth of this
 
-_FOLDERS = tempfile.TemporaryDirectory(prefix="nanovllm-tests-")  # lives as long as the test session
+_FOLDERS = tempfile.TemporaryDirectory(prefix="nanovllm-tests-")  # removed at the end of the test session
 
 
 @dataclass(frozen=True)
 class Family:
-    """A config for transformers, and how its checkpoint is written."""
+    """A config for transformers, and how its checkpoint is saved."""
 
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,  # so small that short prompts feel the scaling
+    "original_max_position_embeddings": 64,  # small, so that the scaling affects short prompts
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -97,14 +97,14 @@ FAMILIES = {
         stacked_experts=True,
     ),
 }
-# With heads that two ranks can share.
+# With numbers of heads that two ranks can divide.
 EVEN_FAMILIES = {
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),
     "qwen3-moe-stacked-even": replace(FAMILIES["qwen3-moe-stacked"], heads=(4, 2)),
 }
-TEXT_MODEL = "llama-text"  # with a tokenizer, and so with its vocabulary
+TEXT_MODEL = "llama-text"  # has a tokenizer and its vocabulary
 TEXT_FAMILY = Family("llama", heads=(6, 2), seed=6)
 
 
@@ -117,7 +117,7 @@ def family_of(name: str) -> Family:
 
 @functools.cache
 def reference(name: str) -> transformers.PreTrainedModel:
-    """The model in transformers: float32, plain attention, every parameter random."""
+    """The model in transformers: float32, eager attention, every parameter random."""
     text = name == TEXT_MODEL
     family = family_of(name)
     config = transformers.AutoConfig.for_model(
@@ -144,7 +144,7 @@ def reference(name: str) -> transformers.PreTrainedModel:
 
 
 def _randomize(model: transformers.PreTrainedModel, seed: int) -> None:
-    """Weights large enough for decided answers; norms and biases too, so that none can be left out unnoticed."""
+    """Random weights, large enough for clear argmaxes; also norms and biases, so that a test notices a missing one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -158,7 +158,7 @@ def _randomize(model: transformers.PreTrainedModel, seed: int) -> None:
 
 @functools.cache
 def model_dir(name: str) -> Path:
-    """The checkpoint of a family, as save_pretrained writes it."""
+    """The checkpoint folder of a family, written by save_pretrained."""
     folder = Path(_FOLDERS.name) / name
     family = family_of(name)
     reference(name).save_pretrained(
@@ -174,7 +174,7 @@ def model_dir(name: str) -> Path:
 
 
 def _spell_as_before(config: dict[str, Any]) -> None:
-    """A config of transformers 5 in the words of transformers 4."""
+    """Rewrite a config of transformers 5 with the field names of transformers 4."""
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
@@ -191,7 +191,7 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object], file: st
 
 
 def copy_of(name: str, folder: Path) -> Path:
-    """A checkpoint that a test may damage."""
+    """A copy of a checkpoint, which a test may change."""
     return copytree(model_dir(name), folder / name)
 
 
@@ -199,7 +199,7 @@ def copy_of(name: str, folder: Path) -> Path:
 
 
 def open_llm(name: str | Path, **options: Any) -> LLM:
-    """An engine on a family's checkpoint, or on a folder, small and exact unless told otherwise."""
+    """An engine for a family's checkpoint or a folder, with small sizes and float32 unless `options` say otherwise."""
     folder = model_dir(name) if isinstance(name, str) else name
     small = {
         "device": "cpu",
@@ -226,7 +226,7 @@ def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[
     return torch.randint(3, vocab_size, (length,), generator=generator).tolist()
 
 
-UNLIKELY = 1e-4  # p-value below which a distribution is wrong; seeds are fixed, so a test that passes always passes
+UNLIKELY = 1e-4  # p-value below which a distribution counts as wrong; seeds are fixed, so results repeat
 
 
 def assert_distributed(tokens: np.ndarray, probabilities: np.ndarray) -> None:
@@ -234,7 +234,7 @@ def assert_distributed(tokens: np.ndarray, probabilities: np.ndarray) -> None:
     counts = np.bincount(tokens, minlength=len(probabilities))
     assert not counts[probabilities == 0].any(), "a token that was cut off was drawn"
     wanted = probabilities * len(tokens)
-    rare = wanted < 5  # counted together: chi-square wants some of each kind
+    rare = wanted < 5  # counted together: chi-square needs several draws of each kind
     counts, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(wanted[~rare], wanted[rare].sum())
     possible = wanted > 0
     if possible.sum() > 1:
@@ -245,9 +245,9 @@ def assert_distributed(tokens: np.ndarray, probabilities: np.ndarray) -> None:
 
 
 def assert_greedy(name: str, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
-    """These are the tokens that transformers, given the prompt, generates greedily.
+    """Assert that transformers, given the prompt, generates these tokens greedily.
 
-    One forward pass over prompt and tokens tells: each token must be the argmax behind those before it.
+    One forward pass over prompt and tokens is enough: each token must be the argmax after the tokens before it.
     """
     best, margin = _argmax(name, (*prompt, *token_ids[:-1]))
     begin = len(prompt) - 1
@@ -257,13 +257,13 @@ def assert_greedy(name: str, prompt: Sequence[int], token_ids: Sequence[int]) ->
 
 @functools.cache
 def _argmax(name: str, token_ids: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    """The most likely token behind each position, and how far its logit is above the next one's."""
+    """The most likely token after each position, and the difference of its logit to the second largest."""
     (best, second), ids = (part.T for part in reference_logits(name, token_ids).topk(2))
     return ids[0].tolist(), (best - second).tolist()
 
 
 def generate_by_reference(name: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """transformers' own loop, with its own cache."""
+    """Tokens from transformers' own generate loop and cache."""
     answer = reference(name).generate(
         torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

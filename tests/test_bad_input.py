@@ -1,4 +1,4 @@
-"""Whatever cannot be honoured is refused, by the right kind of error, with a message that says what and why."""
+"""Invalid requests, options and checkpoints are refused with the right error and a message that says what and why."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def llm() -> Iterator[LLM]:
 
 
 def assert_goes_on(llm: LLM) -> None:
-    """Nothing of a refused request is left, and the next one runs."""
+    """Assert that nothing of a refused request is left and that the next request runs."""
     assert llm.is_finished()
     scheduler_of(llm).check()
     (output,) = llm.generate(prompt_of(4), greedy_params(3), use_tqdm=False)
@@ -421,7 +421,7 @@ def test_damaged_tokenizer(damage: str, tmp_path: Path) -> None:
     do_damage(folder)
     with pytest.raises(CheckpointError, match=message):
         open_llm(folder, skip_tokenizer_init=False)
-    with open_llm(folder, skip_tokenizer_init=True) as llm:  # the weights are sound
+    with open_llm(folder, skip_tokenizer_init=True) as llm:  # the weights are valid
         assert llm.generate([5], greedy_params(1), use_tqdm=False)
 
 

@@ -1,4 +1,4 @@
-"""Every option Config refuses, with its message; what it accepts at the edge; the nearest name for an unknown one."""
+"""Config: refused values with their messages, accepted limits, the nearest known name for an unknown option."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: greedy tokens equal transformers', however a step is run, and closing gives all back."""
+"""The engine on a GPU: greedy tokens equal those of transformers in every mode, and closing frees all memory."""
 
 import random
 import sys
@@ -66,7 +66,7 @@ def test_a_graph_a_launched_step_and_a_step_ahead_draw_the_same_tokens(dtype: st
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
 def test_dependent_launches_change_nothing(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """Kernels that start while others still run read ahead nothing that these write, from sixteen rows down to one."""
+    """A kernel that starts before its predecessor ends reads nothing early that it writes; 16 rows to 1."""
     prompts = [prompt_of(5 + 6 * i, seed=13) for i in range(16)]
     params = [SamplingParams(temperature=0.9, seed=i, max_tokens=8 + 4 * i, ignore_eos=True) for i in range(16)]
     options = {"dtype": "bfloat16", "max_num_seqs": 16, "num_kvcache_blocks": 256}
@@ -83,7 +83,7 @@ def test_dependent_launches_change_nothing(monkeypatch: pytest.MonkeyPatch, fami
 
 
 def test_sampling_features_equal_those_of_the_cpu() -> None:
-    """Stages, logprobs and cuts: another path on a GPU, the same numbers."""
+    """Logits processors, logprobs, top-k and top-p take another path on a GPU and give the same numbers."""
     params = [
         SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True, logprobs=3, repetition_penalty=1.3),
         SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={7: 2.0}, prompt_logprobs=2),
@@ -106,7 +106,7 @@ def test_sampling_features_equal_those_of_the_cpu() -> None:
 
 
 def test_guided_rows_among_others_equal_those_of_the_cpu() -> None:
-    """A step that waits for masks after its forward has begun; rows without a grammar share it."""
+    """Sampling waits for masks after the forward pass has started, in a step with rows that have no grammar."""
     forms: list[StructuredOutputs | None] = [
         StructuredOutputs(regex=r"\d{3}-(ab|cd)+"),
         None,
@@ -124,7 +124,7 @@ def test_guided_rows_among_others_equal_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3-moe"])
 def test_deterministic_means_the_same_bits_in_any_company(family: str) -> None:
-    """Alone, in a crowd, chunked, from the prefix cache, preempted: one request, one answer, in bfloat16."""
+    """A request gives the same tokens alone, in a batch, chunked, from the prefix cache and preempted, in bfloat16."""
     prompt, params = prompt_of(60, seed=9), SamplingParams(temperature=1.0, seed=8, max_tokens=40, logprobs=2)
     others = [prompt_of(length, seed=10) for length in (5, 100, 31, 64, 17, 80)]
     busy = [prompt, *others]
@@ -139,7 +139,7 @@ def test_deterministic_means_the_same_bits_in_any_company(family: str) -> None:
     answers = {}
     for name, (options, prompts) in ways.items():
         with open_on_gpu(family, dtype="bfloat16", deterministic=True, **options) as llm:
-            for repetition in range(2):  # the second time from the prefix cache
+            for repetition in range(2):  # the second time with the prefix cache
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 answer = outputs[prompts.index(prompt)].outputs[0]
                 answers[name, repetition] = (answer.token_ids, [list(x.values()) for x in answer.logprobs])
@@ -149,7 +149,7 @@ def test_deterministic_means_the_same_bits_in_any_company(family: str) -> None:
 
 
 def test_fp8_keeps_to_the_point() -> None:
-    """A cache of half the size; what is said of the most likely tokens moves little."""
+    """The fp8 cache takes half the memory, and the logprobs of likely tokens change little."""
     prompts = [prompt_of(length, seed=12) for length in (20, 90, 150)]
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     found = []
@@ -163,7 +163,7 @@ def test_fp8_keeps_to_the_point() -> None:
 
 
 def test_ten_thousand_requests_leave_nothing_behind() -> None:
-    """Random lengths, aborts and a cache that is always too small: blocks and memory end where they began."""
+    """Random lengths, aborts and a cache that is always too small: free blocks and memory end where they began."""
     choose = random.Random(0)
     with open_on_gpu("qwen3", num_kvcache_blocks=40, max_num_seqs=32, max_num_batched_tokens=128) as llm:
         warm = greedy_params(4)
@@ -201,7 +201,7 @@ def test_the_cache_is_sized_from_free_memory_and_given_back() -> None:
     free, total = torch.cuda.mem_get_info()
     share = 0.2 + 1 - free / total
     with open_on_gpu("llama", num_kvcache_blocks=-1, gpu_memory_utilization=share, max_num_seqs=2) as llm:
-        # two sequences of 256 tokens are all that can run, so no more blocks are taken than they need
+        # at most two sequences of 256 tokens run, so no more blocks are allocated than they need
         assert scheduler_of(llm).config.num_blocks == 2 * 256 // 16
         llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
         assert torch.cuda.memory_allocated() > before
@@ -209,7 +209,7 @@ def test_the_cache_is_sized_from_free_memory_and_given_back() -> None:
 
 
 def test_other_tenants_are_respected() -> None:
-    """With half of the GPU taken by somebody else, the cache stays within what is left of the share."""
+    """With half of the GPU used by another program, the cache stays within what is left of gpu_memory_utilization."""
     free, total = torch.cuda.mem_get_info()
     tenant = torch.empty(int(0.5 * total), dtype=torch.uint8, device="cuda")
     try:

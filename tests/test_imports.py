@@ -1,4 +1,4 @@
-"""The rule of the house: who may import whom, what stays free of torch, and what appears nowhere."""
+"""Which module may import which, which modules import no torch, and what no module may use."""
 
 import ast
 import subprocess
@@ -10,7 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
-# Left may import right, and whatever those may import; never back. A name covers everything under it, the longest wins.
+# A name on the left may import the names on its right and what those may import; never the other way. A name covers
+# all modules under it; the longest matching name counts.
 RULE = """
 __main__ -> cli -> server, bench -> nanovllm -> llm, remote
 llm -> engine -> executor -> runner -> models
@@ -27,11 +28,11 @@ cli -> simulate -> bench
 simulate -> remote.routing
 cli -> bench.server_overhead -> server, bench
 """
-# Imported by all; they import nothing of ours but each other.
+# Every module may import these; they import only each other.
 FOUNDATION = {"config", "option", "state", "models.spec", "sampling_params", "outputs", "errors", "plan"}
-# Imported by all but the foundation; they import nothing of ours but the foundation.
+# Every module except the foundation may import these; they import only the foundation.
 LEAVES = {"utils", "remote.routing", "remote.frames", "remote.children"}
-# Of the engine package, these see only the foundation and each other.
+# These modules of the engine package import only the foundation and each other.
 CONTROL_PLANE = {"engine.sequence", "engine.block_manager", "engine.scheduler"}
 TORCH_FREE = FOUNDATION | CONTROL_PLANE | {"utils.hub", "utils.logging", "remote.routing", "simulate.runs"}
 
@@ -41,7 +42,7 @@ BANNED_CALLS = {"eval", "exec"}
 
 
 def parse_rule(text: str) -> dict[str, set[str]]:
-    """Each name of the rule with everything it may import, directly or through others."""
+    """For each name of the rule, all names that it may import, directly or through others."""
     allowed: dict[str, set[str]] = {}
     for line in text.strip().splitlines():
         groups = [[name.strip() for name in group.split(",")] for group in line.split("->")]
@@ -72,7 +73,7 @@ SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def place(module: str) -> str | None:
-    """The rule's name that covers the module."""
+    """The name in the rule that covers the module."""
     known = ALLOWED.keys() | FOUNDATION | LEAVES
     parts = module.split(".")
     candidates = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
@@ -94,7 +95,7 @@ def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[str
 
 
 def our_module(name: str, modules: set[str]) -> str | None:
-    """The module of ours that a full dotted name lies in; None for other people's."""
+    """The nanovllm module that a full dotted name belongs to; None for other packages."""
     if name.split(".")[0] != "nanovllm":
         return None
     parts = name.split(".")[1:]
@@ -129,7 +130,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def banned_uses(source: str) -> list[str]:
-    """Line and name of whatever must not appear anywhere: pickle in any guise, code from text, `global`."""
+    """Line and name of everything that no module may use: pickle in any form, code from text, `global`."""
     tree = ast.parse(source)
     found = []
     for name in imported_names(tree, "nanovllm", True):
@@ -175,7 +176,7 @@ def test_no_torch_is_loaded_by_front_door_and_control_plane() -> None:
 
 
 def test_import_is_quick() -> None:
-    # Takes well under 0.1 s; the bound leaves room for a busy machine but not for torch, which needs a second.
+    # Takes well under 0.1 s; the limit allows for a busy machine but not for torch, which needs a second.
     script = "import time\nbegin = time.perf_counter()\nimport nanovllm\nprint(time.perf_counter() - begin)"
     command = [sys.executable, "-c", script]
     runs = [subprocess.check_output(command, cwd=PACKAGE.parent, text=True, timeout=60) for _ in range(5)]

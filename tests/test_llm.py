@@ -1,4 +1,4 @@
-"""The front door: what goes in, what comes out, and what happens on the way."""
+"""`LLM`: prompts, outputs, finish reasons, the step loop, conversations, beam search, threads."""
 
 import gc
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def free(llm: LLM) -> RequestOutput:
-    """What the model says greedily when nothing stops it."""
+    """The model's greedy output without stop conditions."""
     return one(llm, TEXT, greedy_params(40))
 
 
@@ -51,7 +51,7 @@ def encode(llm: LLM, text: str) -> list[int]:
     return llm.tokenizer.encode(text)
 
 
-# --- what goes in -----------------------------------------------------------------------------------------------------
+# --- prompts ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_garbage_collector_does_not_look_through_the_prompts(llm: LLM) -> None:
@@ -67,7 +67,7 @@ def test_the_garbage_collector_does_not_look_through_the_prompts(llm: LLM) -> No
         during = collections.count("start")
     finally:
         gc.callbacks.remove(count)
-    assert during <= 1  # when all are answered
+    assert during <= 1  # when all have finished
     assert gc.get_threshold()[0] < 10_000
 
 
@@ -75,7 +75,7 @@ def test_the_garbage_collector_does_not_look_through_the_prompts(llm: LLM) -> No
 def test_the_device_starts_before_the_last_prompt_is_in(
     overlap: bool, priority: Any, before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With three of six prompts there is enough for a first step; where some may come before others all are awaited."""
+    """Three of six prompts fill a first step. With priorities, or without overlap, all are added before it."""
     prompts = [prompt_of(20, seed=seed) for seed in range(6)]
     with open_llm("llama", overlap=overlap, max_num_batched_tokens=50) as llm:
         added, launched = [], []
@@ -176,7 +176,7 @@ def test_a_tokenizer_from_elsewhere(tmp_path: Path, free: RequestOutput) -> None
         assert one(llm, TEXT, greedy_params(40))["text"] == free["text"]
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------------
+# --- outputs ----------------------------------------------------------------------------------------------------------
 
 
 def test_both_faces_of_an_output(llm: LLM, free: RequestOutput) -> None:
@@ -230,7 +230,7 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-# --- how it ends ------------------------------------------------------------------------------------------------------
+# --- finish reasons ---------------------------------------------------------------------------------------------------
 
 
 def ending(output: RequestOutput) -> tuple[str | None, int | str | None]:
@@ -247,7 +247,7 @@ def test_length(llm: LLM) -> None:
 def test_without_max_tokens_the_cache_is_the_limit() -> None:
     with open_llm(TEXT_MODEL, num_kvcache_blocks=2) as llm:
         output = one(llm, prompt_of(20), SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
-    assert len(output["token_ids"]) == 13  # the last of 33 tokens needs no place in 2 blocks
+    assert len(output["token_ids"]) == 13  # the last of 33 tokens needs no slot in the 2 blocks
     assert_greedy(TEXT_MODEL, prompt_of(20), output["token_ids"])
 
 
@@ -332,7 +332,7 @@ def test_tokens_of_logprobs_are_spelled_out(llm: LLM) -> None:
         assert all(entry.decoded_token == decode(token) for token, entry in entries.items())
 
 
-# --- driving the loop -------------------------------------------------------------------------------------------------
+# --- the step loop ----------------------------------------------------------------------------------------------------
 
 
 def test_stream_grows_to_what_generate_gives(llm: LLM) -> None:
@@ -358,7 +358,7 @@ def test_stream_grows_to_what_generate_gives(llm: LLM) -> None:
             for old, new in grown:
                 assert new.text.startswith(old.text)
                 assert new.token_ids[: len(old.token_ids)] == old.token_ids
-        assert len(outputs) >= len(wanted["token_ids"])  # a report for every token
+        assert len(outputs) >= len(wanted["token_ids"])  # one output per token
 
 
 def test_a_stop_string_is_never_streamed_not_even_its_beginning(llm: LLM, free: RequestOutput) -> None:
@@ -401,7 +401,7 @@ def test_driving_the_loop_by_hand(overlap: bool, free: RequestOutput) -> None:
         assert llm.step() == []
         scheduler_of(llm).check()
         assert scheduler_of(llm).block_manager.num_available == scheduler_of(llm).config.num_blocks
-        assert llm.add_request(TEXT, greedy_params(1), request_id="mine") == "mine"  # the name is free again
+        assert llm.add_request(TEXT, greedy_params(1), request_id="mine") == "mine"  # the id can be used again
 
 
 def test_a_request_of_higher_priority_goes_first() -> None:
@@ -483,7 +483,7 @@ Beam = tuple[list[int], float]
 
 
 def plain_beam_search(prompt: list[int], params: BeamSearchParams, eos: set[int]) -> list[Beam]:
-    """vLLM's rules on transformers' logprobs: tokens and cumulative logprob of the best beams."""
+    """Beam search by vLLM's rules with transformers' logprobs: tokens and cumulative logprob of the best beams."""
     eos = set() if params.ignore_eos else eos
 
     def score(beam: Beam) -> float:
@@ -506,7 +506,7 @@ def plain_beam_search(prompt: list[int], params: BeamSearchParams, eos: set[int]
 
 @pytest.fixture(scope="module")
 def beam_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """A model that ends a text with any of 20 tokens, so that beams do end."""
+    """A model with 20 end tokens, so that some beams end."""
     folder = copy_of("llama", tmp_path_factory.mktemp("beams"))
     edit_config(folder, lambda config: config.update(eos_token_id=list(range(20))))
     with open_llm(folder, max_num_seqs=16) as llm:
@@ -525,7 +525,7 @@ def beam_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     ids=str,
 )
 def test_beam_search(beam_llm: LLM, params: BeamSearchParams) -> None:
-    prompts = [prompt_of(2), prompt_of(30)]  # with a short one the length counts
+    prompts = [prompt_of(2), prompt_of(30)]  # with the short one the length penalty matters
     reasons = set()
     for prompt, output in zip(prompts, beam_llm.beam_search(prompts, params), strict=True):
         expected = plain_beam_search(prompt, params, set(range(20)))
@@ -546,7 +546,7 @@ def test_a_beam_of_one_is_greedy(llm: LLM, free: RequestOutput) -> None:
     assert beam.text == llm.tokenizer.decode(free["token_ids"][:12])  # type: ignore[union-attr]
 
 
-# --- before and around ------------------------------------------------------------------------------------------------
+# --- plan, limits, cache types ----------------------------------------------------------------------------------------
 
 
 def test_plan_tells_what_opening_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -567,7 +567,7 @@ def test_length_is_limited_by_the_model() -> None:
 
 
 def test_cache_in_16_bits() -> None:
-    """Coarser, so not token for token; but near."""
+    """A 16-bit cache rounds, so logprobs are compared with a tolerance."""
     prompt = prompt_of(30)
     with open_llm("llama", kv_cache_dtype="bfloat16", max_num_batched_tokens=8) as llm:
         output = one(llm, prompt, greedy_params(1, prompt_logprobs=0))

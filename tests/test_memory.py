@@ -1,4 +1,4 @@
-"""Memory comes back when an engine closes, loading takes one model's worth of it, engines do not disturb each other."""
+"""Closing an engine frees its memory, loading needs the memory of one model, and two engines do not interfere."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def make_checkpoint(folder: Path, num_layers: int) -> int:
-    """A model of about 37 MiB a layer in float32, without an embedding to speak of; returns its bytes."""
+    """Write a model of about 37 MiB per layer in float32 with a very small embedding; returns its size in bytes."""
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=1024,
@@ -55,7 +55,7 @@ def resident() -> int:
 def test_open_and_close_leave_nothing_behind(tmp_path: Path) -> None:
     size = make_checkpoint(tmp_path, num_layers=2)
     assert size > 60 * MIB
-    for _ in range(2):  # allocators and thread pools settle
+    for _ in range(2):  # until allocators and thread pools no longer grow
         run_once(tmp_path)
     before = resident()
     for _ in range(4):
@@ -64,7 +64,7 @@ def test_open_and_close_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_the_next_engine_takes_the_place_of_the_closed_one(tmp_path: Path) -> None:
-    """Though the closed one's object lives. (An allocator may keep freed memory, so a single RSS says little.)"""
+    """Even while the closed engine's object exists. (Allocators keep freed memory, so a single RSS says little.)"""
     size = make_checkpoint(tmp_path, num_layers=2)
     first = open_llm(tmp_path)
     first.generate([5], greedy_params(2), use_tqdm=False)
@@ -113,7 +113,7 @@ def test_loading_takes_one_models_worth(tmp_path: Path, sharded: bool) -> None:
 
 
 def test_two_engines_at_once() -> None:
-    """Of different families and sizes, their steps interleaved."""
+    """Two engines of different families and sizes, with interleaved steps."""
     prompts = [prompt_of(20), prompt_of(33)]
     with open_llm("qwen3") as one, open_llm("mistral", overlap=True, kvcache_block_size=32) as two:
         done: dict[str, list[list[int]]] = {"qwen3": [], "mistral": []}
@@ -131,7 +131,7 @@ def test_two_engines_at_once() -> None:
             assert_greedy(name, prompt, tokens)
 
 
-# --- after the end ----------------------------------------------------------------------------------------------------
+# --- after close and after failures -----------------------------------------------------------------------------------
 
 
 def assert_closed(llm: LLM, message: str) -> None:
@@ -191,7 +191,7 @@ def test_a_step_that_fails_closes_the_engine_and_names_the_cause(
 
 
 def test_the_cause_is_named_also_where_closing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU after an illegal access, which frees no memory any more."""
+    """As after an illegal access on a GPU, when freeing memory fails too."""
     llm = open_llm(TEXT_MODEL)
 
     def fail(message: str) -> None:
@@ -211,7 +211,7 @@ def test_a_failure_to_open_leaves_no_memory_behind(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     used = []
-    for _ in range(10):  # a leak adds up; what allocators keep, which differs by tens of megabytes, does not
+    for _ in range(10):  # a leak adds up; memory kept by allocators varies by tens of megabytes but does not grow
         with pytest.raises(ValueError, match="9 missing"):
             open_llm(tmp_path)
         used.append(resident())

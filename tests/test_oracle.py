@@ -1,4 +1,4 @@
-"""Greedy tokens and logprobs equal transformers', family by family, whatever way the engine takes to them."""
+"""Greedy tokens and logprobs equal those of transformers, for every family and every mode of the engine."""
 
 from itertools import product
 
@@ -46,7 +46,7 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
         num_kvcache_blocks=7 if tight else 64,
     )
     with llm:
-        for round_ in range(1 + prefix_cache):  # the second one finds the first one's blocks
+        for round_ in range(1 + prefix_cache):  # the second round finds the blocks of the first
             outputs = llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
             for prompt, output in zip(PROMPTS, outputs, strict=True):
                 assert len(output["token_ids"]) == MAX_TOKENS
@@ -77,7 +77,7 @@ WAYS = {
 
 
 def assert_scores(entries: dict[int, Logprob], expected: Tensor, token: int, num_top: int) -> None:
-    """One position: vLLM's dictionary of the token and the `num_top` most likely, against [vocab] logprobs."""
+    """Compare one position's logprobs, the token and the `num_top` most likely, to [vocab] reference logprobs."""
     values, ids = expected.topk(num_top)
     assert set(entries) == {token, *ids.tolist()}
     assert next(iter(entries)) == token
@@ -91,12 +91,12 @@ def assert_scores(entries: dict[int, Logprob], expected: Tensor, token: int, num
     [("llama", "chunked")] + [(family, way) for family in FAMILIES for way in WAYS if way != "chunked"],
 )
 def test_logprobs(family: str, way: str) -> None:
-    """Of prompt and completion, some asked for by one request and some by others in the same batch."""
+    """Logprobs of prompt and completion; requests of one batch ask for different numbers of them."""
     wishes = [(5, 3), (0, None), (None, 0), (2, 7), (None, None)]
     params = [greedy_params(MAX_TOKENS, logprobs=a, prompt_logprobs=b) for a, b in wishes]
     prompts = [PROMPTS[0], PROMPTS[3], SHARED, PROMPTS[0], PROMPTS[5]]
     with open_llm(family, **WAYS[way]) as llm:
-        llm.generate(PROMPTS[:1], greedy_params(1), use_tqdm=False)  # leaves the shared prefix in the cache
+        llm.generate(PROMPTS[:1], greedy_params(1), use_tqdm=False)  # puts the shared prefix into the cache
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert (scheduler_of(llm).num_preemptions > 0) == ("preempted" in way)
     for output, (num_top, num_prompt_top) in zip(outputs, wishes, strict=True):
@@ -124,7 +124,7 @@ def test_logprobs(family: str, way: str) -> None:
 
 
 def test_logprobs_are_the_models_own_whatever_shapes_the_draw() -> None:
-    """Before temperature, penalties and masks, as vLLM's default is."""
+    """Logprobs are computed before temperature, penalties and masks, as is vLLM's default."""
     params = SamplingParams(
         temperature=0.3, top_k=5, seed=1, max_tokens=10, ignore_eos=True, logprobs=2,
         repetition_penalty=1.5, logit_bias={7: 5.0}, allowed_token_ids=list(range(40)),
@@ -145,7 +145,7 @@ def test_a_prompt_of_one_token_has_no_scores() -> None:
 def test_completions_of_one_prompt_share_its_scores() -> None:
     with open_llm("llama") as llm:
         (output,) = llm.generate(SHARED, greedy_params(3, n=3, prompt_logprobs=1, logprobs=1), use_tqdm=False)
-        assert scheduler_of(llm).block_manager.num_hit_tokens == 2 * 16  # the others need not score it again
+        assert scheduler_of(llm).block_manager.num_hit_tokens == 2 * 16  # the others do not compute it again
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(SHARED)
     expected = reference_logprobs("llama", SHARED + output["token_ids"])
     for completion in output.outputs:

@@ -1,4 +1,4 @@
-"""The default model, in float32: equal to transformers on real questions, and consistent with itself."""
+"""The default model in float32: equal to transformers on real questions, and the same tokens in every mode."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ QUESTIONS = [
     "x+y = 4z, x*y = 4z^2, express x-y in z",
     "Write a C++ program to find the nth Fibonacci number using recursion.",
 ]
-NEAR_TIE = 1e-3  # logits this close may be told apart differently by another order of additions
+NEAR_TIE = 1e-3  # logits this close may change order with another order of additions
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def reference(default_model_path: Path) -> transformers.PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def answers(default_model_path: Path) -> list[RequestOutput]:
-    """Generated the hard way: in chunks, a step ahead, with shared prefixes, and preempted for want of blocks."""
+    """Generated with chunked prefill, overlapped steps, shared prefixes and preemption for lack of blocks."""
     greedy = SamplingParams(temperature=0.0, max_tokens=28, logprobs=0)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=28, logprobs=0)
     options = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_kvcache_blocks": 20, "overlap": True}
@@ -101,5 +101,5 @@ def test_the_capital_of_france(cold_llm: LLM) -> None:
 
 
 def scored(output: RequestOutput) -> list[tuple[dict, int]]:
-    """The logprobs of each token, with the token."""
+    """Each token with its logprobs."""
     return list(zip(output.outputs[0].logprobs or [], output["token_ids"], strict=True))

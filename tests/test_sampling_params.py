@@ -1,4 +1,4 @@
-"""Every value SamplingParams refuses, with its message; what it accepts at the edge; tuples, copies, repr."""
+"""SamplingParams: refused values with their messages, accepted limits, normalisation, copies, repr."""
 
 import math
 from typing import Any

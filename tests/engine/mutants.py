@@ -1,8 +1,8 @@
-"""Small realistic bugs, put into the production classes from outside, and the random workload that must find each.
+"""Small realistic bugs, patched into the production classes, and the random workload that must find each of them.
 
-A mutant is an edit of one or two lines of a method's source, compiled again and monkeypatched in: nothing in production
-knows of it, and a mutant whose lines are gone says so. The workload is fixed by its seed: a tiny random engine and some
-dozens of random operations on it, watched by the harness of `oracle.py`.
+A mutant replaces one or two lines of a method's source; the result is compiled and monkeypatched in. If those lines no
+longer exist, the mutant fails with an error. The workload depends only on its seed: a tiny random engine and dozens of
+random operations on it, checked by the harness of `oracle.py`.
 """
 
 import inspect
@@ -35,7 +35,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
 
 
 def random_prompt(rng: random.Random, harness: Harness) -> tuple[int, ...]:
-    """Something that shares: an earlier prompt, an earlier one with its answer, or a few tokens before common ones."""
+    """A prompt that often shares a prefix: an earlier prompt, one with its answer, or new tokens before common ones."""
     kind = rng.choice(("again", "turn", "document", "document")) if harness.sequences else "document"
     seq, expected = rng.choice(harness.sequences[-4:]) if harness.sequences else (None, None)
     if kind == "again":
@@ -83,7 +83,7 @@ def operate(rng: random.Random, harness: Harness) -> None:
 
 
 def run_workload(seed: int) -> Harness:
-    """Raises as soon as anything is not as it should be."""
+    """Run a random workload; raises at the first failed check."""
     rng = random.Random(seed)
     harness = Harness(random_config(rng), depth=seed % 2, lazy=rng.random() < 0.5)
     for _ in range(60):
@@ -186,7 +186,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "a chunk of an earlier life counts": (
         Edit(Scheduler, "_update_chunks", "or seq.num_preemptions != chunk.num_preemptions", ""),
     ),
-    # a step late
+    # overlapped steps
     "the token of an ended sequence is kept": (
         Edit(Scheduler, "update", "if seq.status is not running:", "if False:"),
     ),

@@ -1,9 +1,9 @@
-"""The token oracle: a fake device whose every token is a hash of all it reads through the block table.
+"""The token oracle: a fake device whose tokens are hashes of everything it reads through the block table.
 
-The fake model has a state like a real one: the KV entry of a position is its number, its token and a digest of every
-entry before it. So a block of the right tokens behind the wrong prefix differs, as it does in a transformer. A wrong
-slot, a stale table, a wrong start, a missing block or a block overwritten by another sequence raises at once or changes
-the tokens; `answer` says, without an engine, what they should have been.
+The fake model has a KV cache like a real one: the entry of a position holds the position, the token and a digest of all
+entries before it. So a block with the right tokens after the wrong prefix differs, as in a transformer. A wrong slot, a
+stale table, a wrong start, a missing block or a block overwritten by another sequence raises an error or changes the
+tokens. `answer` computes the right tokens without an engine.
 """
 
 from collections import deque
@@ -35,14 +35,14 @@ def mix(*values: int) -> int:
 
 
 def entry_state(read: int, position: int, token: int) -> int:
-    """What a position's KV entry holds beside position and token: a digest of the entries before it."""
+    """The third part of a position's KV entry, after position and token: a digest of the entries before it."""
     return mix(1, read, position, token)
 
 
 def sample(
     read: int, *, seed: int, num_completion_tokens: int, min_tokens: int, stop_token_ids: tuple[int, ...]
 ) -> int:
-    """The token that follows what was read; no stop token before `min_tokens`."""
+    """The token after the entries that were read; no stop token before `min_tokens`."""
     token = mix(2, read, seed) % VOCABULARY
     while num_completion_tokens < min_tokens and token in stop_token_ids:
         token = (token + 1) % VOCABULARY
@@ -62,7 +62,7 @@ def score(read: int, chosen: int, num_alternatives: int) -> TokenLogprobs:
 @dataclass(frozen=True, kw_only=True)
 class Request:
     prompt: tuple[int, ...]
-    max_tokens: int | None = 4  # None = as many as there is room for
+    max_tokens: int | None = 4  # None: as many as the cache and max_model_len allow
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seeds: tuple[int, ...] = (0,)  # one for each completion
@@ -77,12 +77,12 @@ class Request:
         return min(len(self.prompt) + self.max_tokens, config.max_model_len)
 
     def fits(self, config: SchedulerConfig) -> bool:
-        """Whether it can run alone in an empty cache: every token but the last needs a slot."""
+        """Whether the request can run alone in an empty cache: every token but the last needs a slot."""
         num_computed = max(len(self.prompt), self.max_num_tokens(config) - 1)
         return 0 < len(self.prompt) < config.max_model_len and num_computed <= config.num_blocks * config.block_size
 
     def sequences(self, number: int, config: SchedulerConfig) -> list[Sequence]:
-        """The leader with its followers hung in."""
+        """The first sequence, with the other completions as its followers."""
         params = SamplingParams(
             n=len(self.seeds),
             max_tokens=self.max_tokens,
@@ -119,7 +119,7 @@ class Answer:
 
 
 def answer(request: Request, index: int, config: SchedulerConfig) -> Answer:
-    """What completion `index` of a request must be, from the model's functions alone."""
+    """The right tokens of completion `index`, computed with the model's functions alone."""
     token_ids = list(request.prompt)
     num_prompt_tokens = len(token_ids)
     logprobs: list[TokenLogprobs] = []
@@ -152,7 +152,7 @@ def answer(request: Request, index: int, config: SchedulerConfig) -> Answer:
 
 
 class Entry(NamedTuple):
-    """One slot of the fake KV cache, and who wrote it."""
+    """One slot of the fake KV cache, and the sequence that wrote it."""
 
     position: int
     token: int
@@ -185,7 +185,7 @@ class FakeHandle:
 
 
 class FakeExecutor:
-    """An executor on nothing: eager runs a step when it is launched, lazy when it is waited for; both in order."""
+    """An executor without a device. Eager: a step runs when it is launched; lazy: when it is waited for."""
 
     def __init__(
         self, config: SchedulerConfig, *, lazy: bool = False, tenant_of: Callable[[int], str | None] = lambda row: None
@@ -195,7 +195,7 @@ class FakeExecutor:
         self.num_run = 0
         self._config = config
         self._lazy = lazy
-        self._tenant_of = tenant_of  # the salt behind a row, asked at launch; the plan does not carry it
+        self._tenant_of = tenant_of  # the salt of a row, read at launch; the plan does not contain it
         self._rows: dict[int, Row] = {}
         self._slots: list[list[Entry | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
 
@@ -300,7 +300,7 @@ class FakeExecutor:
 
 
 class Harness:
-    """An EngineCore over the fake device; every operation is followed by every check there is."""
+    """An EngineCore with the fake device. After every operation all checks run."""
 
     def __init__(
         self, config: SchedulerConfig, *, depth: int = 0, lazy: bool = False, key_type: type[BlockKey] = BlockKey
@@ -324,7 +324,7 @@ class Harness:
         return next(seq.cache_salt for seq in self.scheduler.running if seq.row == row)
 
     def add(self, request: Request) -> bool:
-        """False if the request was refused, as it then must be."""
+        """False if the request was refused; checks that it had to be."""
         sequences = request.sequences(len(self.requests), self.config)
         try:
             self.scheduler.add(sequences[0])
@@ -345,13 +345,13 @@ class Harness:
         assert moved or not had_work, "there is work, but nothing is launched and nothing comes back"
 
     def drain(self) -> None:
-        """Take in all that is under way and launch nothing, so that every running sequence may be preempted."""
+        """Wait for all steps in flight and launch none, so that every running sequence may be preempted."""
         while self.core._pending:
             plan, handle = self.core._pending.popleft()
             self._take_in(self.scheduler.update(plan, handle.wait()))
 
     def abort_targets(self) -> list[int]:
-        """Numbers of sequences in every state: running, waiting, hanging on their leader, ended."""
+        """Numbers of sequences in every state: running, waiting, following another sequence, ended."""
         return [i for i, (seq, _) in enumerate(self.sequences) if seq.row or i >= len(self.sequences) - 3]
 
     def abort(self, number: int) -> None:
@@ -381,7 +381,7 @@ class Harness:
                 assert seq.completion_token_ids == expected.token_ids[:count], f"wrong tokens so far: {seq}"
 
     def run_to_end(self) -> None:
-        """The oldest sequence always advances, so there is a bound on the steps that all of them may take."""
+        """Run until all sequences end. The oldest always advances, so the number of steps is bounded."""
         limit = sum(3 * seq.max_num_tokens + 8 for seq, _ in self.sequences if not seq.finished) + 8
         for _ in range(limit):
             if not self.core.has_work:

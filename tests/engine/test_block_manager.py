@@ -1,4 +1,4 @@
-"""Blocks one at a time: sharing, eviction order, exact identities, and what must be refused."""
+"""The block manager: sharing, eviction order, exact block keys, and what it must refuse."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def make_seq(*token_ids: int, salt: str | None = None, prompt_logprobs: int | No
 
 
 def compute(manager: BlockManager, seq: Sequence) -> None:
-    """As if all tokens of the sequence had been computed."""
+    """Mark all tokens of the sequence as computed."""
     seq.num_computed_tokens = seq.num_tokens
     manager.cache_full_blocks(seq, seq.num_tokens)
 
@@ -36,7 +36,7 @@ def run_and_free(manager: BlockManager, *token_ids: int, salt: str | None = None
 
 
 def num_hits(manager: BlockManager, *token_ids: int, salt: str | None = None) -> int:
-    """Tokens that a new sequence would find; leaves no trace but the order of last use."""
+    """Number of tokens that a new sequence would find in the cache; changes only the order of last use."""
     seq = make_seq(*token_ids, salt=salt)
     assert manager.allocate(seq)
     hits = seq.num_computed_tokens
@@ -70,7 +70,7 @@ def test_allocate_that_fails_changes_nothing() -> None:
 
 
 def test_a_hit_that_nobody_uses_is_not_counted_twice() -> None:
-    """Two cached blocks and one free: four are needed, two of them are the cached ones, so one is missing."""
+    """Two blocks are cached and one is free; four are needed, two of which are the cached ones. One is missing."""
     manager = make_manager(num_blocks=3)
     run_and_free(manager, *range(8))
     assert not manager.allocate(make_seq(*range(8), *range(5)))
@@ -85,7 +85,7 @@ def test_append_until_none_is_left() -> None:
     manager.check([seq])
 
 
-# --- what is found ----------------------------------------------------------------------------------------------------
+# --- hits -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_tokens, expected", [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
@@ -120,7 +120,7 @@ def test_only_full_computed_blocks_are_found() -> None:
 
 
 def test_two_sequences_that_computed_the_same_prefix_keep_their_own_blocks() -> None:
-    """Both were admitted before either was computed: the first one's blocks are found, the chain goes on for both."""
+    """Both were admitted before either was computed: later sequences find the first one's blocks and both continue."""
     manager = make_manager(num_blocks=12)
     first, second = make_seq(*range(8)), make_seq(*range(8))
     assert manager.allocate(first) and manager.allocate(second)
@@ -147,12 +147,12 @@ def test_the_same_tokens_behind_another_prefix_are_not_found() -> None:
 
 
 def test_an_identity_is_never_used_again() -> None:
-    """A child of an evicted block is not found behind what its parent's block holds now."""
+    """A child of an evicted block is not found after the new content of its parent's block."""
     manager = make_manager(num_blocks=3, block_size=1)
     first, second = make_seq(1), make_seq(1)
     assert manager.allocate(first) and manager.allocate(second)
     compute(manager, first)
-    compute(manager, second)  # the parent of what follows is the first one's block
+    compute(manager, second)  # the parent of the next block is the first sequence's block
     parent = first.block_table[0]
     second.token_ids.append(5)
     assert manager.append(second)
@@ -216,7 +216,7 @@ def test_large_token_ids_are_told_apart() -> None:
     assert num_hits(manager, 256, 1, 0) == 0
 
 
-# --- what is evicted --------------------------------------------------------------------------------------------------
+# --- eviction ---------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_content_goes_first_then_the_least_recently_used_last_blocks_first() -> None:

@@ -1,4 +1,4 @@
-"""A random life of the control plane, at depth 0 and 1 side by side, held against the token oracle after every step.
+"""Random operations on the control plane at depth 0 and 1 in parallel, compared to the token oracle after every step.
 
 NANOVLLM_HYPOTHESIS_EXAMPLES=5000 runs that many fresh examples instead of the few fixed ones.
 """
@@ -30,7 +30,7 @@ settings.register_profile(
 
 
 class CollidingKey(BlockKey):
-    """Every block hashes alike, so that only the comparison of whole keys tells them apart."""
+    """A key whose hash is always the same, so that only comparing whole keys distinguishes blocks."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class CollidingKey(BlockKey):
 
 
 class ControlPlane(RuleBasedStateMachine):
-    """The harness checks after every operation; here are only the operations."""
+    """The operations. The harness checks after each of them."""
 
     engines: tuple[Harness, ...] = ()
 

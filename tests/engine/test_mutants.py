@@ -1,4 +1,4 @@
-"""The suite can fail: every seeded bug is caught by the checks that the real code passes."""
+"""The checks can fail: they find every bug of `mutants.py`, and pass on the real code."""
 
 import struct
 

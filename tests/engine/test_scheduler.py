@@ -1,4 +1,4 @@
-"""The scheduler's policy, one rule a test: who runs, in what order, with what part of the budget, who gives way."""
+"""The scheduler's policy, one rule per test: which sequences run, in which order and budget, which are preempted."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,7 +79,7 @@ def step(scheduler: Scheduler, token: int = TOKEN) -> StepPlan:
     return plan
 
 
-# --- who runs ---------------------------------------------------------------------------------------------------------
+# --- admission --------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_to_do_is_no_plan() -> None:
@@ -158,7 +158,7 @@ def test_priority_then_arrival_decide_who_is_admitted() -> None:
     assert schedule(scheduler).new_rows[0].token_ids == (3,)
 
 
-# --- the steady step --------------------------------------------------------------------------------------------------
+# --- the unchanged step -----------------------------------------------------------------------------------------------
 
 
 def test_an_unchanged_decode_step_is_the_very_same_plan() -> None:
@@ -391,7 +391,7 @@ def test_a_chunk_of_an_earlier_life_changes_nothing() -> None:
     assert len(seq.prompt_logprobs) == 8 and seq.num_cached_blocks == 2
 
 
-# --- a step ahead -----------------------------------------------------------------------------------------------------
+# --- overlapped steps -------------------------------------------------------------------------------------------------
 
 
 def test_a_late_token_of_an_ended_sequence_is_dropped() -> None:
@@ -507,7 +507,7 @@ def test_abort_of_an_ended_sequence_is_harmless() -> None:
     assert seq.finish_reason == "length"
 
 
-# --- siblings ---------------------------------------------------------------------------------------------------------
+# --- several completions ----------------------------------------------------------------------------------------------
 
 
 def family(num_prompt_tokens: int = 9) -> tuple[Sequence, Sequence, Sequence]:
