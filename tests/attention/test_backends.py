@@ -1,4 +1,4 @@
-"""Every attention backend computes plain attention, whatever lies scattered over the blocks of its cache."""
+"""Every attention backend equals plain attention, with sequences scattered over the blocks of the cache."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def unrotated(head_dim: int) -> torch.Tensor:
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-    """[new, heads, dim] queries, the last of [length, kv_heads, dim] keys and values, in float64 and one by one."""
+    """Attention of [new, heads, dim] queries over [length, kv_heads, dim] keys, in float64, one query at a time."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float64)
     for i in range(len(q)):
@@ -72,7 +72,7 @@ def as_int32(array: np.ndarray) -> torch.Tensor:
 
 
 def block_tables_of(parts: list[tuple[int, int]]) -> np.ndarray:
-    """Blocks in no order, none in two tables; [seqs, blocks of the longest], unused ends point at block 0."""
+    """Block tables in random order without shared blocks: [seqs, blocks of the longest]; unused entries are block 0."""
     order = iter(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist())
     sizes = [-(-(start + new) // BLOCK_SIZE) for start, new in parts]
     tables = np.zeros((len(parts), max(sizes)), dtype=np.int64)
@@ -83,7 +83,7 @@ def block_tables_of(parts: list[tuple[int, int]]) -> np.ndarray:
 
 HEADS, WINDOWS = [(3, 3), (6, 2), (7, 1)], [None, 5, 20, 1000]
 CASES = [("sdpa", heads, window) for heads in HEADS for window in WINDOWS]
-# our kernels have tests of their own, and the interpreter is slow
+# the kernels have their own tests, and the interpreter is slow
 CASES += [(name, heads, window) for name in list(BACKENDS)[1:] for heads, window in [((6, 2), None), ((7, 1), 20)]]
 
 
@@ -109,7 +109,7 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
     )
     (layer,) = backend.make_cache(NUM_BLOCKS)
     cache = layer.kv
-    cache.fill_(1e4)  # leftovers of other requests, which no one may see
+    cache.fill_(1e4)  # old values of other requests, which must not be read
     tables = block_tables_of(parts)
     generator = torch.Generator().manual_seed(0)
     news, expected = [], []
@@ -154,7 +154,7 @@ def test_a_decode_step_that_only_the_device_knows(
     stream_k: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same as the step prepared on the host, with padding among the rows, which leaves everything alone."""
+    """Equal to a step prepared on the host; padding rows among the others write nothing."""
     if DEVICE == "cpu":  # the interpreter runs one program after the other
         monkeypatch.setattr("nanovllm.attention.triton.small_batch_splits", lambda pairs: 3)
     parts = [(40, 1), (3, 1), (100, 1)]

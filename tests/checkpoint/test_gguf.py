@@ -187,7 +187,7 @@ def test_reading_the_config_loads_no_torch(tmp_path: Path) -> None:
 
 
 def random_blocks(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Any bytes are a tensor; NaN and infinite scales among them are part of the test."""
+    """Random bytes as quantized blocks, NaN and infinite scales included."""
     block, size = gguf_header.BLOCKS[name]
     row = shape[-1] // block * size
     return np.random.default_rng(len(name)).integers(0, 256, (*shape[:-1], row), dtype=np.uint8)
@@ -235,7 +235,7 @@ def test_quantized_weights_come_back_close_to_what_was_quantized(tmp_path: Path,
 
 def test_chunks_bound_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "m.gguf", "llama")
-    chunk = HEAD_DIM * HIDDEN  # one head: what the rows of q and k are read by
+    chunk = HEAD_DIM * HIDDEN  # one head: the unit in which rows of q and k are read
     sizes = []
     dequantize = ours._dequantize
     monkeypatch.setattr(ours, "_CHUNK_ELEMENTS", chunk)
@@ -250,7 +250,7 @@ def test_chunks_bound_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe"])
 def test_weights_and_config_equal_transformers(tmp_path: Path, arch: str, tied: bool) -> None:
-    """transformers reads GGUF files itself: an oracle for names, the order of rows and the settings."""
+    """transformers reads GGUF files too: the reference for names, the order of rows and the settings."""
     write_model(tmp_path / "m.gguf", arch, tied=tied)
     config, _, tensors = read(tmp_path / "m.gguf")
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
@@ -271,7 +271,7 @@ def test_weights_and_config_equal_transformers(tmp_path: Path, arch: str, tied: 
 
 
 def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As transformers 5 keeps them: gate and up in one tensor."""
+    """Experts as transformers 5 stores them: gate and up in one tensor."""
     fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(LAYERS):
         part = {kind: f"model.layers.{layer}.mlp.experts.{kind}_proj" for kind in ("gate", "up", "down", "gate_up")}
@@ -282,7 +282,7 @@ def fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_llama_biases_are_reordered_with_their_weights(tmp_path: Path) -> None:
     rows = np.arange(HEADS * HEAD_DIM, dtype=np.float32)
-    # As converters write it: the two halves of each head interleaved.
+    # Converters interleave the two halves of each head.
     written = rows.reshape(HEADS, 2, HEAD_DIM // 2).swapaxes(1, 2).reshape(-1)
     writer = model_writer(tmp_path / "m.gguf", "llama")
     writer.add_tensor("blk.0.attn_q.bias", written.copy())
@@ -590,7 +590,7 @@ TEXTS = [
 
 
 def byte_level_metadata(backend: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
-    """What a converter would write of a byte-level tokenizer."""
+    """The metadata that a converter writes for a byte-level tokenizer."""
     state = json.loads(backend.to_str())
     added = {token["id"]: token for token in state["added_tokens"]}
     texts = {index: token for token, index in state["model"]["vocab"].items()}
@@ -641,7 +641,7 @@ def test_qwen2_kind_equals_the_real_qwen3_tokenizer() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> str:
-    """A small byte-level BPE whose merges cross what some pre-tokenizers split, so that a wrong split shows."""
+    """A small byte-level BPE with merges across the splits of some pre-tokenizers, so that a wrong split is noticed."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -710,7 +710,7 @@ SENTENCEPIECE = ["▁", "a", "b", "c", "▁a", "ab", "aa", "ba", "▁ab", "aab",
 def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "[INST]", *SENTENCEPIECE]
     types = [2, 3, 3] + [6] * 256 + [4] + [1] * len(SENTENCEPIECE)
-    order = [4, 9, 5, 12, 8, 11, 6, 7, 13, 10]  # which merges come first
+    order = [4, 9, 5, 12, 8, 11, 6, 7, 13, 10]  # the order of merges
     scores = [0.0] * 260 + [-float(order.index(i)) if i in order else -100.0 - i for i in range(len(SENTENCEPIECE))]
     return {
         "tokenizer.ggml.model": "llama",
@@ -725,7 +725,7 @@ def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
 
 
 def sentencepiece_encode(text: str, metadata: dict[str, Any]) -> list[str]:
-    """The definition: merge the neighbours that make the piece of the highest score, the leftmost first."""
+    """SentencePiece's definition: merge the neighbours whose piece has the highest score, leftmost first."""
     score = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"], strict=True))
     symbols = list(("▁" + text).replace(" ", "▁"))
     while True:
@@ -810,7 +810,7 @@ def test_tokenizers_that_cannot_be_built(changes: dict[str, Any], message: str) 
         build_tokenizer(sentencepiece_metadata(**changes))
 
 
-# ---- the real thing ----
+# ---- the default model ----
 
 
 def test_the_default_model(default_model_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A part of a stored tensor is the part of the whole, and little else is read for it."""
+"""A slice of a stored tensor equals that slice of the whole tensor, and little more than it is read."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""One rank of the tests: runs every case it takes part in and prints what it saw.
+"""One rank of the tests: runs every case it takes part in and prints the results.
 
-All ranks schedule for themselves, alike, so that each has the same plans in the same order without anyone sending them.
+Each rank runs its own scheduler, so that all have the same plans in the same order without exchanging them.
 """
 
 import json
@@ -39,9 +39,9 @@ class OnlyThese:
 
 @dataclass
 class Seen:
-    """What a rank has to show for a case."""
+    """The results of one rank for one case."""
 
-    token_ids: list[list[int]] = field(default_factory=list)  # a request each
+    token_ids: list[list[int]] = field(default_factory=list)  # one list per request
     logprobs: list[list[list[Any]]] = field(default_factory=list)
     prompt_logprobs: list[list[list[Any]]] = field(default_factory=list)
     embeddings: list[list[float]] = field(default_factory=list)
@@ -106,7 +106,7 @@ def _sequence(index: int, asked: dict[str, Any], vocab_size: int) -> Sequence:
 
 
 def exchange(parallel: Parallel) -> dict[str, Any]:
-    """What the groups of a rank bring it, from tensors that say whose they are: rank 2's is 2.0 everywhere."""
+    """Results of the group operations, with tensors that identify their rank: rank 2's is 2.0 everywhere."""
     world, pipeline, rank = parallel.world, parallel.pipeline, float(parallel.place.rank)
     x = torch.full((2, 1), rank)
     gathered = world.gather(x, to=1)

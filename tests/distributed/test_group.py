@@ -1,4 +1,4 @@
-"""A group of one, places, and meetings that do not come about; `test_parallel_models.py` has real groups."""
+"""A group of one, rank numbers, and groups that cannot form; `test_parallel_models.py` has real groups."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_alone() -> None:
 
 
 def test_places() -> None:
-    """Stage after stage; the first rank of the last stage draws."""
+    """Ranks are numbered stage after stage; the first rank of the last stage samples."""
     places = [Place(rank, 2, 3, 0) for rank in range(6)]
     assert [(place.pipeline_rank, place.tensor_rank) for place in places] == [(s, t) for s in range(3) for t in (0, 1)]
     assert [place.carries_result for place in places] == [False] * 4 + [True, False]
@@ -54,7 +54,7 @@ def test_one_file_knows_torch_distributed() -> None:
 
 @pytest.mark.gpu
 def test_nccl_runs_in_line_with_kernels_and_in_a_graph() -> None:
-    """A communicator of one rank behind a group that believes itself larger: more ranks need more GPUs."""
+    """A communicator of one rank in a group that claims to be larger, because more ranks need more GPUs."""
     device, store = torch.device("cuda", 0), open_store("127.0.0.1")
     group = Group(0, 2, make_backend(store, 0, 1, device, "127.0.0.1", timedelta(seconds=60)))
     x, graph = torch.ones(1024, device=device), torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Several ranks, real processes over gloo, give the tokens of one: every family, split by layer, by head, by both."""
+"""Several ranks (processes over gloo) give the tokens of one: every family, with TP, with PP and with both."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ FAMILIES = (
     *("llama", "llama-old-rope3", "mistral-even", "qwen2-even", "qwen2-upper-layers-slide"),
     *("qwen3", "qwen3-sharded", "qwen3-moe", "qwen3-moe-stacked-even", "llama-bias-even"),
 )
-BOTH = ("qwen3-moe", "qwen2-even")  # where four ranks run, too
+BOTH = ("qwen3-moe", "qwen2-even")  # also run with four ranks
 
 
 def greedy(lengths: tuple[int, ...] = LENGTHS, max_tokens: int = 8, **settings: Any) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def sampled() -> list[dict[str, Any]]:
 
 
 def ways(folder: Path) -> dict[str, dict[str, Any]]:
-    """What is run besides the families, by name; `splits` where not all of them."""
+    """The cases besides the families, by name; `splits` if a case does not run with all of them."""
     guided = greedy((20, 21), max_tokens=6)
     guided[0]["allowed"] = [5, 7, 11]
     tight = {"num_kvcache_blocks": 10, "max_num_seqs": 8}
@@ -80,7 +80,7 @@ Results = dict[tuple[str, str], list[Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """By case and split: what each rank saw. One team of processes runs everything, case by case."""
+    """By case and split: the results of each rank. The same processes run all cases, one after the other."""
     folder = tmp_path_factory.mktemp("ranks")
     plain: dict[str, dict[str, Any]] = {name: {"model": model_dir(name), "requests": greedy()} for name in FAMILIES}
     plain = {name: case | {"splits": tuple(SPLITS)} if name in BOTH else case for name, case in plain.items()}
@@ -105,7 +105,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def _run_ranks(cases: Path) -> Iterator[str]:
-    """What ranks 0 to 3 print, rank after rank."""
+    """The output of ranks 0 to 3, in order."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.rank", str(rank), str(cases)],
@@ -128,7 +128,7 @@ def _run_ranks(cases: Path) -> Iterator[str]:
 
 
 def check_equal(results: Results, name: str) -> Seen:
-    """All ranks of all splits saw the tokens of one rank; returns what that one saw."""
+    """Assert that all ranks of all splits have the tokens of a single rank; returns that rank's results."""
     (alone,) = results[name, "one"]
     for split in ("tensor", "pipeline", "both"):
         for rank, seen in enumerate(results.get((name, split), [])):
@@ -208,7 +208,7 @@ def test_what_groups_exchange(results: Results) -> None:
     """Ranks 0 and 1 are one stage, 2 and 3 the next."""
     ranks = results["exchange", "both"]
     assert all(seen["sum"] == seen["half sum"] == [[6.0], [6.0]] for seen in ranks)
-    assert all(seen["ordered sum"] == [4.0] for seen in ranks)  # the large ones first
+    assert all(seen["ordered sum"] == [4.0] for seen in ranks)  # the large numbers first
     assert all(seen["from 3"] == [[3.0], [3.0]] for seen in ranks)
     first, second = [[0.0], [0.0], [1.0], [1.0]], [[2.0], [2.0], [3.0], [3.0]]
     assert [seen["tensor"] for seen in ranks] == [first, first, second, second]

@@ -1,4 +1,4 @@
-"""A worker whose model raises in a late step, on rank 1 alone."""
+"""A worker whose model raises an error in a later step, on rank 1 only."""
 
 from typing import Any
 

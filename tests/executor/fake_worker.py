@@ -1,4 +1,4 @@
-"""A worker without a model: a plan's first decode row says what shall happen, the second is the token that comes back.
+"""A worker without a model: a plan's first decode row chooses the behaviour, the second is the token it returns.
 
 Run as a program it is a worker's process: `python -m tests.executor.fake_worker FD`.
 """
@@ -76,7 +76,7 @@ class FakeRunner:
             if what == STOPPED:
                 os.kill(os.getpid(), signal.SIGSTOP)
         if what in (RAISE, HANG, KILLED, STOPPED):
-            threading.Event().wait()  # as in a collective whose peer does not come
+            threading.Event().wait()  # as in a collective operation whose peer never joins
         if what == SLOW:
             time.sleep(SLOW_SECONDS)
         return FakeStep(self._rank, plan)
@@ -85,7 +85,7 @@ class FakeRunner:
         return [float(self._rank), *map(float, token_ids)]
 
     def close(self) -> None:
-        # In one piece: where output is not buffered, print() writes word by word, and the ranks share a stream.
+        # In one write: unbuffered print() writes its arguments one by one, and the ranks share a stream.
         os.write(1, f"the runner of rank {self._rank} is closed\n".encode())
 
 

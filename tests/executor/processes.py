@@ -1,15 +1,15 @@
-"""What tests want to know about processes."""
+"""Helpers that ask for the state of processes."""
 
 import time
 from collections.abc import Callable, Iterable
 
 import psutil
 
-SECONDS = 10.0  # generous: the promise is "within seconds", and test machines are busy
+SECONDS = 10.0  # generous, because test machines are busy; the promise is "within seconds"
 
 
 def is_gone(pid: int) -> bool:
-    """Ended; who should take note of that may be gone as well."""
+    """True if the process has ended, also as a zombie whose parent has ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""What an engine of several ranks must answer like one of a single rank, whatever its executor."""
+"""Cases in which an engine of several ranks must give the same answers as one rank, with any executor."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def _assert_near(found: Any, wanted: Any) -> None:
 
 
 def assert_abort_harms_no_other(llm: LLM, wanted: list[RequestOutput]) -> None:
-    """`wanted`: what the greedy case gives."""
+    """`wanted`: the answers of the greedy case."""
     names = [llm.add_request(text, CASES["greedy"]) for text in TEXTS]
     for _ in range(5):
         llm.step()

@@ -1,4 +1,4 @@
-"""Engines whose ranks are processes: the same answers as one process, and an end for everyone when one fails."""
+"""Engines whose ranks are processes: the same answers as one process, and all ranks end when one fails."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, list[RequestOutput]]:
-    """The answers of an engine in this process."""
+    """The answers of a one-rank engine in this process."""
     with open_llm(TEXT_MODEL) as llm:
         return {name: answers(llm, params) for name, params in CASES.items()}
 
@@ -89,7 +89,7 @@ def test_two_engines_at_once(llm: LLM, wanted: dict[str, list[RequestOutput]]) -
 
 
 def begin(llm: LLM) -> None:
-    """Requests that will go on for a while."""
+    """Start requests that run for a while."""
     for text in TEXTS:
         llm.add_request(text, greedy_params(200))
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""What is begun before torch is there: the right files and the right GPU, and silence where there is nothing."""
+"""Work started before torch is imported: the right files and the right GPU, and no error where there is none."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ from nanovllm.executor.head_start import head_start
 
 
 class FakeDriver:
-    """libcuda of a machine with so many GPUs."""
+    """libcuda of a machine with the given number of GPUs."""
 
     def __init__(self, num_gpus: int) -> None:
         self.num_gpus = num_gpus
@@ -37,14 +37,14 @@ class FakeDriver:
 
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the beginning of a process whose torch is built for CUDA."""
+    """The state at the start of a process whose torch is built for CUDA."""
     monkeypatch.setattr(module, "_torch_has_cuda", lambda: True)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
 
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what was begun, none of which runs."""
+    """The names of the tasks that were started; none of them runs."""
     names: list[str] = []
     monkeypatch.setattr(module, "_begin", lambda task: names.append(task.__name__))
     return names
@@ -84,7 +84,7 @@ def test_one_context_on_the_first_gpu(monkeypatch: pytest.MonkeyPatch, begun: li
     driver = FakeDriver(num_gpus)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(module, "usable", lambda device: True)
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # so that it is put back
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # so that monkeypatch restores it
     monkeypatch.delenv("CUDA_MODULE_LOADING")
     module._open_first_gpu()
     assert driver.calls == (["init", "get 0", "retain"] if num_gpus else ["init"])

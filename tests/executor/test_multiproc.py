@@ -1,4 +1,4 @@
-"""Processes that have no model: what goes out and comes back, and every way to fail."""
+"""Worker processes without a model: messages in both directions, and every kind of failure."""
 
 import os
 import random
@@ -64,7 +64,7 @@ def executor() -> Iterator[TeamExecutor]:
     assert all(map(is_gone, pids_of(opened)))
 
 
-# --- what comes back --------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_start_tells_the_smallest_cache_and_how_long_it_took(executor: TeamExecutor) -> None:
@@ -77,7 +77,7 @@ def test_the_start_tells_the_smallest_cache_and_how_long_it_took(executor: TeamE
 def test_results_belong_to_their_plans(executor: TeamExecutor, depth: int) -> None:
     pending = []
     for number in range(40):
-        token = number // 3  # some plans are equal, so their frames are
+        token = number // 3  # some plans are equal, and so are their frames
         pending.append((token, executor.launch(plan_of(ECHO, token))))
         if len(pending) > depth:
             token, step = pending.pop(0)
@@ -141,7 +141,7 @@ def test_idle_workers_use_no_time(executor: TeamExecutor) -> None:
 
 
 def test_a_step_costs_little() -> None:
-    # 0.2 ms on an idle machine; the bound leaves room for a busy one, but not for a sleep or a poll with a period.
+    # 0.2 ms on an idle machine; the limit allows for a busy one, but not for a sleep or periodic polling.
     executor = open_executor(2)
     times = measure(executor, [StepPlan(decode_rows=tuple(range(256)))] * 300, depth=1)
     executor.close()
@@ -222,12 +222,12 @@ def test_a_worker_that_ends_in_its_start() -> None:
     assert set(psutil.Process().children()) <= before
 
 
-# --- ends -------------------------------------------------------------------------------------------------------------
+# --- shutdown ---------------------------------------------------------------------------------------------------------
 
 
 def test_close_lets_workers_end_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     executor = open_fake()
-    executor.launch(plan_of(SLOW))  # is finished first
+    executor.launch(plan_of(SLOW))  # finishes first
     executor.close()
     statuses = [popen.returncode for popen in executor._crew._processes._popens]  # type: ignore[attr-defined]
     assert statuses == [0, 0]

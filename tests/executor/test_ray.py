@@ -1,4 +1,4 @@
-"""Engines whose ranks are Ray's actors, on a real cluster of two nodes with room for one rank each."""
+"""Engines whose ranks are Ray actors, on a real cluster of two nodes that each hold one rank."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of a cluster that this process has not joined yet."""
+    """The address of a cluster to which this process is not connected yet."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in RAY_SETTINGS.items():
             patch.setenv(name, value)
@@ -54,7 +54,7 @@ def test_answers_are_those_of_one_process(cluster: str, layout: str) -> None:
         assert_abort_harms_no_other(llm, wanted["greedy"])
         pids = llm.llm_engine._core.executor._crew.pids
     assert all_gone(pids)
-    assert not ray.is_initialized()  # who joined leaves
+    assert not ray.is_initialized()  # closing the engine disconnects from Ray
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

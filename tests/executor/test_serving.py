@@ -1,4 +1,4 @@
-"""`nanovllm serve` with two ranks: what clients are told when one of them dies."""
+"""`nanovllm serve` with two ranks: the errors that clients get when one of them dies."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""One rank, obeying in this very process."""
+"""One worker that runs in this process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from nanovllm.plan import NewBlocks, StepPlan, StepResult
 
 
 class Recorder:
-    """A model and its runner: keeps what it was given."""
+    """In place of a model and its runner: records what it is given."""
 
     port = 7
     num_blocks = 3

@@ -1,4 +1,4 @@
-"""A linear on a GPU gives the same numbers whichever of its kernels serves so many rows."""
+"""A linear on a GPU gives the same numbers with every kernel that it may choose."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from nanovllm.layers.residual import Residual
 from tests.kernels.support import DEVICE
 
 OUT = 20
-ROWS = [1, 2, 9, 16, 17, 33, 65, 129, 257]  # at the edges of what each kernel takes
+ROWS = [1, 2, 9, 16, 17, 33, 65, 129, 257]  # the limits of each kernel
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 
 

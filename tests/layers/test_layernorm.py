@@ -1,4 +1,4 @@
-"""The norm is the same whichever of its kernels runs: few rows or many, 16 bits or 32."""
+"""The norm gives the same numbers with every kernel: few or many rows, 16 or 32 bits."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from nanovllm.layers.layernorm import FEW_ROWS, RMSNorm
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])  # the smallest is where eps counts
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])  # with the smallest, eps matters
 @pytest.mark.parametrize("num_rows", [1, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_definition(dtype: torch.dtype, num_rows: int, scale: float) -> None:
@@ -14,7 +14,7 @@ def test_equals_the_definition(dtype: torch.dtype, num_rows: int, scale: float) 
     norm = RMSNorm(48, eps=1e-6, dtype=dtype, device=torch.device("cpu"))
     norm.weight.uniform_(0.5, 1.5, generator=generator)
     norm.finish_loading()
-    x = (torch.randn(num_rows, 48, generator=generator) * scale + scale / 2).to(dtype)  # its mean must stay
+    x = (torch.randn(num_rows, 48, generator=generator) * scale + scale / 2).to(dtype)  # RMS norm keeps the mean
     exact = x.double()
     expected = exact / (exact.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 2e-2}

@@ -1,4 +1,4 @@
-"""A linear gives the same numbers for any number of rows, whichever kernel runs."""
+"""A linear gives the same numbers for any number of rows and with every kernel."""
 
 import pytest
 import torch

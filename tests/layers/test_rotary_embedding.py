@@ -1,4 +1,4 @@
-"""Rotary frequencies and rotation equal transformers', at the sizes of real models."""
+"""Rotary frequencies and rotation equal those of transformers, for the sizes of real models."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sampled tokens follow the distribution that transformers' warpers leave, and the noise is as good as it must be."""
+"""Sampled tokens have the distribution that transformers' warpers give, and the noise is uniform and independent."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import (
 from nanovllm.layers.sampler import NUM_CANDIDATES, SamplingRows, gumbel, noise_keys, sample
 from tests.helpers import UNLIKELY, assert_distributed
 
-SIBLING = 0x9E3779B97F4A7C15 - 2**64  # between the seeds of a request's completions
+SIBLING = 0x9E3779B97F4A7C15 - 2**64  # difference between the seeds of a request's completions
 
 
 def make_rows(
@@ -117,7 +117,7 @@ def test_tokens_tied_with_the_last_of_top_p_stay() -> None:
     four = torch.tensor([3.0, 1.0, float("-inf"), 1.0, 1.0])
     assert_distributed(draw(logits, 4000, top_p=0.7), expected(four))
     assert set(draw(logits, 4000, top_p=0.6)) == {0}
-    # all tokens are tied, also those beyond the ones looked at first, and also where top-k has had its say
+    # all tokens are tied, also those after the first candidates, and also after top-k
     flat = torch.zeros(1500)
     for cut in ({"top_p": 0.1}, {"top_k": 10, "top_p": 0.5}):
         tokens = np.concatenate([draw(flat, 4000, first_seed=1000 * i, **cut) for i in range(2)])  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_noise_is_uniform_and_without_memory(axis: str) -> None:
 
 @pytest.mark.parametrize("step", [(1, 0), (0, 1), (SIBLING, 0), (2**32, 0)], ids=str)
 def test_draws_of_neighbouring_seeds_and_positions_are_independent(step: tuple[int, int]) -> None:
-    """How often token a is drawn here and token b one position, or one seed, further: all 16 pairs equally often."""
+    """Counts of token a here and token b at the next position, or with the next seed: all 16 pairs equally often."""
     count = 16000
     here = torch.arange(count) * 3, torch.arange(count) % 50
     there = here[0] + step[0], here[1] + step[1]

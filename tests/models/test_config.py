@@ -1,4 +1,4 @@
-"""Configs: both spellings mean the same, every number is taken, and what would be computed wrongly is refused."""
+"""Configs: old and new field names mean the same, every number is read, unsupported settings are refused."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_windows() -> None:
     assert parse_config(without_types).windows == (None, 12, 12)
     without_window = raw_config("mistral")
     del without_window["sliding_window"]
-    assert parse_config(without_window).windows == (4096, 4096, 4096)  # as transformers has it
+    assert parse_config(without_window).windows == (4096, 4096, 4096)  # as in transformers
 
 
 def test_end_of_sequence_ids_of_both_files(tmp_path: Path) -> None:

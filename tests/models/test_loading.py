@@ -1,4 +1,4 @@
-"""Checkpoints in their several layouts end up as the same weights."""
+"""Checkpoints in different layouts give the same weights."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], file: str = "model.s
 
 
 def test_the_layouts_that_the_oracle_covers() -> None:
-    """Guards the fixtures: what save_pretrained writes may change with transformers."""
+    """Checks the fixtures: another version of transformers may write other layouts."""
     sharded = {name for name in FAMILIES if (model_dir(name) / "model.safetensors.index.json").exists()}
     assert sharded == {name for name, family in FAMILIES.items() if family.sharded}
     per_expert = load_file(model_dir("qwen3-moe") / "model.safetensors")
@@ -57,7 +57,7 @@ def test_what_may_lie_beside_the_weights(tmp_path: Path) -> None:
     expected = answer(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    tensors["lm_head.weight"] = torch.zeros(3, 3)  # tied: the embedding counts
+    tensors["lm_head.weight"] = torch.zeros(3, 3)  # tied: the embedding is used instead
     rewrite(folder, tensors)
     rewrite(folder, {"another.layout": torch.zeros(2)}, "consolidated.safetensors")
     assert answer(folder) == expected

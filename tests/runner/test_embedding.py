@@ -1,4 +1,4 @@
-"""An embedding is the pooled hidden state that transformers computes, in however many chunks."""
+"""An embedding equals the pooled hidden state of transformers, for any number of chunks."""
 
 import pytest
 import torch

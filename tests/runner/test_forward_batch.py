@@ -1,4 +1,4 @@
-"""A step is laid out as its plan says, and logits of padding rows change nothing."""
+"""A plan becomes the right flat tensors, and logits of padding rows have no effect."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +63,7 @@ def test_padding_rows_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scores_prompts", [False, True])
 def test_the_last_layer_does_no_more_than_is_wanted(monkeypatch: pytest.MonkeyPatch, scores_prompts: bool) -> None:
-    """Rows that each layer's MLP gets, of three prompts in chunks of 16 tokens: of which the second ends none."""
+    """Rows in each layer's MLP for three prompts in chunks of 16 tokens; no prompt ends in the second chunk."""
     seen: dict[int, list[int]] = {}
     add_to = MLP.add_to
 

@@ -1,4 +1,4 @@
-"""Each logits stage does what a plain loop over rows and tokens does, for a batch in which rows differ."""
+"""Each logits processor equals a plain loop over rows and tokens, for a batch of different rows."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def apply_stages(
     stop_token_ids: tuple[int, ...] = (),
     bad_words: list[tuple[tuple[int, ...], ...]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the rows before and after."""
+    """Logits of the rows before and after the logits processors."""
     rows = [
         NewRow(
             row=index + 1,
@@ -43,7 +43,7 @@ def apply_stages(
         )
         for index, ((prompt, generated), chosen) in enumerate(zip(TEXTS, settings, strict=True))
     ]
-    token_ids = torch.full((len(rows), 10), 11)  # behind a row's text lie leftovers of another request
+    token_ids = torch.full((len(rows), 10), 11)  # after a row's tokens are old tokens of another request
     for index, row in enumerate(rows):
         token_ids[index, : len(row.token_ids)] = torch.tensor(row.token_ids)
     before = torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
@@ -93,7 +93,7 @@ def test_min_tokens(min_tokens: int) -> None:
 
 
 BAD_WORDS: list[tuple[tuple[int, ...], ...]] = [
-    ((6,), (4, 5, 7), (5, 6), (3, 4, 4, 5, 8)),  # the last one begins in the prompt, so it is not being said
+    ((6,), (4, 5, 7), (5, 6), (3, 4, 4, 5, 8)),  # the last one begins in the prompt, so it does not count
     ((7, 3), (4,)),
     ((1, 2, 3, 10), (2, 3, 10), (10,), (3, 2), (9, 10)),  # several end in the same token
     ((6, 5, 1, 1, 0), (1, 1, 1), (5, 1, 2)),
@@ -138,7 +138,7 @@ def test_penalties(shift: int) -> None:
 
 
 def test_stages_work_together() -> None:
-    """A masked token stays masked whatever is added to it or multiplied with it afterwards."""
+    """A masked token stays masked, whatever later processors add or multiply."""
     settings = {"allowed_token_ids": [2, 5], "logit_bias": {3: 100.0}, "repetition_penalty": 1.5, "min_tokens": 9}
     _, after = apply_stages([settings, {}, settings, {}], stop_token_ids=(5,))
     assert not after.isnan().any()

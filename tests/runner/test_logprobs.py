@@ -1,4 +1,4 @@
-"""Scores of chosen tokens: value, rank, and the most likely tokens beside them."""
+"""Logprobs of chosen tokens: value, rank, and the most likely other tokens."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The device's tables hold what the plans said, and what was sampled."""
+"""The request table on the device holds what the plans contain, and the sampled tokens."""
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ def test_a_row_is_filled_and_filled_anew() -> None:
     assert halves.view(np.int64).item() == -(2**62) + 5
 
     send(table, StepPlan(new_rows=(new_row(2, range(5), SamplingParams(temperature=0.0)),)))
-    assert table.tokens[2, :6].tolist() == [0, 1, 2, 3, 4, 105]  # beyond the length stand leftovers
+    assert table.tokens[2, :6].tolist() == [0, 1, 2, 3, 4, 105]  # old tokens after the length
     assert (table.length[2].item(), table.temperature[2].item(), table.top_k[2].item()) == (5, 0.0, 0)
 
 

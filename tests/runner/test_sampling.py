@@ -1,4 +1,4 @@
-"""Sampling through the whole engine: seeds, distributions, and stages against a plain loop on transformers' logits."""
+"""Sampling in the whole engine: seeds, distributions, and logits processors against a loop on transformers' logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ SEEDED = [
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """What each seeded request draws by itself in a fresh engine."""
+    """The tokens of each seeded request when it runs alone in a new engine."""
     answers = []
     for prompt, params in zip(PROMPTS, SEEDED, strict=True):
         with open_llm(FAMILY, enable_prefix_caching=False) as llm:
@@ -141,13 +141,13 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> np.ndarray:
     return probabilities / probabilities.sum()
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
+# --- logits processors ------------------------------------------------------------------------------------------------
 
 Edit = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]  # [vocab] logits, prompt, generated
 
 
 def plain_loop(name: str, prompt: list[int], max_tokens: int, edit: Edit) -> list[int]:
-    """Greedy decoding with transformers' logits, one forward pass a token."""
+    """Greedy decoding with transformers' logits, one forward pass per token."""
     generated: list[int] = []
     while len(generated) < max_tokens:
         logits = edit(reference_logits(name, prompt + generated)[-1].clone(), prompt, generated)
@@ -203,14 +203,14 @@ SHAPED_PROMPTS = [SHARED[:20] + [i + 3] for i in range(len(SHAPED))]
 
 @pytest.fixture(scope="module")
 def shaped() -> list[list[int]]:
-    """What the plain loop generates for each shape."""
+    """The tokens that the plain loop generates for each set of parameters."""
     edits = [edit for _, edit in SHAPED.values()]
     return [plain_loop(FAMILY, prompt, 16, edit) for prompt, edit in zip(SHAPED_PROMPTS, edits, strict=True)]
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "num_kvcache_blocks": 6}], ids=str)
 def test_stages_in_one_batch_and_no_trace_of_them_afterwards(options: dict[str, Any], shaped: list[list[int]]) -> None:
-    """Two rounds on the same rows: first all shapes at once, then plain requests."""
+    """Two rounds in the same rows: first all sets of parameters at once, then plain requests."""
     params = [greedy_params(16, **settings) for settings, _ in SHAPED.values()]
     with open_llm(FAMILY, max_num_seqs=len(SHAPED), **options) as llm:
         assert tokens_of(llm, SHAPED_PROMPTS, params) == shaped

@@ -33,7 +33,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def sentencepiece_tokenizer(decoder: decoders.Decoder) -> Tokenizer:
-    """Like Llama 2's: "▁" for a space, and a token for each byte that spells what has no other."""
+    """Like Llama 2's: "▁" for a space, and one token per byte for text without other tokens."""
     words = ["▁", "▁▁", "▁Hello", "▁world", "Hello", "wor", "ld", "▁a", "a", "b", ",", "é", "你", "x▁y", "▁<", ">"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -45,7 +45,7 @@ def sentencepiece_tokenizer(decoder: decoders.Decoder) -> Tokenizer:
 
 
 def letters_tokenizer() -> Tokenizer:
-    """So few letters that random tokens meet stop strings often; "é" comes whole and in two bytes."""
+    """Few letters, so that random tokens often contain stop strings; "é" is one token or two byte tokens."""
     tokens = ["a", "b", "c", "ab", "ba", "abc", "bcab", "Ã", "©", "Ã©", "aÃ", "©b", "<end>"]
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     backend.decoder = decoders.ByteLevel()
@@ -77,7 +77,7 @@ each_sentencepiece = pytest.mark.parametrize("tokenizer", SENTENCEPIECE.values()
 
 
 def draw_ids(data: st.DataObject, tokenizer: Tokenizer, **sizes: int) -> list[int]:
-    beyond = 3  # ids of a padded vocabulary, which name no token
+    beyond = 3  # ids of a padded vocabulary, which have no token
     return data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1 + beyond), **sizes), label="ids")
 
 
@@ -92,18 +92,18 @@ def tokens_of(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool) -
 
 
 def byte_runs(tokens: list[str]) -> list[bytes]:
-    """The runs of byte tokens, each as the bytes it spells."""
+    """The runs of byte tokens, each as bytes."""
     grouped = itertools.groupby(tokens, key=lambda token: token.startswith("<0x"))
     return [bytes(int(token[3:5], 16) for token in run) for is_bytes, run in grouped if is_bytes]
 
 
 def spoils_good_characters(run: bytes) -> bool:
-    """Whether `tokenizers`, which takes a run as a whole, gives up characters that are complete in it."""
+    """Whether `tokenizers`, which decodes a run as a whole, loses complete characters of it."""
     return bool(run.decode("utf-8", "ignore")) and "\ufffd" in run.decode("utf-8", "replace")
 
 
 def equals_library(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool) -> bool:
-    """All sequences, less the exception that the module states."""
+    """Compare all sequences, except the case named in the module's docstring."""
     has_byte_tokens = "ByteFallback" in repr(tokenizer.backend.decoder)
     runs = byte_runs(tokens_of(tokenizer, ids, skip_special_tokens)) if has_byte_tokens else []
     return not any(spoils_good_characters(run) for run in runs)
@@ -158,7 +158,7 @@ def test_every_whole_character_is_shown_at_once(data):
         for token in tokens_of(SMALL, [token_id], True):
             expected += reference.decode(bytes(byte_of[char] for char in token))
         assert detokenizer.text == expected
-        # Two bad bytes are waited for only in the half of a surrogate, which Python judges by its third byte.
+        # Two bad bytes are held back only for half a surrogate, which Python rejects at its third byte.
         assert SMALL.decode(ids[: i + 1]) in (expected, expected + "\ufffd", expected + "\ufffd\ufffd")
 
 
@@ -183,14 +183,14 @@ def test_stream_equals_decode_stream(name, text):
         new = stream.step(tokenizer.backend, token_id)
         expected += new or ""
         detokenizer.append([token_id])
-        # A token that ends inside a character is held back by the library whole, by us only from that character on.
+        # The library holds back a whole token that ends inside a character; we hold back only that character.
         assert detokenizer.text == expected if new else detokenizer.text.startswith(expected)
     assert detokenizer.text == text + text
 
 
 def test_character_over_several_tokens():
     ids = SMALL.encode("a🦀b")
-    assert len(ids) == 5  # three of them for the crab
+    assert len(ids) == 5  # three of them are the crab
     detokenizer = Detokenizer(SMALL)
     seen = [(detokenizer.append([token_id]), detokenizer.text)[1] for token_id in ids]
     assert seen == ["a", "a", "a", "a🦀", "a🦀b"]
@@ -229,7 +229,7 @@ def test_special_tokens_inside_a_character():
 
 
 def ids_of(tokenizer: Tokenizer, *tokens: str | bytes) -> list[int]:
-    """Ids of tokens; bytes stand for their byte tokens."""
+    """Ids of tokens; bytes become byte tokens."""
     spelled = [[f"<0x{byte:02X}>" for byte in token] if isinstance(token, bytes) else [token] for token in tokens]
     return [tokenizer.backend.token_to_id(token) for token in itertools.chain.from_iterable(spelled)]
 
@@ -254,7 +254,7 @@ def test_completion_continues_the_prompt(tokenizer, data):
     prompt = ids_of(tokenizer, "<s>", "▁Hello", ",") if data is None else draw_ids(data, tokenizer, max_size=6)
     ids = ids_of(tokenizer, "▁world") if data is None else draw_ids(data, tokenizer, max_size=8)
     for skip in (True, False):
-        between = ids_of(tokenizer, "a")  # no run of bytes crosses the border
+        between = ids_of(tokenizer, "a")  # no run of bytes crosses the boundary
         before = tokenizer.decode(prompt + between, skip)
         if not equals_library(tokenizer, prompt + between + ids, skip):
             continue

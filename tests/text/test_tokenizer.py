@@ -1,4 +1,4 @@
-"""The tokenizer against transformers, on a small vocabulary of our own and on Qwen3's where it is at hand."""
+"""The tokenizer against transformers, with a small vocabulary and, where available, with Qwen3's."""
 
 import json
 import os
@@ -66,7 +66,7 @@ CHATS = {
 
 @pytest.fixture(scope="module", params=["small", "qwen3"])
 def pair(request):
-    """Our tokenizer and transformers', of the same folder."""
+    """Our tokenizer and that of transformers, from the same folder."""
     folder = SMALL if request.param == "small" else QWEN3
     if not folder.is_dir():
         pytest.skip("needs the Qwen3 tokenizer: set NANOVLLM_QWEN3_TOKENIZER to its folder")
@@ -80,7 +80,7 @@ def small():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the small checkpoint's tokenizer, to be changed."""
+    """A copy of the small checkpoint's tokenizer, which a test may change."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(SMALL / name, tmp_path / name)
     return tmp_path
@@ -208,7 +208,7 @@ def llama_decoder():
     )
 
 
-# ---- what a folder holds ----
+# ---- files of a folder ----
 
 
 def test_missing_tokenizer_json(tmp_path):

