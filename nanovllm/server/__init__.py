@@ -1,1 +1,1 @@
-"""The HTTP server: an ASGI app over an engine, in the words of the OpenAI and Anthropic APIs."""
+"""The HTTP server: an ASGI app that serves an engine through the OpenAI and Anthropic APIs."""

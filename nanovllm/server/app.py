@@ -1,4 +1,4 @@
-"""`build_app(engine)`: the server as an ASGI app for any host. No globals, no signal handlers, no command line."""
+"""`build_app(engine)`: the server as an ASGI app, for any ASGI host."""
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,9 +14,9 @@ from nanovllm.server.conversation import check_settings
 from nanovllm.server.embeddings import embed
 from nanovllm.server.engine import Engine
 from nanovllm.server.errors import ApiError, as_api_error
-from nanovllm.server.http import JsonAnswer, JsonPost
+from nanovllm.server.http import JsonPost, JsonResponse
 from nanovllm.server.info import Info
-from nanovllm.server.messages import ANTHROPIC, count_message_tokens, create_message
+from nanovllm.server.messages import ANTHROPIC_ERRORS, count_message_tokens, create_message
 from nanovllm.server.middleware import ApiKeys, RequestIds
 from nanovllm.server.openapi import document
 from nanovllm.server.pages import PAGES, STATIC, page_routes
@@ -27,9 +27,9 @@ from nanovllm.server.tokens import detokenize, tokenize
 
 
 def build_app(engine: Engine | None, settings: ServerSettings | None = None) -> Starlette:
-    """The app over an engine; with None it answers 503 until `app.state.service.attach(engine)`.
+    """Make the app. With engine=None it responds with 503 until `app.state.service.attach(engine)` is called.
 
-    The engine stays its owner's to close.
+    The app does not close the engine; the caller does.
     """
     settings = settings or ServerSettings()
     check_settings(settings)
@@ -37,7 +37,7 @@ def build_app(engine: Engine | None, settings: ServerSettings | None = None) -> 
     app = Starlette(
         routes=[*_api_routes(service), *page_routes(service)],
         middleware=_middleware(settings),
-        exception_handlers={HTTPException: _answer_http_error, Exception: _answer_error, ApiError: _answer_error},
+        exception_handlers={HTTPException: _on_http_error, Exception: _on_error, ApiError: _on_error},
     )
     app.state.service = service
     return app
@@ -50,8 +50,8 @@ def _api_routes(service: Service) -> list[Route]:
         "/v1/completions": JsonPost(service, complete),
         "/v1/embeddings": JsonPost(service, embed),
         "/v1/responses": JsonPost(service, create_response),
-        "/v1/messages": JsonPost(service, create_message, ANTHROPIC),
-        "/v1/messages/count_tokens": JsonPost(service, count_message_tokens, ANTHROPIC),
+        "/v1/messages": JsonPost(service, create_message, ANTHROPIC_ERRORS),
+        "/v1/messages/count_tokens": JsonPost(service, count_message_tokens, ANTHROPIC_ERRORS),
         "/tokenize": JsonPost(service, tokenize),
         "/detokenize": JsonPost(service, detokenize),
     }
@@ -71,7 +71,7 @@ def _api_routes(service: Service) -> list[Route]:
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:
-    """Outermost first. The key is asked for behind CORS, whose preflight requests carry none."""
+    """The middleware, outermost first. The API key is checked after CORS, because preflight requests have no key."""
     layers = [Middleware(RequestIds)]
     if settings.allowed_origins:
         layers.append(
@@ -89,16 +89,19 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
 
 
 async def _openapi(request: Request) -> Response:
-    return JsonAnswer(document())
+    return JsonResponse(document())
 
 
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """A path that does not exist, or not with this method."""
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """The response to a path that does not exist, or not with this method."""
     assert isinstance(error, HTTPException)
-    told = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=error.headers)
-    return JsonAnswer(told.body(), told.status, told.headers)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    return _error_response(ApiError(error.status_code, message, headers=error.headers))
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
-    told = as_api_error(error)
-    return JsonAnswer(told.body(), told.status, told.headers)
+async def _on_error(request: Request, error: Exception) -> Response:
+    return _error_response(as_api_error(error))
+
+
+def _error_response(error: ApiError) -> Response:
+    return JsonResponse(error.body(), error.status, error.headers)

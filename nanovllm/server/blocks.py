@@ -1,6 +1,6 @@
-"""An answer as a row of blocks (thinking, text, tool calls), each opened, grown and closed in turn.
+"""Turn a completion into events of content blocks (reasoning, text, tool calls): start, deltas and end of each.
 
-The Responses and the Messages API both tell answers so, whole and streamed.
+The Responses and the Messages API describe their responses in content blocks.
 """
 
 from collections.abc import AsyncGenerator, Iterator
@@ -9,103 +9,110 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nanovllm.server.calls import Call
-from nanovllm.server.conversation import Prepared
+from nanovllm.server.conversation import PreparedChat
 from nanovllm.server.parsers.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallStart
 from nanovllm.server.service import Service
 
 
 @dataclass
-class Block:
+class ContentBlock:
+    """One block of a response, numbered from 0."""
+
     number: int
-    kind: Literal["thinking", "text", "tool"]
-    call: ToolCallStart | None = None  # of a tool block
+    kind: Literal["reasoning", "text", "tool"]
+    call: ToolCallStart | None = None  # only of a tool block
     parts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """What was written; of a tool call, its arguments as JSON."""
+        """The text generated so far; of a tool block, the arguments as JSON."""
         return "".join(self.parts)
 
 
 @dataclass(frozen=True)
-class Opened:
-    block: Block
+class BlockStart:
+    block: ContentBlock
 
 
 @dataclass(frozen=True)
-class Grew:
-    block: Block
+class BlockDelta:
+    block: ContentBlock
     text: str
 
 
 @dataclass(frozen=True)
-class Closed:
-    block: Block
+class BlockEnd:
+    block: ContentBlock
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The answer's end, behind its last block."""
+class ResponseEnd:
+    """The end of the response, after its last block."""
 
     finish_reason: str
     stop_reason: int | str | None
 
 
-Step = Opened | Grew | Closed | Ended
+BlockEvent = BlockStart | BlockDelta | BlockEnd | ResponseEnd
 
 
-async def steps(service: Service, call: Call, ready: Prepared, *, priority: int = 0) -> AsyncGenerator[Step, None]:
-    """The answer of a request with one completion. Begins when the engine has taken the request."""
-    parser, writer = ready.parser.fresh(), _Writer()
-    async with aclosing(service.generate(call, [ready.token_ids], ready.params, priority=priority)) as deltas:
+async def block_events(
+    service: Service, call: Call, prepared: PreparedChat, *, priority: int = 0
+) -> AsyncGenerator[BlockEvent, None]:
+    """The events of a request with one completion. The first comes after the engine has accepted the request."""
+    parser, assembler = prepared.parser.new_copy(), _BlockAssembler()
+    async with aclosing(service.generate(call, [prepared.token_ids], prepared.params, priority=priority)) as deltas:
         async for _, delta in deltas:
             finished = delta.finish_reason is not None
-            if parser.passes_all:
+            if parser.is_content_only:
                 events: list[Event] = [ContentDelta(delta.text)] if delta.text else []
             else:
-                call.num_reasoning_tokens += parser.count_thoughts(delta.token_ids)
+                call.num_reasoning_tokens += parser.count_reasoning_tokens(delta.token_ids)
                 events = parser.feed(delta.text, finished=finished)
             for event in events:
-                for step in writer.take(event):
-                    yield step
+                for block_event in assembler.add(event):
+                    yield block_event
             if delta.finish_reason is not None:
-                for step in writer.close():
-                    yield step
-                yield Ended(delta.finish_reason, delta.stop_reason)
+                for block_event in assembler.close():
+                    yield block_event
+                yield ResponseEnd(delta.finish_reason, delta.stop_reason)
 
 
-class _Writer:
+class _BlockAssembler:
+    """Groups the parser's events into blocks; at most one block is open at a time."""
+
     def __init__(self) -> None:
-        self._open: Block | None = None
+        self._open: ContentBlock | None = None
         self._num_blocks = 0
 
-    def take(self, event: Event) -> Iterator[Step]:
+    def add(self, event: Event) -> Iterator[BlockEvent]:
         match event:
             case ReasoningDelta(text):
-                yield from self._within("thinking")
+                yield from self._ensure_open("reasoning")
             case ContentDelta(text):
-                yield from self._within("text")
+                yield from self._ensure_open("text")
             case ToolCallStart():
                 yield from self.close()
-                yield self._begin(Block(self._num_blocks, "tool", event))
+                yield self._start(ContentBlock(self._num_blocks, "tool", event))
                 return
             case ToolCallArguments(_, text):
                 pass
-        assert self._open is not None, "arguments follow the call they belong to"
+        assert self._open is not None, "arguments follow the start of their call"
         self._open.parts.append(text)
-        yield Grew(self._open, text)
+        yield BlockDelta(self._open, text)
 
-    def close(self) -> Iterator[Step]:
+    def close(self) -> Iterator[BlockEvent]:
+        """End the open block, if there is one."""
         if self._open is not None:
-            yield Closed(self._open)
+            yield BlockEnd(self._open)
             self._open = None
 
-    def _within(self, kind: Literal["thinking", "text"]) -> Iterator[Step]:
+    def _ensure_open(self, kind: Literal["reasoning", "text"]) -> Iterator[BlockEvent]:
         if self._open is None or self._open.kind != kind:
             yield from self.close()
-            yield self._begin(Block(self._num_blocks, kind))
+            yield self._start(ContentBlock(self._num_blocks, kind))
 
-    def _begin(self, block: Block) -> Opened:
+    def _start(self, block: ContentBlock) -> BlockStart:
         self._open = block
         self._num_blocks += 1
-        return Opened(block)
+        return BlockStart(block)

@@ -1,4 +1,4 @@
-"""A request's body: read within bounds of size and time, and understood as one JSON object."""
+"""Read a request's body as a JSON object, with limits on size and time."""
 
 import asyncio
 from typing import Any
@@ -9,15 +9,16 @@ from starlette.types import Receive, Scope
 from nanovllm.server.errors import ApiError
 from nanovllm.server.settings import ServerSettings
 
-# What is still to come will not be read: the connection cannot be used again.
-HANG_UP = {"Connection": "close"}
+# The rest of the body is not read, so the connection cannot be reused.
+CLOSE_CONNECTION = {"Connection": "close"}
 
 
-class ClientGone(Exception):
-    """The client hung up; there is nobody to answer."""
+class ClientDisconnected(Exception):
+    """The client closed the connection; no response is needed."""
 
 
 async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) -> dict[str, Any]:
+    """Read the body of an ASGI request as a JSON object, or raise an ApiError."""
     headers = dict(scope["headers"])
     _check_content_type(headers.get(b"content-type", b""))
     body = await _read(headers.get(b"content-length"), receive, settings)
@@ -35,7 +36,7 @@ async def read_json(scope: Scope, receive: Receive, settings: ServerSettings) ->
 
 
 def _check_content_type(value: bytes) -> None:
-    """A web page may send anything but JSON to any host without asking: so nothing but JSON is read."""
+    """Require JSON. A browser lets web pages of other hosts send other content types without a CORS preflight."""
     if value.split(b";")[0].strip().lower() != b"application/json":
         raise ApiError(415, "the body must be sent with the header 'Content-Type: application/json'")
 
@@ -50,16 +51,16 @@ async def _read(length: bytes | None, receive: Receive, settings: ServerSettings
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientGone
+                    raise ClientDisconnected
                 body += message.get("body", b"")
                 if len(body) > limit:
                     raise _too_large(limit)
                 if not message.get("more_body"):
                     return bytes(body)
     except TimeoutError:
-        told = f"the body did not arrive within {settings.body_timeout:g} seconds"
-        raise ApiError(408, told, code="body_timeout", headers=HANG_UP) from None
+        problem = f"the body did not arrive within {settings.body_timeout:g} seconds"
+        raise ApiError(408, problem, code="body_timeout", headers=CLOSE_CONNECTION) from None
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large", headers=HANG_UP)
+    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large", headers=CLOSE_CONNECTION)

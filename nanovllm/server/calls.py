@@ -1,4 +1,4 @@
-"""One HTTP request as logs, metrics and `usage` see it: numbers and reasons, never text."""
+"""What is recorded of one HTTP request for logs, metrics and `usage`. It contains no text of prompts or completions."""
 
 import time
 import uuid
@@ -8,19 +8,22 @@ from typing import Any
 
 @dataclass(slots=True)
 class Call:
+    """The ids, times and token counts of one HTTP request."""
+
     path: str
-    request_id: str  # the client's own, or ours: told in the X-Request-Id header
+    request_id: str  # from the client's X-Request-Id header, else generated; returned in that header
     started: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
-    unique: str = field(default_factory=lambda: uuid.uuid4().hex)  # names it towards the engine, in any API's spelling
+    internal_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # for the engine, and in the ids of responses
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    num_reasoning_tokens: int = 0  # of these
+    num_reasoning_tokens: int = 0  # included in num_output_tokens
     first_token_at: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
 
     def usage(self) -> dict[str, Any]:
+        """The token counts in the format of the OpenAI API."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,

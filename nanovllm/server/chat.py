@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions of the OpenAI API."""
 
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from nanovllm.server.calls import Call
-from nanovllm.server.conversation import AnswerParser, Conversation, Prepared, prepare
+from nanovllm.server.conversation import Conversation, OutputParser, PreparedChat, prepare
 from nanovllm.server.errors import refuse
-from nanovllm.server.http import Frames
+from nanovllm.server.http import EventStream
 from nanovllm.server.parsers.events import (
     ContentDelta,
     Event,
@@ -20,9 +20,9 @@ from nanovllm.server.parsers.events import (
     collect,
     final_finish_reason,
 )
-from nanovllm.server.protocol import ChatRequest, understand
+from nanovllm.server.protocol import ChatRequest, parse_request
 from nanovllm.server.sampling import sampling_fields
-from nanovllm.server.scores import Speller, chat_logprobs, prompt_logprobs
+from nanovllm.server.scores import TokenFormatter, chat_logprobs, prompt_logprobs
 from nanovllm.server.service import Service
 from nanovllm.server.sse import DONE, ChunkWriter
 from nanovllm.server.structured import constraint
@@ -30,16 +30,17 @@ from nanovllm.server.structured import constraint
 if TYPE_CHECKING:
     from nanovllm.engine.deltas import Delta
 
-MARK = b"\0"  # where a template's text comes
+MARK = b"\0"  # placeholder for the text in a chunk template; JSON cannot contain it
 
 
-async def chat(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | Frames:
-    request = understand(body, ChatRequest)
+async def chat(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | EventStream:
+    """Handle a request: the response body, or the stream of chunks if `stream` is set."""
+    request = parse_request(body, ChatRequest)
     model = service.check_model(request.model)
-    ready = await prepare(service, _conversation(request, service))
-    speller = Speller(service.engine.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
-    answer = ChatAnswer(service, call, request, ready, model, speller)
-    return answer.stream() if request.stream else await answer.whole()
+    prepared = await prepare(service, _conversation(request, service))
+    formatter = TokenFormatter(service.engine.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+    responder = ChatResponder(service, call, request, prepared, model, formatter)
+    return responder.stream() if request.stream else await responder.full()
 
 
 def _conversation(request: ChatRequest, service: Service) -> Conversation:
@@ -70,9 +71,9 @@ def _conversation(request: ChatRequest, service: Service) -> Conversation:
 
 @dataclass
 class _Choice:
-    """One completion as far as it has come."""
+    """What has been generated of one completion."""
 
-    parser: AnswerParser
+    parser: OutputParser
     text: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -82,40 +83,48 @@ class _Choice:
     has_calls: bool = False
 
     def read(self, delta: "Delta") -> list[Event]:
-        """What the delta's text means; nothing where everything is content."""
+        """Parse the delta's text into events. Empty if the parser says that all text is content."""
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        if self.parser.passes_all:
+        if self.parser.is_content_only:
             return []
         events = self.parser.feed(delta.text, finished=delta.finish_reason is not None)
         self.has_calls = self.has_calls or any(isinstance(event, ToolCallStart) for event in events)
         return events
 
     @property
-    def told_reason(self) -> str | None:
+    def reported_finish_reason(self) -> str | None:
+        """The finish reason as the API reports it: "tool_calls" instead of "stop" after tool calls."""
         return final_finish_reason(self.finish_reason, has_tool_calls=self.has_calls)
 
 
-class ChatAnswer:
-    """One request's answer, in one piece or as a stream."""
+class ChatResponder:
+    """Writes the response to one request, as one JSON object or as a stream of chunks."""
 
     def __init__(
-        self, service: Service, call: Call, request: ChatRequest, ready: Prepared, model: str, speller: Speller
+        self,
+        service: Service,
+        call: Call,
+        request: ChatRequest,
+        prepared: PreparedChat,
+        model: str,
+        formatter: TokenFormatter,
     ) -> None:
         self._call = call
         self._request = request
-        self._ready = ready
-        self._speller = speller
-        self._head = {"id": f"chatcmpl-{call.unique}", "created": call.created, "model": model}
-        self._choices = [_Choice(ready.parser.fresh()) for _ in range(ready.params.n)]
+        self._prepared = prepared
+        self._formatter = formatter
+        self._head = {"id": f"chatcmpl-{call.internal_id}", "created": call.created, "model": model}
+        self._choices = [_Choice(prepared.parser.new_copy()) for _ in range(prepared.params.n)]
         self._deltas = service.generate(
-            call, [ready.token_ids], ready.params, priority=request.priority or 0, cache_salt=request.cache_salt
+            call, [prepared.token_ids], prepared.params, priority=request.priority or 0, cache_salt=request.cache_salt
         )
 
-    # --- in one piece -------------------------------------------------------------------------------------------------
+    # --- as one object ------------------------------------------------------------------------------------------------
 
-    async def whole(self) -> dict[str, Any]:
-        of_prompt = None
+    async def full(self) -> dict[str, Any]:
+        """Wait for all completions and return the response body."""
+        prompt_scores = None
         async with aclosing(self._deltas) as deltas:
             async for _, delta in deltas:
                 choice = self._choices[delta.index]
@@ -123,42 +132,43 @@ class ChatAnswer:
                 choice.events += self._read(delta)
                 choice.token_ids += delta.token_ids
                 choice.logprobs += self._logprobs(delta) or []
-                of_prompt = delta.prompt_logprobs or of_prompt
-        answer = {
+                prompt_scores = delta.prompt_logprobs or prompt_scores
+        response = {
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(number, choice) for number, choice in enumerate(self._choices)],
             "usage": self._call.usage(),
         }
         if self._request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(of_prompt)
+            response["prompt_logprobs"] = prompt_logprobs(prompt_scores)
         if self._request.return_token_ids:
-            answer["prompt_token_ids"] = self._ready.token_ids
-        return answer
+            response["prompt_token_ids"] = self._prepared.token_ids
+        return response
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        told = {
+        body = {
             "index": index,
             "message": _message(choice),
             "logprobs": {"content": choice.logprobs, "refusal": None} if self._request.logprobs else None,
-            "finish_reason": choice.told_reason,
+            "finish_reason": choice.reported_finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        return {**told, "token_ids": choice.token_ids} if self._request.return_token_ids else told
+        return {**body, "token_ids": choice.token_ids} if self._request.return_token_ids else body
 
     def _read(self, delta: "Delta") -> list[Event]:
         choice = self._choices[delta.index]
-        self._call.num_reasoning_tokens += choice.parser.count_thoughts(delta.token_ids)
+        self._call.num_reasoning_tokens += choice.parser.count_reasoning_tokens(delta.token_ids)
         return choice.read(delta)
 
     def _logprobs(self, delta: "Delta") -> list[dict[str, Any]] | None:
         if not self._request.logprobs:
             return None
-        return chat_logprobs(delta.logprobs or [], self._speller, self._request.top_logprobs or 0)
+        return chat_logprobs(delta.logprobs or [], self._formatter, self._request.top_logprobs or 0)
 
     # --- as a stream --------------------------------------------------------------------------------------------------
 
-    async def stream(self) -> Frames:
+    async def stream(self) -> EventStream:
+        """Yield the response's chunks. The first chunk of each choice has the role, the last one the finish reason."""
         request = self._request
         writer = ChunkWriter(
             {**self._head, "object": "chat.completion.chunk"},
@@ -175,7 +185,7 @@ class ChatAnswer:
                     frames = self._first_frame(writer, index, first_of_all=not begun)
                     begun.add(index)
                 template = templates[index]
-                only_text = delta.finish_reason is None and delta.text and self._choices[index].parser.passes_rest
+                only_text = delta.finish_reason is None and delta.text and self._choices[index].parser.rest_is_content
                 if template is not None and only_text:
                     frames += template[0] + orjson.dumps(delta.text) + template[1]
                 else:
@@ -189,11 +199,14 @@ class ChatAnswer:
     def _first_frame(self, writer: ChunkWriter, index: int, *, first_of_all: bool) -> bytes:
         extra = b""
         if first_of_all and self._request.return_token_ids:
-            extra = b',"prompt_token_ids":' + orjson.dumps(self._ready.token_ids)
+            extra = b',"prompt_token_ids":' + orjson.dumps(self._prepared.token_ids)
         return writer.chunk(_chunk_choice(index, b'{"role":"assistant","content":""}'), extra)
 
     def _template(self, writer: ChunkWriter, index: int) -> tuple[bytes, bytes] | None:
-        """What stands around a text that is all there is to tell of a delta; None where there always is more."""
+        """The bytes of a chunk before and after its text, for chunks that have only text. This is the fast path.
+
+        None if every chunk of this request has more than text.
+        """
         if self._request.logprobs or self._request.return_token_ids:
             return None
         before, after = _chunk_choice(index, b'{"content":%b}' % MARK).split(MARK)
@@ -202,24 +215,24 @@ class ChatAnswer:
     def _frames(self, writer: ChunkWriter, delta: "Delta") -> Iterator[bytes]:
         choice = self._choices[delta.index]
         events = self._read(delta)
-        if choice.parser.passes_all:
-            told = [b'{"content":%b}' % orjson.dumps(delta.text)] if delta.text else []
+        if choice.parser.is_content_only:
+            chunk_deltas = [b'{"content":%b}' % orjson.dumps(delta.text)] if delta.text else []
         else:
-            told = [_event_delta(event) for event in events]
+            chunk_deltas = [_event_delta(event) for event in events]
         logprobs, token_ids = self._logprobs(delta), delta.token_ids if self._request.return_token_ids else None
-        if not told and (logprobs or token_ids):
-            told = [b'{"content":""}']
-        for number, part in enumerate(told):
-            if number:  # the tokens are told once
+        if not chunk_deltas and (logprobs or token_ids):
+            chunk_deltas = [b'{"content":""}']
+        for number, chunk_delta in enumerate(chunk_deltas):
+            if number:  # logprobs and token ids belong to the first chunk only
                 logprobs = token_ids = None
-            yield writer.chunk(_chunk_choice(delta.index, part, logprobs, token_ids))
+            yield writer.chunk(_chunk_choice(delta.index, chunk_delta, logprobs, token_ids))
         if delta.finish_reason is not None:
             yield writer.chunk(_last_choice(delta.index, choice))
 
 
 def _message(choice: _Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
-    if choice.parser.passes_all:
+    if choice.parser.is_content_only:
         return message
     parsed = collect(choice.events)
     message["content"] = parsed.content
@@ -227,8 +240,8 @@ def _message(choice: _Choice) -> dict[str, Any]:
         message["reasoning"] = message["reasoning_content"] = parsed.reasoning
     if parsed.tool_calls:
         message["tool_calls"] = [
-            {"id": made.id, "type": "function", "function": {"name": made.name, "arguments": made.arguments}}
-            for made in parsed.tool_calls
+            {"id": tool.id, "type": "function", "function": {"name": tool.name, "arguments": tool.arguments}}
+            for tool in parsed.tool_calls
         ]
     return message
 
@@ -260,5 +273,5 @@ def _chunk_choice(
 
 
 def _last_choice(index: int, choice: _Choice) -> bytes:
-    reasons = orjson.dumps(choice.told_reason), orjson.dumps(choice.stop_reason)
+    reasons = orjson.dumps(choice.reported_finish_reason), orjson.dumps(choice.stop_reason)
     return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (index, *reasons)

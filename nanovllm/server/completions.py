@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""POST /v1/completions of the OpenAI API."""
 
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -10,11 +10,11 @@ import orjson
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.calls import Call
 from nanovllm.server.errors import refuse
-from nanovllm.server.http import Frames
+from nanovllm.server.http import EventStream
 from nanovllm.server.prompts import as_list, read_prompts
-from nanovllm.server.protocol import CompletionRequest, understand
+from nanovllm.server.protocol import CompletionRequest, parse_request
 from nanovllm.server.sampling import make_params, sampling_fields
-from nanovllm.server.scores import CompletionLogprobs, Speller, joined, prompt_logprobs
+from nanovllm.server.scores import CompletionLogprobs, TokenFormatter, concatenated, prompt_logprobs
 from nanovllm.server.service import Service
 from nanovllm.server.sse import DONE, ChunkWriter
 from nanovllm.server.structured import constraint, structured_outputs
@@ -22,11 +22,12 @@ from nanovllm.server.structured import constraint, structured_outputs
 if TYPE_CHECKING:
     from nanovllm.engine.deltas import Delta, TokenScores
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
 
 
-async def complete(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | Frames:
-    request = understand(body, CompletionRequest)
+async def complete(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | EventStream:
+    """Handle a request: the response body, or the stream of chunks if `stream` is set."""
+    request = parse_request(body, CompletionRequest)
     model = service.check_model(request.model)
     params = _params(request, service)
     prompts = await read_prompts(
@@ -39,17 +40,17 @@ async def complete(service: Service, call: Call, body: dict[str, Any]) -> dict[s
     if params.n * len(prompts) > service.settings.max_prompts_per_request:
         limit = service.settings.max_prompts_per_request
         raise refuse(
-            "n", f"{params.n} for each of {len(prompts)} prompts; at most {limit} completions are given at once"
+            "n", f"{params.n} for each of {len(prompts)} prompts; a request may have at most {limit} completions"
         )
-    answer = CompletionAnswer(service, call, request, prompts, params, model)
-    return answer.stream() if request.stream else await answer.whole()
+    responder = CompletionResponder(service, call, request, prompts, params, model)
+    return responder.stream() if request.stream else await responder.full()
 
 
 def _params(request: CompletionRequest, service: Service) -> SamplingParams:
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise refuse("best_of", "this server gives all n completions and chooses none; leave it out")
+        raise refuse("best_of", "is not supported: all n completions are returned; leave it out")
     fields = sampling_fields(request, service.settings)
-    # Nothing but the prompt's own text and scores: a token has to be generated, and is not shown.
+    # echo with max_tokens=0 returns the prompt and its logprobs only. The engine must generate at least one token.
     fields["max_tokens"] = 1 if _echoes_only(request) else DEFAULT_MAX_TOKENS
     if request.max_tokens is not None and not _echoes_only(request):
         fields["max_tokens"] = request.max_tokens
@@ -66,7 +67,7 @@ def _echoes_only(request: CompletionRequest) -> bool:
 
 @dataclass
 class _Choice:
-    """One completion as far as it has come, behind its prompt where that is to be echoed."""
+    """What has been generated of one completion, after its prompt if the prompt is echoed."""
 
     logprobs: CompletionLogprobs
     text: list[str] = field(default_factory=list)
@@ -77,16 +78,19 @@ class _Choice:
 
 
 @dataclass(frozen=True)
-class _News:
-    """What one delta adds to a choice."""
+class _Update:
+    """An addition to a choice."""
 
     text: str
     token_ids: list[int]
     logprobs: dict[str, Any] | None
 
 
-class CompletionAnswer:
-    """One request's answer, in one piece or as a stream. Choices stand prompt by prompt."""
+class CompletionResponder:
+    """Writes the response to one request, as one JSON object or as a stream of chunks.
+
+    There are n choices per prompt; choice i belongs to prompt i // n.
+    """
 
     def __init__(
         self,
@@ -102,52 +106,54 @@ class CompletionAnswer:
         self._prompts = prompts
         self._n = params.n
         self._tokenizer = service.engine.tokenizer
-        self._speller = Speller(self._tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._formatter = TokenFormatter(self._tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
         self._head = {
-            "id": f"cmpl-{call.unique}",
+            "id": f"cmpl-{call.internal_id}",
             "object": "text_completion",
             "created": call.created,
             "model": model,
         }
-        self._choices = [_Choice(CompletionLogprobs(self._speller)) for _ in range(params.n * len(prompts))]
-        self._of_prompt: dict[int, list[TokenScores | None]] = {}  # by the prompt's number
-        self._begun: set[int] = set()
+        self._choices = [_Choice(CompletionLogprobs(self._formatter)) for _ in range(params.n * len(prompts))]
+        self._prompt_scores: dict[int, list[TokenScores | None]] = {}  # by the prompt's number
+        self._started: set[int] = set()  # choices that have begun
         self._deltas = service.generate(
             call, prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
         )
 
-    # --- in one piece -------------------------------------------------------------------------------------------------
+    # --- as one object ------------------------------------------------------------------------------------------------
 
-    async def whole(self) -> dict[str, Any]:
+    async def full(self) -> dict[str, Any]:
+        """Wait for all completions and return the response body."""
         async with aclosing(self._deltas) as deltas:
             async for number, delta in deltas:
                 index = number * self._n + delta.index
                 choice = self._choices[index]
-                for news in self._news(number, index, delta):
-                    choice.text.append(news.text)
-                    choice.token_ids += news.token_ids
-                    choice.scores += [news.logprobs] if news.logprobs is not None else []
+                for update in self._updates(number, index, delta):
+                    choice.text.append(update.text)
+                    choice.token_ids += update.token_ids
+                    choice.scores += [update.logprobs] if update.logprobs is not None else []
         choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        body: dict[str, Any] = {
             "index": index,
             "text": "".join(choice.text),
-            "logprobs": joined(choice.scores) if choice.scores else None,
+            "logprobs": concatenated(choice.scores) if choice.scores else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         number = index // self._n
         if self._request.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(self._of_prompt.get(number))
+            body["prompt_logprobs"] = prompt_logprobs(self._prompt_scores.get(number))
         if self._request.return_token_ids:
-            told |= {"prompt_token_ids": self._prompts[number], "token_ids": choice.token_ids}
-        return told
+            body |= {"prompt_token_ids": self._prompts[number], "token_ids": choice.token_ids}
+        return body
 
     # --- as a stream --------------------------------------------------------------------------------------------------
 
-    async def stream(self) -> Frames:
+    async def stream(self) -> EventStream:
+        """Yield the response's chunks. The last chunk of each choice has the finish reason."""
         request = self._request
         writer = ChunkWriter(
             self._head,
@@ -165,15 +171,15 @@ class CompletionAnswer:
 
     def _frames(self, writer: ChunkWriter, number: int, delta: "Delta") -> Iterator[bytes]:
         index = number * self._n + delta.index
-        first = index not in self._begun
-        for news in self._news(number, index, delta):
+        first = index not in self._started
+        for update in self._updates(number, index, delta):
             ids = b""
             if self._request.return_token_ids:
-                ids = b',"token_ids":' + orjson.dumps(news.token_ids)
+                ids = b',"token_ids":' + orjson.dumps(update.token_ids)
                 ids += b',"prompt_token_ids":' + orjson.dumps(self._prompts[number]) if first else b""
                 first = False
-            if news.text or news.logprobs or ids:
-                parts = (index, orjson.dumps(news.text), orjson.dumps(news.logprobs), ids)
+            if update.text or update.logprobs or ids:
+                parts = (index, orjson.dumps(update.text), orjson.dumps(update.logprobs), ids)
                 yield writer.chunk(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}' % parts)
         if delta.finish_reason is not None:
             choice = self._choices[index]
@@ -182,31 +188,35 @@ class CompletionAnswer:
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _news(self, number: int, index: int, delta: "Delta") -> Iterator[_News]:
-        """The prompt, if it is echoed and this is the beginning; then what was generated."""
+    def _updates(self, number: int, index: int, delta: "Delta") -> Iterator[_Update]:
+        """What a delta adds to a choice: the echoed prompt, if this is the first delta, then the generated tokens."""
         choice = self._choices[index]
         if delta.prompt_logprobs is not None:
-            self._of_prompt[number] = delta.prompt_logprobs
-        if index not in self._begun:
-            self._begun.add(index)
+            self._prompt_scores[number] = delta.prompt_logprobs
+        if index not in self._started:
+            self._started.add(index)
             if self._request.echo:
                 yield self._echo(number, choice)
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         if not _echoes_only(self._request):
-            wanted = self._request.logprobs is not None and delta.token_ids
-            yield _News(delta.text, delta.token_ids, choice.logprobs.take(delta.logprobs or []) if wanted else None)
+            wants_logprobs = self._request.logprobs is not None and delta.token_ids
+            logprobs = choice.logprobs.format(delta.logprobs or []) if wants_logprobs else None
+            yield _Update(delta.text, delta.token_ids, logprobs)
 
-    def _echo(self, number: int, choice: _Choice) -> _News:
+    def _echo(self, number: int, choice: _Choice) -> _Update:
+        """The prompt as the beginning of a choice. A prompt that was sent as token ids is decoded."""
         token_ids, text = self._prompts[number], as_list(self._request.prompt, "prompt")[number]
         if not isinstance(text, str):
             text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
         logprobs = None
         if self._request.logprobs is not None:
-            logprobs = choice.logprobs.take(self._of_prompt.get(number, []), self._speller.one(token_ids[0]))
-        return _News(text, [], logprobs)
+            first_token = self._formatter.token(token_ids[0])
+            logprobs = choice.logprobs.format(self._prompt_scores.get(number, []), first_token)
+        return _Update(text, [], logprobs)
 
     def _usage(self) -> dict[str, Any]:
+        """The token counts; the token generated only to echo the prompt is not counted."""
         usage = self._call.usage()
         if _echoes_only(self._request):
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}

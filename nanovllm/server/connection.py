@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's own, with cheaper chunks and a bound on how slowly a request may arrive."""
+"""uvicorn's HTTP connection with cheaper chunked encoding and a timeout for the headers of requests."""
 
 import asyncio
 from typing import Any
@@ -6,58 +6,58 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class Connection(H11Protocol):
-    """A client that leaves a request's headers unfinished, or goes on sending what nobody reads, is hung up on.
+    """Closes the connection of a client that does not complete a request's headers in time, or sends data nobody reads.
 
-    The body of a request that is being answered has a time of its own, in `bodies`; between requests it is uvicorn's
-    keep-alive that ends the connection.
+    The body of a request has a timeout of its own, in `bodies`. Between requests uvicorn's keep-alive timeout applies.
     """
 
     def __init__(self, *args: Any, header_timeout: float, max_head_bytes: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = ChunkedSender(h11.SERVER, max_head_bytes)
         self._header_timeout = header_timeout
-        self._patience: asyncio.TimerHandle | None = None
+        self._timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch_arrival()
+        self._update_timeout()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch_arrival()
+        self._update_timeout()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop_watching()
+        self._cancel_timeout()
 
-    def _watch_arrival(self) -> None:
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering:
-            self._stop_watching()
-        elif self._patience is None:
-            self._patience = self.loop.call_later(self._header_timeout, self._give_up)
+    def _update_timeout(self) -> None:
+        is_responding = self.cycle is not None and not self.cycle.response_complete
+        if is_responding:
+            self._cancel_timeout()
+        elif self._timeout is None:
+            self._timeout = self.loop.call_later(self._header_timeout, self._on_timeout)
 
-    def _stop_watching(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _cancel_timeout(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
 
-    def _give_up(self) -> None:
+    def _on_timeout(self) -> None:
         if not self.transport.is_closing():
-            has_begun, _ = self.conn.trailing_data
-            if has_begun and self.conn.our_state is h11.IDLE:  # else nothing was asked, or has been answered
-                self.transport.write(TOO_SLOW)
+            received, _ = self.conn.trailing_data
+            # A response is due only if a request has begun and has not been answered.
+            if received and self.conn.our_state is h11.IDLE:
+                self.transport.write(TIMEOUT_RESPONSE)
             self.transport.close()
 
 
 class ChunkedSender(h11.Connection):
-    """Writes the chunks of a streamed body itself: h11 would look at each as if it could end the answer.
+    """Encodes the chunks of a streamed body directly, because h11 runs its whole state machine for each chunk.
 
-    What is no such chunk, h11 writes as ever. It alone decides whether a body is chunked.
+    h11 encodes everything else, and decides whether a body is chunked.
     """
 
     _is_chunked = False

@@ -1,4 +1,4 @@
-"""A conversation made ready for the engine: prompt, parameters, and the answer's parser. Every chat API uses it."""
+"""Prepare a conversation for the engine: prompt tokens, sampling parameters and output parser. All chat APIs use it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,14 +7,14 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.engine import Engine
 from nanovllm.server.errors import refuse
 from nanovllm.server.parsers import (
-    CLOSE,
-    OPEN,
+    THINK_CLOSE,
+    THINK_OPEN,
     ChatParser,
     check_parsers,
     check_tools,
-    ends_in_thinking,
+    forced_call_schema,
     make_parser,
-    tool_grammar,
+    opens_reasoning,
 )
 from nanovllm.server.parsers.events import Event, ReasoningDelta, ToolCallArguments, ToolCallStart
 from nanovllm.server.prompts import render_chat
@@ -23,14 +23,14 @@ from nanovllm.server.service import Service
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.structured import structured_outputs
 
-# Tokens of a vocabulary that tell how the model writes; the first that is there decides.
-TOOL_MARKS = {"<tool_call>": "hermes", "<|python_tag|>": "llama3_json"}
-REASONING_MARKS = {"</think>": "qwen3"}
+# Token -> parser: the first of these tokens that is in the vocabulary selects the parser, unless an option names one.
+TOOL_PARSER_TOKENS = {"<tool_call>": "hermes", "<|python_tag|>": "llama3_json"}
+REASONING_PARSER_TOKENS = {"</think>": "qwen3"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What any of the chat APIs asks for, in the words of none."""
+    """A chat request in a form that is independent of the API it came through."""
 
     messages: list[dict[str, Any]]
     sampling: dict[str, Any]  # fields of SamplingParams
@@ -46,14 +46,16 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedChat:
+    """A chat request as the engine takes it, and the parser for its completions."""
+
     token_ids: list[int]
     params: SamplingParams
-    parser: "AnswerParser"
+    parser: "OutputParser"  # a prototype: each completion parses with a `new_copy`
 
 
-class AnswerParser:
-    """Splits answers into thinking, content and tool calls, less what the client does not want."""
+class OutputParser:
+    """Splits a completion into reasoning, content and tool calls, and drops the parts that the client does not want."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class AnswerParser:
         *,
         reasoning: bool,
         parallel_calls: bool,
-        tags: tuple[int | None, int | None],  # the tokens that open and close the thinking
+        tags: tuple[int | None, int | None],  # the token ids of <think> and </think>
     ) -> None:
         self._parser = parser
         self._tags = tags
@@ -71,27 +73,28 @@ class AnswerParser:
         self._wants_all = reasoning and parallel_calls
 
     @property
-    def passes_all(self) -> bool:
-        """Is everything content, so that nothing need be looked at?"""
+    def is_content_only(self) -> bool:
+        """True if all text is content, so that nothing needs to be parsed."""
         return self._parser is None
 
     @property
-    def passes_rest(self) -> bool:
-        """Is all that comes content, whatever came before?"""
-        return self._parser is None or self._parser.passes_rest
+    def rest_is_content(self) -> bool:
+        """True if all text from here on is content."""
+        return self._parser is None or self._parser.rest_is_content
 
-    def fresh(self) -> "AnswerParser":
-        """For one more completion, from its beginning."""
-        parser = None if self._parser is None else self._parser.fresh()
-        return AnswerParser(parser, reasoning=self._reasoning, parallel_calls=self._parallel_calls, tags=self._tags)
+    def new_copy(self) -> "OutputParser":
+        """A parser in its initial state, for another completion of the request."""
+        parser = None if self._parser is None else self._parser.new_copy()
+        return OutputParser(parser, reasoning=self._reasoning, parallel_calls=self._parallel_calls, tags=self._tags)
 
     def feed(self, text: str, *, finished: bool) -> list[Event]:
+        """The events that the next piece of text completes; with `finished`, also those still held back."""
         assert self._parser is not None
         events = self._parser.feed(text, finished=finished)
         return events if self._wants_all else [event for event in events if self._is_wanted(event)]
 
-    def count_thoughts(self, token_ids: list[int]) -> int:
-        """How many of an answer's next tokens are thinking."""
+    def count_reasoning_tokens(self, token_ids: list[int]) -> int:
+        """How many of the completion's next tokens are reasoning."""
         return 0 if self._counter is None else self._counter.feed(token_ids)
 
     def _is_wanted(self, event: Event) -> bool:
@@ -102,67 +105,70 @@ class AnswerParser:
         return True
 
 
-async def prepare(service: Service, asked: Conversation) -> Prepared:
-    check_tools(asked.tools)
-    forced = asked.tool_choice not in (None, "auto", "none")
-    constraint = asked.constraint
+async def prepare(service: Service, chat: Conversation) -> PreparedChat:
+    """Check the tools, render and tokenize the prompt, and make the sampling parameters and the parser."""
+    check_tools(chat.tools)
+    forced = chat.tool_choice not in (None, "auto", "none")
+    constraint = chat.constraint
     if forced and constraint:
-        raise refuse("tool_choice", "a call cannot be forced together with a format of the answer; ask for one of them")
+        raise refuse("tool_choice", "a forced tool call cannot be combined with structured outputs; use one of them")
     if forced:
-        constraint = {"json": tool_grammar(asked.tools, asked.tool_choice)}
+        constraint = {"json": forced_call_schema(chat.tools, chat.tool_choice)}
     text, token_ids = await render_chat(
         service.engine,
-        asked.messages,
-        tools=None if asked.tool_choice == "none" else asked.tools,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=asked.continue_final_message,
-        add_special_tokens=asked.add_special_tokens,
-        template_kwargs=asked.template_kwargs,
+        chat.messages,
+        tools=None if chat.tool_choice == "none" else chat.tools,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        add_special_tokens=chat.add_special_tokens,
+        template_kwargs=chat.template_kwargs,
     )
-    parser = _parser(service, asked, text, constrained=bool(constraint))
+    parser = _parser(service, chat, text, constrained=bool(constraint))
     structured = {"structured_outputs": structured_outputs(constraint)} if constraint else {}
-    return Prepared(
+    return PreparedChat(
         token_ids,
-        make_params(**asked.sampling, **structured),
-        AnswerParser(
+        make_params(**chat.sampling, **structured),
+        OutputParser(
             parser,
-            reasoning=asked.include_reasoning,
-            parallel_calls=asked.parallel_tool_calls,
-            tags=(_token_id(service.engine, OPEN), _token_id(service.engine, CLOSE)),
+            reasoning=chat.include_reasoning,
+            parallel_calls=chat.parallel_tool_calls,
+            tags=(_token_id(service.engine, THINK_OPEN), _token_id(service.engine, THINK_CLOSE)),
         ),
     )
 
 
-def _parser(service: Service, asked: Conversation, prompt: str, *, constrained: bool) -> ChatParser | None:
-    """None where all of an answer is content. What is written under a grammar holds no thinking."""
+def _parser(service: Service, chat: Conversation, prompt: str, *, constrained: bool) -> ChatParser | None:
+    """The parser for this request; None if all text is content. Text that follows a grammar has no reasoning."""
     settings, engine = service.settings, service.engine
     reasoning = None if constrained else reasoning_parser(settings, engine)
-    if reasoning is None and not asked.tools and asked.tool_choice in (None, "none"):
+    if reasoning is None and not chat.tools and chat.tool_choice in (None, "none"):
         return None
     return make_parser(
         reasoning=reasoning,
         tools=tool_parser(settings, engine),
-        tool_schemas=asked.tools,
-        tool_choice=asked.tool_choice,
-        prompt_ends_in_thinking=ends_in_thinking(prompt),
+        tool_schemas=chat.tools,
+        tool_choice=chat.tool_choice,
+        prompt_opens_reasoning=opens_reasoning(prompt),
     )
 
 
 def check_settings(settings: ServerSettings) -> None:
-    """Refuse unknown formats when the server starts, not when the first tool is asked for."""
+    """Raise a ConfigError for unknown parser names, so that the server refuses them at startup."""
     check_parsers(reasoning=settings.reasoning_parser, tools=settings.tool_call_parser)
 
 
 def tool_parser(settings: ServerSettings, engine: Engine) -> str | None:
-    return settings.tool_call_parser or _marked(engine, TOOL_MARKS)
+    """The name of the tool parser: the option, else by the vocabulary."""
+    return settings.tool_call_parser or _parser_by_vocabulary(engine, TOOL_PARSER_TOKENS)
 
 
 def reasoning_parser(settings: ServerSettings, engine: Engine) -> str | None:
-    return settings.reasoning_parser or _marked(engine, REASONING_MARKS)
+    """The name of the reasoning parser: the option, else by the vocabulary."""
+    return settings.reasoning_parser or _parser_by_vocabulary(engine, REASONING_PARSER_TOKENS)
 
 
-def _marked(engine: Engine, marks: dict[str, str]) -> str | None:
-    return next((name for mark, name in marks.items() if _token_id(engine, mark) is not None), None)
+def _parser_by_vocabulary(engine: Engine, parsers: dict[str, str]) -> str | None:
+    return next((name for token, name in parsers.items() if _token_id(engine, token) is not None), None)
 
 
 def _token_id(engine: Engine, token: str) -> int | None:

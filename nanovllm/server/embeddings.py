@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the served model's last hidden states, pooled, as vectors of length 1."""
+"""POST /v1/embeddings of the OpenAI API: the model's last hidden states, pooled and normalized to length 1."""
 
 import asyncio
 import base64
@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm.server.calls import Call
 from nanovllm.server.errors import refuse
 from nanovllm.server.prompts import read_prompts
-from nanovllm.server.protocol import EmbeddingRequest, understand
+from nanovllm.server.protocol import EmbeddingRequest, parse_request
 from nanovllm.server.service import Service
 
 POOLINGS = ("mean", "last")
@@ -16,7 +16,8 @@ FORMATS = ("float", "base64")
 
 
 async def embed(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any]:
-    request = understand(body, EmbeddingRequest)
+    """Handle a request: the response body."""
+    request = parse_request(body, EmbeddingRequest)
     model = service.check_model(request.model)
     pooling, encoding = request.pooling or "mean", request.encoding_format or "float"
     if pooling not in POOLINGS:
@@ -25,7 +26,7 @@ async def embed(service: Service, call: Call, body: dict[str, Any]) -> dict[str,
         raise refuse("encoding_format", f"must be one of {', '.join(FORMATS)}")
     hidden_size = service.engine.model_config.hidden_size
     if request.dimensions not in (None, hidden_size):
-        raise refuse("dimensions", f"this model's vectors have {hidden_size}, and are not shortened")
+        raise refuse("dimensions", f"must be {hidden_size}, the size of this model's embeddings, or be left out")
     prompts = await read_prompts(
         service.engine,
         request.input,
@@ -36,7 +37,7 @@ async def embed(service: Service, call: Call, body: dict[str, Any]) -> dict[str,
     call.num_prompt_tokens = sum(map(len, prompts))
     vectors = await _embed_all(service, prompts, pooling)
     data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, encoding)}
+        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, encoding)}
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": call.num_prompt_tokens, "total_tokens": call.num_prompt_tokens}
@@ -45,7 +46,7 @@ async def embed(service: Service, call: Call, body: dict[str, Any]) -> dict[str,
 
 async def _embed_all(service: Service, prompts: list[list[int]], pooling: str) -> list[list[float]]:
     try:
-        with service.room_for(len(prompts)):
+        with service.admit(len(prompts)):
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(service.engine.embed(token_ids, pooling)) for token_ids in prompts]
     except ExceptionGroup as errors:
@@ -53,7 +54,7 @@ async def _embed_all(service: Service, prompts: list[list[int]], pooling: str) -
     return [task.result() for task in tasks]
 
 
-def _written(vector: list[float], encoding: str) -> list[float] | str:
+def _encode_vector(vector: list[float], encoding: str) -> list[float] | str:
     if encoding == "float":
         return vector
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,4 +1,4 @@
-"""What the server needs of an engine: `AsyncLLM` has it, and so have `Replicas`, Ray's and the fake of the tests."""
+"""The engine interface that the server uses. `AsyncLLM`, `Replicas`, ray_app's engine and the tests' fake have it."""
 
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
+    """An engine, or several behind one interface."""
+
     @property
     def tokenizer(self) -> Tokenizer | None: ...
 
@@ -41,15 +43,21 @@ class Engine(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> "AsyncGenerator[Delta, None]":
-        """Deltas of all completions until each has finished; closing the generator aborts the request."""
+        """Yield the deltas of all completions until each has finished. Closing the generator aborts the request."""
         ...
 
-    async def check_health(self) -> None: ...
+    async def check_health(self) -> None:
+        """Raise an EngineError unless the engine is healthy."""
+        ...
 
     async def stats(self) -> "EngineStats": ...
 
-    def view(self) -> "AsyncGenerator[EngineView, None]": ...
+    def view(self) -> "AsyncGenerator[EngineView, None]":
+        """Yield snapshots of the engine's state until closed."""
+        ...
 
-    async def embed(self, token_ids: list[int], pooling: str) -> list[float]: ...
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        """The embedding of a prompt; `pooling` is "mean" or "last"."""
+        ...
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What a client is told when something fails: a status and OpenAI's error body, never a path or a traceback."""
+"""Errors that are sent to clients: a status and a body in OpenAI's format, without paths or tracebacks."""
 
 import re
 from collections.abc import Mapping
@@ -22,12 +22,13 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-# SamplingParams and Config write "field=value: rule", the engine's checks "field: rule", those of tools a sentence.
+# The field at the beginning of an error message. SamplingParams and Config write "field=value: rule", the engine
+# "field: rule", and the checks of tools a sentence that begins with the field.
 FIELD = re.compile(r"(tools|tool_choice)\b|([a-z_]+)(?:\[[^\]]*\]| token)?(?:=|: )")
 
 
 class ApiError(Exception):
-    """An answer that is no success."""
+    """An error response: HTTP status, message, and the request's field (`param`) that caused it."""
 
     def __init__(
         self,
@@ -54,16 +55,17 @@ class ApiError(Exception):
 
 
 def refuse(param: str, message: str) -> ApiError:
-    """The error for a request's field that cannot be honoured, named first."""
+    """The error for a field of the request that is invalid or not supported. The message begins with the field."""
     return ApiError(400, f"{param}: {message}", param=param)
 
 
 def unavailable(message: str, *, code: str) -> ApiError:
+    """The error for a server that cannot serve requests at the moment."""
     return ApiError(503, message, code=code, headers={"Retry-After": "5"})
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What to tell the client; a failure of our own is told in the log instead."""
+    """The error response for an exception. The details of an internal error are logged, not sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -72,11 +74,11 @@ def as_api_error(error: Exception) -> ApiError:
         return unavailable("the engine has stopped; the request is lost", code="engine_dead")
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than the server allows", code="timeout")
-    logger.error("a request failed for a reason of our own", exc_info=error)
+    logger.error("a request failed with an internal error", exc_info=error)
     return ApiError(500, "internal server error", code="internal_error")
 
 
 def bad_request(error: ValueError) -> ApiError:
-    """A refusal by the engine or by `SamplingParams`, which begin with the field's name."""
+    """The error response for a ValueError of the engine or `SamplingParams`, whose message begins with the field."""
     named = FIELD.match(str(error))
     return ApiError(400, str(error), param=named[1] or named[2] if named else None)

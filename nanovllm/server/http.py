@@ -1,4 +1,4 @@
-"""From an ASGI call to an answer: read, work while the client is there, and tell what went wrong in the API's words."""
+"""Handle POST requests: read the body, run the handler while the client is connected, send the response or an error."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -10,7 +10,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.server.bodies import ClientGone, read_json
+from nanovllm.server.bodies import ClientDisconnected, read_json
 from nanovllm.server.calls import Call
 from nanovllm.server.errors import ApiError, as_api_error, unavailable
 from nanovllm.server.service import Service
@@ -18,70 +18,72 @@ from nanovllm.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-Frames = AsyncGenerator[bytes, None]  # server-sent events, each ready to be written
-Handler = Callable[[Service, Call, dict[str, Any]], Awaitable[dict[str, Any] | Frames]]
+EventStream = AsyncGenerator[bytes, None]  # encoded server-sent events; each item has one or more
+Handler = Callable[[Service, Call, dict[str, Any]], Awaitable[dict[str, Any] | EventStream]]
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy is not to collect events
+    (b"x-accel-buffering", b"no"),  # proxies must not buffer events
 ]
-GONE = 499  # nginx's number for a client that hung up; only the log sees it
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected; used in the log only
 
 
 @dataclass(frozen=True)
-class Dialect:
-    """How an API writes its errors."""
+class ErrorFormat:
+    """How an API encodes errors."""
 
-    body: Callable[[ApiError], dict[str, Any]]
-    frame: Callable[[ApiError], bytes]  # in the middle of a stream
+    body: Callable[[ApiError], dict[str, Any]]  # the response body
+    frame: Callable[[ApiError], bytes]  # the event in a stream that has begun
 
 
-OPENAI = Dialect(body=ApiError.body, frame=lambda error: b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(error.body()))
+OPENAI_ERRORS = ErrorFormat(
+    body=ApiError.body, frame=lambda error: b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(error.body())
+)
 
 
 class JsonPost:
-    """An ASGI app for one path: a JSON object in, a JSON object or a stream of events out."""
+    """An ASGI app for one path: the request is a JSON object, the response a JSON object or a stream of events."""
 
-    def __init__(self, service: Service, handler: Handler, dialect: Dialect = OPENAI) -> None:
+    def __init__(self, service: Service, handler: Handler, error_format: ErrorFormat = OPENAI_ERRORS) -> None:
         self._service = service
         self._handler = handler
-        self._dialect = dialect
+        self._error_format = error_format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(path=scope["path"], request_id=scope["nanovllm.request_id"])
-        answer = _Answer(send, self._dialect)
+        sender = _ResponseSender(send, self._error_format)
         try:
-            self._service.check_room()
+            self._service.check_capacity()
             request = await read_json(scope, receive, self._service.settings)
-            await while_connected(receive, self._work(call, request, answer))
-        except ClientGone:
-            answer.status = GONE
-        except asyncio.CancelledError:  # the server does not wait any longer
-            await answer.fail(unavailable("the server is shutting down", code="draining"))
+            await while_connected(receive, self._respond(call, request, sender))
+        except ClientDisconnected:
+            sender.status = CLIENT_CLOSED_REQUEST
+        except asyncio.CancelledError:  # the shutdown timeout has passed
+            await sender.fail(unavailable("the server is shutting down", code="draining"))
             raise
         except Exception as error:
-            await answer.fail(as_api_error(error))
-        if answer.status >= 400 and answer.status != GONE:
-            self._service.metrics.failed.add(label=str(answer.status))
-        logger.info(call.log_line(answer.status))
+            await sender.fail(as_api_error(error))
+        if sender.status >= 400 and sender.status != CLIENT_CLOSED_REQUEST:
+            self._service.metrics.failed.add(label=str(sender.status))
+        logger.info(call.log_line(sender.status))
 
-    async def _work(self, call: Call, request: dict[str, Any], answer: "_Answer") -> None:
+    async def _respond(self, call: Call, request: dict[str, Any], sender: "_ResponseSender") -> None:
         async with asyncio.timeout(self._service.settings.request_timeout):
             result = await self._handler(self._service, call, request)
             if isinstance(result, dict):
-                await answer.send_json(200, result)
+                await sender.send_json(200, result)
                 return
-            await answer.send_frames(result)
+            await sender.send_stream(result)
 
 
 async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Do the work; if the client hangs up meanwhile, cancel it and raise ClientGone."""
+    """Await `work`. If the client disconnects before it is done, cancel it and raise ClientDisconnected."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnected
         working.result()
     finally:
         working.cancel()
@@ -94,12 +96,12 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class _Answer:
-    """What has been sent so far: an error is a status before the first byte, and an event behind it."""
+class _ResponseSender:
+    """Sends the response. An error is sent as a status before the first byte, and as an event after it."""
 
-    def __init__(self, send: Send, dialect: Dialect) -> None:
+    def __init__(self, send: Send, error_format: ErrorFormat) -> None:
         self._send = send
-        self._dialect = dialect
+        self._error_format = error_format
         self._streaming = False
         self.status = 0
 
@@ -107,8 +109,8 @@ class _Answer:
         await send_json(self._send, status, value, headers)
         self.status = status
 
-    async def send_frames(self, frames: Frames) -> None:
-        """The status is told with the first frame: until then it may still be an error's."""
+    async def send_stream(self, frames: EventStream) -> None:
+        """Send a stream of events. The status is sent with the first one: until then an error can still set it."""
         send = self._send
         async with aclosing(frames):
             async for frame in frames:
@@ -119,14 +121,17 @@ class _Answer:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
+        """Send an error, unless the response is complete."""
         if self._streaming:
-            await self._send({"type": "http.response.body", "body": self._dialect.frame(error), "more_body": False})
+            await self._send(
+                {"type": "http.response.body", "body": self._error_format.frame(error), "more_body": False}
+            )
             self.status = error.status
         elif not self.status:
-            await self.send_json(error.status, self._dialect.body(error), error.headers)
+            await self.send_json(error.status, self._error_format.body(error), error.headers)
 
 
-class JsonAnswer(Response):
+class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
@@ -137,7 +142,7 @@ async def send_json(
     send: Send, status: int, value: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> None:
     body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-    told = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    told += [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
-    await send({"type": "http.response.start", "status": status, "headers": told})
+    all_headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    all_headers += [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""The GET routes: is the server well, what does it serve, what has it done."""
+"""The GET routes: health, readiness, version, models and metrics."""
 
 import asyncio
 from contextlib import suppress
@@ -8,38 +8,39 @@ from starlette.responses import PlainTextResponse, Response
 
 from nanovllm import __version__
 from nanovllm.errors import EngineError
-from nanovllm.server.http import JsonAnswer
+from nanovllm.server.http import JsonResponse
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.service import HEALTH_SECONDS, Service
 
 
 class Info:
-    """Handlers that read the service and change nothing."""
+    """Handlers that only read the state of the service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def health(self, request: Request) -> Response:
-        """200 only while the engine makes progress or is idle. A full queue is no ill health."""
+        """200 while the engine makes progress or is idle. A full queue is healthy."""
         await self._service.check_health()
-        return JsonAnswer({"status": "ok"})
+        return JsonResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """200 while one more request would be taken."""
+        """200 while another request would be accepted."""
         await self._service.check_health()
-        self._service.check_room()
-        return JsonAnswer({"status": "ready"})
+        self._service.check_capacity()
+        return JsonResponse({"status": "ready"})
 
     async def version(self, request: Request) -> Response:
-        return JsonAnswer({"version": __version__})
+        return JsonResponse({"version": __version__})
 
     async def models(self, request: Request) -> Response:
-        return JsonAnswer({"object": "list", "data": [self._card(name) for name in self._service.model_names]})
+        return JsonResponse({"object": "list", "data": [self._card(name) for name in self._service.model_names]})
 
     async def model(self, request: Request) -> Response:
-        return JsonAnswer(self._card(self._service.check_model(request.path_params["name"])))
+        return JsonResponse(self._card(self._service.check_model(request.path_params["name"])))
 
     def _card(self, name: str) -> dict[str, object]:
+        """The model object of the OpenAI API."""
         engine = self._service.engine
         return {
             "id": name,
@@ -52,7 +53,7 @@ class Info:
         }
 
     async def metrics(self, request: Request) -> Response:
-        """The server's own numbers are there even when the engine is not."""
+        """All metrics. Without a running engine, only those of the server."""
         service = self._service
         name, stats = "", None
         if service.is_loaded:

@@ -1,4 +1,4 @@
-"""The server as a process: it listens, loads the model beside that, and ends when told to, open requests first."""
+"""Run the server: listen, load the model meanwhile, and shut down gracefully on SIGTERM or Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ from nanovllm.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-TICK_SECONDS = 1.0  # how often the Date header moves on; an idle server wakes for nothing else
+TICK_SECONDS = 1.0  # how often the Date header is updated; an idle server wakes up for nothing else
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """Take the port, or say why not."""
+    """Bind the port, or raise a ConfigError with the reason."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -35,9 +35,10 @@ def listen(settings: ServerSettings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        place = f"{settings.host}:{settings.port}"
-        reason = error.strerror or str(error)
-        raise ConfigError(f"cannot listen on {place}: {reason}; choose another --port (0 = any free one)") from None
+        host, port, reason = settings.host, settings.port, error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {reason}; choose another --port (0 = any free port)"
+        ) from None
     return listener
 
 
@@ -48,32 +49,32 @@ def url_of(listener: socket.socket, settings: ServerSettings) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers, and asleep while nothing happens."""
+    """uvicorn without its signal handlers, and without waking up ten times a second when idle."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._told_to_stop = asyncio.Event()
+        self._stop_requested = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def main_loop(self) -> None:
-        while not self._told_to_stop.is_set():
+        while not self._stop_requested.is_set():
             await self.on_tick(0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_SECONDS):
-                    await self._told_to_stop.wait()
+                    await self._stop_requested.wait()
 
     def stop(self) -> None:
-        """Close the door and let open requests finish; told again, do not wait for them."""
-        self.force_exit = self._told_to_stop.is_set()
+        """Accept no more connections and let open requests finish. A second call does not wait for them."""
+        self.force_exit = self._stop_requested.is_set()
         self.should_exit = True
-        self._told_to_stop.set()
+        self._stop_requested.set()
 
 
 def web_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
-    """How the app is served. h11 reads the requests: the only parser here that bounds their headers."""
+    """The uvicorn settings. h11 parses requests, because it limits the size of their headers."""
     connection = partial(
         Connection,
         header_timeout=settings.header_timeout,
@@ -101,13 +102,13 @@ def web_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
 
 
 async def serve(listener: socket.socket, settings: ServerSettings, load: Callable[[], Awaitable[Engine]]) -> None:
-    """Until SIGTERM or Ctrl-C. An error of `load` ends the server and is raised."""
+    """Serve until SIGTERM or Ctrl-C. Requests get status 503 until `load` returns; if it raises, the server ends."""
     app = build_app(None, settings)
     service = app.state.service
     server = Server(web_config(app, settings))
 
     def stop() -> None:
-        logger.info("shutting down: %d prompts are still to be answered", service.num_open)
+        logger.info("shutting down: %d prompts are still open", service.num_open_prompts)
         service.drain()
         server.stop()
 
@@ -120,7 +121,7 @@ async def serve(listener: socket.socket, settings: ServerSettings, load: Callabl
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             service.attach(loading.result())
-            gc.freeze()  # what is there now stays: a collection that looked through it would hold every stream up
+            gc.freeze()  # these objects are permanent; a garbage collection that scanned them would delay all streams
             await serving
     finally:
         service.drain()
@@ -132,7 +133,7 @@ async def serve(listener: socket.socket, settings: ServerSettings, load: Callabl
 
 
 async def _close(loading: "asyncio.Future[Engine]") -> None:
-    """Give up what is still being loaded, or close what has been."""
+    """Cancel loading, or close the engine if it was loaded."""
     loading.cancel()
     await asyncio.wait([loading])
     if not loading.cancelled() and loading.exception() is None:

@@ -1,4 +1,4 @@
-"""Several asynchronous streams as one, in the order in which their items come."""
+"""Merge several asynchronous streams into one, in the order in which items arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -6,15 +6,16 @@ from contextlib import aclosing
 from typing import TypeVar
 
 Item = TypeVar("Item")
-ITEMS_IN_HAND = 64  # a reader that is slower than this holds the streams back
+MAX_QUEUED_ITEMS = 64  # with this many unread items the streams wait for the reader
 
 
 async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
-    """Each item with its stream's number.
+    """Yield (number of the stream, item) for all items.
 
-    Ends with the last stream, or with the first error; then, and when it is closed, all of them are closed.
+    Ends when all streams have ended, or raises the first error. In both cases, and when the merged stream is closed,
+    all streams are closed.
     """
-    queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(ITEMS_IN_HAND)
+    queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(MAX_QUEUED_ITEMS)
 
     async def pump(number: int, stream: AsyncGenerator[Item, None]) -> None:
         ended: Exception | None = None

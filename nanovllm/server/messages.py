@@ -1,4 +1,4 @@
-"""POST /v1/messages: the Anthropic API's words for a chat."""
+"""POST /v1/messages and /v1/messages/count_tokens of the Anthropic API."""
 
 from contextlib import aclosing
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 import orjson
 
-from nanovllm.server.blocks import Block, Closed, Ended, Grew, Opened, steps
+from nanovllm.server.blocks import BlockDelta, BlockEnd, BlockStart, ContentBlock, ResponseEnd, block_events
 from nanovllm.server.calls import Call
-from nanovllm.server.conversation import Conversation, Prepared, prepare
+from nanovllm.server.conversation import Conversation, PreparedChat, prepare
 from nanovllm.server.errors import ApiError, refuse
-from nanovllm.server.http import Dialect, Frames
-from nanovllm.server.protocol import REFUSED, Int, understand
+from nanovllm.server.http import ErrorFormat, EventStream
+from nanovllm.server.protocol import UNSUPPORTED, Int, parse_request
 from nanovllm.server.sampling import check_stop
 from nanovllm.server.service import Service
 from nanovllm.server.sse import named_event
@@ -40,7 +40,7 @@ class CountRequest(MessagesRequest, kw_only=True):
     max_tokens: Int = 1
 
 
-REFUSED[MessagesRequest] = REFUSED[CountRequest] = {
+UNSUPPORTED[MessagesRequest] = UNSUPPORTED[CountRequest] = {
     "service_tier": ("auto", "standard_only"),
     "mcp_servers": ([],),
     "container": (),
@@ -56,26 +56,27 @@ def _error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-ANTHROPIC = Dialect(body=_error_body, frame=lambda error: named_event("error", _error_body(error)))
+ANTHROPIC_ERRORS = ErrorFormat(body=_error_body, frame=lambda error: named_event("error", _error_body(error)))
 
 
-async def create_message(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | Frames:
-    request = understand(body, MessagesRequest)
+async def create_message(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | EventStream:
+    """Handle a request: the message, or the stream of its events if `stream` is set."""
+    request = parse_request(body, MessagesRequest)
     model = service.check_model(request.model)
     check_stop(request.stop_sequences, service.settings, "stop_sequences")
-    ready = await prepare(service, _conversation(request))
+    prepared = await prepare(service, _conversation(request))
     if request.stream:
-        return _stream(service, call, request, ready, model)
-    return await _whole(service, call, request, ready, model)
+        return _stream_response(service, call, request, prepared, model)
+    return await _full_response(service, call, request, prepared, model)
 
 
 async def count_message_tokens(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any]:
-    request = understand(body, CountRequest)
+    request = parse_request(body, CountRequest)
     service.check_model(request.model)
     return {"input_tokens": len((await prepare(service, _conversation(request))).token_ids)}
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- reading the request ----------------------------------------------------------------------------------------------
 
 
 def _conversation(request: MessagesRequest) -> Conversation:
@@ -95,17 +96,18 @@ def _conversation(request: MessagesRequest) -> Conversation:
 
 
 def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
+    """The template variables for the `thinking` field."""
     match thinking:
         case None:
             return {}
         case {"type": "disabled"}:
             return {"enable_thinking": False}
-    raise refuse("thinking", "a budget cannot be kept; a model that thinks does so unless the type is 'disabled'")
+    raise refuse("thinking", "a token budget is not supported; a reasoning model reasons unless the type is 'disabled'")
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
-        raise refuse("tools", f"a tool of type {tool['type']!r} is not offered; only those with an input_schema are")
+        raise refuse("tools", f"a tool of type {tool['type']!r} is not supported; only tools with an input_schema are")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
@@ -113,6 +115,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool]:
+    """(tool_choice of the OpenAI API, whether several calls are allowed)."""
     parallel = not (choice or {}).get("disable_parallel_tool_use")
     match choice:
         case None:
@@ -129,21 +132,24 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
 def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
     messages = [] if request.system is None else [{"role": "system", "content": _text(request.system, "system")}]
     for number, message in enumerate(request.messages):
-        place = f"messages[{number}]"
+        where = f"messages[{number}]"
         content = message.get("content")
         if message.get("role") not in ("user", "assistant"):
-            raise refuse("messages", f"{place}.role must be user or assistant")
+            raise refuse("messages", f"{where}.role must be user or assistant")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
-            raise refuse("messages", f"{place}.content must be a text or a list of blocks")
-        messages += _turn(message["role"], blocks, place)
+            raise refuse("messages", f"{where}.content must be a string or a list of blocks")
+        messages += _turn(message["role"], blocks, where)
     return messages
 
 
-def _turn(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
-    """One turn as messages: each tool's result is one of its own, before the text."""
+def _turn(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:
+    """Convert one Anthropic message to OpenAI's messages: one for each tool result, then one for everything else.
+
+    `where` is the message's position in the request, for error messages.
+    """
     texts: list[str] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for block in blocks:
@@ -151,68 +157,73 @@ def _turn(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case {"type": "thinking", "thinking": str(text)} if role == "assistant":
-                thoughts.append(text)
+                reasoning.append(text)
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(arguments)} if (
                 role == "assistant"
             ):
                 calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
             case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
-                content = _text(block.get("content") or "", f"{place}.content")
+                content = _text(block.get("content") or "", f"{where}.content")
                 results.append({"role": "tool", "tool_call_id": id, "content": content})
             case {"type": str(kind)}:
-                raise refuse("messages", f"{place}.content: a block of type {kind!r} cannot stand or be read here")
+                raise refuse("messages", f"{where}.content: a block of type {kind!r} is not supported here")
             case _:
-                raise refuse("messages", f"{place}.content: every block needs a type")
+                raise refuse("messages", f"{where}.content: every block needs a type")
     turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
-    if thoughts:
-        turn["reasoning_content"] = "\n".join(thoughts)
+    if reasoning:
+        turn["reasoning_content"] = "\n".join(reasoning)
     if calls:
         turn["tool_calls"] = calls
-    return [*results, turn] if texts or thoughts or calls or not results else results
+    return [*results, turn] if texts or reasoning or calls or not results else results
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: Any, where: str) -> str:
+    """The text of a content, which is a string or a list of text blocks."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "\n".join(str(part.get("text", "")) for part in content)
-    raise refuse(place.partition("[")[0], f"{place} must be a text or a list of text blocks")
+    raise refuse(where.partition("[")[0], f"{where} must be a string or a list of text blocks")
 
 
-# --- what is answered -------------------------------------------------------------------------------------------------
+# --- writing the response ---------------------------------------------------------------------------------------------
 
 
-async def _whole(service: Service, call: Call, request: MessagesRequest, ready: Prepared, model: str) -> dict[str, Any]:
-    blocks: list[Block] = []
-    ended = Ended("stop", None)
-    async with aclosing(steps(service, call, ready, priority=request.priority or 0)) as taken:
-        async for step in taken:
-            if isinstance(step, Closed):
-                blocks.append(step.block)
-            elif isinstance(step, Ended):
-                ended = step
+async def _full_response(
+    service: Service, call: Call, request: MessagesRequest, prepared: PreparedChat, model: str
+) -> dict[str, Any]:
+    blocks: list[ContentBlock] = []
+    end = ResponseEnd("stop", None)
+    async with aclosing(block_events(service, call, prepared, priority=request.priority or 0)) as events:
+        async for event in events:
+            if isinstance(event, BlockEnd):
+                blocks.append(event.block)
+            elif isinstance(event, ResponseEnd):
+                end = event
     content = [_content(block) for block in blocks]
-    return {**_message(call, model), "content": content, **_reasons(ended, blocks), "usage": _usage(call)}
+    return {**_message(call, model), "content": content, **_stop_reason(end, blocks), "usage": _usage(call)}
 
 
-async def _stream(service: Service, call: Call, request: MessagesRequest, ready: Prepared, model: str) -> Frames:
-    blocks: list[Block] = []
-    begun = False
-    async with aclosing(steps(service, call, ready, priority=request.priority or 0)) as taken:
-        async for step in taken:
-            if not begun:
-                begun = True
+async def _stream_response(
+    service: Service, call: Call, request: MessagesRequest, prepared: PreparedChat, model: str
+) -> EventStream:
+    blocks: list[ContentBlock] = []
+    started = False
+    async with aclosing(block_events(service, call, prepared, priority=request.priority or 0)) as events:
+        async for event in events:
+            if not started:
+                started = True
                 yield _event("message_start", message={**_message(call, model), "usage": _usage(call)})
-            match step:
-                case Opened(block):
+            match event:
+                case BlockStart(block):
                     blocks.append(block)
                     yield _event("content_block_start", index=block.number, content_block=_content(block))
-                case Grew(block, text):
+                case BlockDelta(block, text):
                     yield _event("content_block_delta", index=block.number, delta=_delta(block, text))
-                case Closed(block):
+                case BlockEnd(block):
                     yield _event("content_block_stop", index=block.number)
-                case Ended():
-                    yield _event("message_delta", delta=_reasons(step, blocks), usage=_usage(call))
+                case ResponseEnd():
+                    yield _event("message_delta", delta=_stop_reason(event, blocks), usage=_usage(call))
     yield _event("message_stop")
 
 
@@ -222,7 +233,7 @@ def _event(name: str, **data: Any) -> bytes:
 
 def _message(call: Call, model: str) -> dict[str, Any]:
     return {
-        "id": f"msg_{call.unique}",
+        "id": f"msg_{call.internal_id}",
         "type": "message",
         "role": "assistant",
         "model": model,
@@ -232,9 +243,9 @@ def _message(call: Call, model: str) -> dict[str, Any]:
     }
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: ContentBlock) -> dict[str, Any]:
     match block.kind:
-        case "thinking":
+        case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "text":
             return {"type": "text", "text": block.text}
@@ -243,27 +254,28 @@ def _content(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments}
 
 
-def _delta(block: Block, text: str) -> dict[str, Any]:
+def _delta(block: ContentBlock, text: str) -> dict[str, Any]:
     match block.kind:
-        case "thinking":
+        case "reasoning":
             return {"type": "thinking_delta", "thinking": text}
         case "text":
             return {"type": "text_delta", "text": text}
     return {"type": "input_json_delta", "partial_json": text}
 
 
-def _reasons(ended: Ended, blocks: list[Block]) -> dict[str, Any]:
-    if ended.finish_reason == "length":
+def _stop_reason(end: ResponseEnd, blocks: list[ContentBlock]) -> dict[str, Any]:
+    """The fields that say why the message ended."""
+    if end.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if any(block.kind == "tool" for block in blocks):
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    if isinstance(ended.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": ended.stop_reason}
+    if isinstance(end.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 def _usage(call: Call) -> dict[str, Any]:
-    """The prompt's cached tokens are not among `input_tokens` here."""
+    """Token counts. In the Anthropic API, `input_tokens` does not include the cached tokens of the prompt."""
     return {
         "input_tokens": call.num_prompt_tokens - call.num_cached_tokens,
         "cache_read_input_tokens": call.num_cached_tokens,

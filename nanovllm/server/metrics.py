@@ -1,4 +1,4 @@
-"""Counters and histograms in Prometheus' text format, under the names that vLLM's dashboards read."""
+"""Counters and histograms in Prometheus' text format, under the names that vLLM's dashboards use."""
 
 import time
 from bisect import bisect_left
@@ -14,7 +14,7 @@ TOKENS = tuple(float(1 << power) for power in range(18))
 
 
 class Counter:
-    """Totals by the values of one label, or one total without."""
+    """A counter; with a label, one total per value of the label."""
 
     def __init__(self, name: str, about: str, label: str | None = None) -> None:
         self.name, self.about, self._label = name, about, label
@@ -32,6 +32,8 @@ class Counter:
 
 
 class Histogram:
+    """A histogram whose buckets have the upper `bounds`, and infinity."""
+
     def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
         self.name, self.about, self._bounds = name, about, bounds
         self._counts = [0] * (len(bounds) + 1)
@@ -52,22 +54,20 @@ class Histogram:
 
 
 class Metrics:
-    """What the server itself sees of requests; `render` adds what the engine tells of its own state."""
+    """The server's own metrics of requests. `render` adds the statistics of the engine."""
 
     def __init__(self) -> None:
-        self.succeeded = Counter(
-            "vllm:request_success_total", "Completions that came to their end.", label="finished_reason"
-        )
-        self.failed = Counter("nanovllm:request_errors_total", "Requests answered with an error.", label="status")
+        self.succeeded = Counter("vllm:request_success_total", "Completions that finished.", label="finished_reason")
+        self.failed = Counter("nanovllm:request_errors_total", "Requests that got an error response.", label="status")
         self.time_to_first_token = Histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS
         )
         self.inter_token_latency = Histogram(
-            "vllm:inter_token_latency_seconds", "Between two deliveries of one completion.", SECONDS
+            "vllm:inter_token_latency_seconds", "Between two deltas of a completion.", SECONDS
         )
         self.time_per_output_token = Histogram(
             "vllm:request_time_per_output_token_seconds",
-            "A completion's mean time per token behind the first.",
+            "A completion's mean time per token after the first.",
             SECONDS,
         )
         self.queue_time = Histogram(
@@ -80,9 +80,12 @@ class Metrics:
         self.generation_tokens = Histogram("vllm:request_generation_tokens", "Tokens of a completion.", TOKENS)
 
     def render(self, model: str, stats: "EngineStats | None", *, started: float) -> str:
+        """All metrics as text. `started` is the server's start, in seconds of `time.monotonic()`."""
         common = f'model_name="{_escape(model)}",engine="0"'
         lines = [line for metric in vars(self).values() for line in metric.lines(common)]
-        lines += _one("nanovllm:uptime_seconds", "gauge", "Since the server began.", time.monotonic() - started, common)
+        lines += _one(
+            "nanovllm:uptime_seconds", "gauge", "Time since the server started.", time.monotonic() - started, common
+        )
         lines += _process_lines()
         if stats is not None:
             lines += _engine_lines(stats, common)
@@ -94,12 +97,17 @@ def _engine_lines(stats: "EngineStats", common: str) -> list[str]:
     usage = in_use / stats.num_blocks if stats.num_blocks else 0.0
     table = [
         ("num_requests_running", "gauge", "Sequences in the running batch.", stats.num_running),
-        ("num_requests_waiting", "gauge", "Sequences that wait for their turn.", stats.num_waiting),
-        ("kv_cache_usage_perc", "gauge", "Share of the KV cache in use; 1 is all of it.", usage),
-        ("num_preemptions_total", "counter", "Sequences that had to give their blocks back.", stats.num_preemptions),
-        ("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the cache.", stats.prefix_queries),
-        ("prefix_cache_hits_total", "counter", "Prompt tokens found in the cache.", stats.prefix_hits),
-        ("prompt_tokens_total", "counter", "Prompt tokens computed or found.", stats.num_prompt_tokens),
+        ("num_requests_waiting", "gauge", "Sequences waiting to be scheduled.", stats.num_waiting),
+        ("kv_cache_usage_perc", "gauge", "Fraction of the KV cache in use; 1 is full.", usage),
+        (
+            "num_preemptions_total",
+            "counter",
+            "Sequences that had to free their KV blocks.",
+            stats.num_preemptions,
+        ),
+        ("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+        ("prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+        ("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", stats.num_prompt_tokens),
         ("generation_tokens_total", "counter", "Tokens generated.", stats.num_generation_tokens),
     ]
     return [
@@ -108,7 +116,7 @@ def _engine_lines(stats: "EngineStats", common: str) -> list[str]:
 
 
 def _process_lines() -> list[str]:
-    """Of the server's own process, under the names that every Prometheus client gives them."""
+    """Metrics of the server's process, under the names that all Prometheus clients use."""
     name = "process_cpu_seconds_total"
     return [*_head(name, "counter", "CPU time of the server's process."), f"{name} {time.process_time()}"]
 

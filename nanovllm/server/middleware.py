@@ -1,4 +1,4 @@
-"""What every request passes through: it gets an id, and a key is asked for."""
+"""Middleware for all requests: request ids and API keys."""
 
 import re
 import secrets
@@ -10,12 +10,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.server.errors import ApiError
 from nanovllm.server.http import send_json
 
-REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")  # of a client: it goes into logs and headers
+REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")  # ids accepted from clients; they are written to logs and headers
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class RequestIds:
-    """Names each request, by the client's X-Request-Id if there is a sound one, and says the name in the answer."""
+    """Gives each request an id, from the client's X-Request-Id header if it is valid, and returns it in that header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -25,21 +25,22 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = header(scope, b"x-request-id")
-        name = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        scope["nanovllm.request_id"] = name.decode()
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope["nanovllm.request_id"] = request_id.decode()
 
-        async def send_named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
-        await self._app(scope, receive, send_named)
+        await self._app(scope, receive, send_with_id)
 
 
 class ApiKeys:
-    """Lets through who sends one of the keys, as a bearer token or as x-api-key.
+    """Requires one of the keys, as a bearer token or in the x-api-key header.
 
-    The pages are everyone's: they hold nothing of the engine's, and ask their user for the key that their calls need.
+    The paths in `open_paths` and below `open_folder` need no key. These are the web pages: they contain no data, and
+    ask the user for the key that their API calls need.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Iterable[str], open_folder: str) -> None:
@@ -53,14 +54,14 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         headers = {"WWW-Authenticate": 'Bearer realm="nanovllm"'}
-        error = ApiError(401, "a valid API key is needed", code="invalid_api_key", headers=headers)
+        error = ApiError(401, "a valid API key is required", code="invalid_api_key", headers=headers)
         await send_json(send, error.status, error.body(), error.headers)
 
     def _is_open(self, path: str) -> bool:
         return path in self._open_paths or path.startswith(self._open_folder)
 
     def _is_known(self, sent: bytes) -> bool:
-        """Looks at every key to its end, so that the time taken tells nothing."""
+        """Compare with every key in constant time, so that the time taken reveals nothing about the keys."""
         return any([secrets.compare_digest(sent, key) for key in self._keys])
 
 

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the API described for programs, made from the requests' own types."""
+"""GET /openapi.json: the OpenAPI description, generated from the request types."""
 
 from functools import cache
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from nanovllm import __version__
 from nanovllm.server.messages import CountRequest, MessagesRequest
 from nanovllm.server.protocol import (
-    REFUSED,
+    UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -17,36 +17,37 @@ from nanovllm.server.protocol import (
 )
 from nanovllm.server.responses import ResponsesRequest
 
-POSTS: dict[str, tuple[type, str, bool]] = {  # path -> request, summary, can it stream
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation", True),
-    "/v1/completions": (CompletionRequest, "Continue texts", True),
-    "/v1/responses": (ResponsesRequest, "Answer a conversation, statelessly", True),
-    "/v1/messages": (MessagesRequest, "Answer a conversation (Anthropic's API)", True),
-    "/v1/messages/count_tokens": (CountRequest, "Count a conversation's tokens (Anthropic's API)", False),
-    "/v1/embeddings": (EmbeddingRequest, "Texts as vectors", False),
-    "/tokenize": (TokenizeRequest, "Text to token ids", False),
-    "/detokenize": (DetokenizeRequest, "Token ids to text", False),
+POSTS: dict[str, tuple[type, str, bool]] = {  # path -> request type, summary, whether it can stream
+    "/v1/chat/completions": (ChatRequest, "Create a chat completion", True),
+    "/v1/completions": (CompletionRequest, "Create completions of prompts", True),
+    "/v1/responses": (ResponsesRequest, "Create a response (stateless)", True),
+    "/v1/messages": (MessagesRequest, "Create a message (Anthropic API)", True),
+    "/v1/messages/count_tokens": (CountRequest, "Count the tokens of a conversation (Anthropic API)", False),
+    "/v1/embeddings": (EmbeddingRequest, "Create embeddings of texts", False),
+    "/tokenize": (TokenizeRequest, "Convert text to token ids", False),
+    "/detokenize": (DetokenizeRequest, "Convert token ids to text", False),
 }
 GETS = {
-    "/v1/models": "The served model, under each of its names",
-    "/health": "Is the engine well",
-    "/ready": "Would one more request be taken",
-    "/version": "The server's version",
+    "/v1/models": "List the served model under each of its names",
+    "/health": "Check that the engine is healthy",
+    "/ready": "Check that another request would be accepted",
+    "/version": "Get the server's version",
 }
 ERROR_CODES = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 @cache
 def document() -> dict[str, Any]:
+    """The OpenAPI document. Fields that are always refused are left out."""
     kinds = [kind for kind, _, _ in POSTS.values()]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
-        for field in REFUSED.get(kind, ()):
+        for field in UNSUPPORTED.get(kind, ()):
             schemas[kind.__name__]["properties"].pop(field, None)
-    paths: dict[str, Any] = {path: {"post": _post(*told)} for path, told in POSTS.items()}
+    paths: dict[str, Any] = {path: {"post": _post(*entry)} for path, entry in POSTS.items()}
     paths |= {path: {"get": {"summary": about, "responses": _responses(stream=False)}} for path, about in GETS.items()}
     metrics = {"200": {"description": "Prometheus' text format", "content": {"text/plain": {}}}}
-    paths["/metrics"] = {"get": {"summary": "Counters and histograms", "responses": metrics}}
+    paths["/metrics"] = {"get": {"summary": "Get counters and histograms", "responses": metrics}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "nanovllm", "version": __version__},
@@ -91,5 +92,5 @@ def _responses(*, stream: bool) -> dict[str, Any]:
     if stream:
         content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    refusals = {str(code): {"description": "Refused or failed", "content": error} for code in ERROR_CODES}
-    return {"200": {"description": "Done", "content": content}, **refusals}
+    errors = {str(code): {"description": "The request was refused or failed", "content": error} for code in ERROR_CODES}
+    return {"200": {"description": "The request succeeded", "content": content}, **errors}

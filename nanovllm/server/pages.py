@@ -1,4 +1,4 @@
-"""The pages for people: a chat at /, the engine at /engine, and the stream of events that feeds the latter."""
+"""The web pages: a chat at /, a view of the engine at /engine, and the stream of events for the latter."""
 
 import asyncio
 import base64
@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.server.bodies import ClientGone
+from nanovllm.server.bodies import ClientDisconnected
 from nanovllm.server.http import STREAM_HEADERS, while_connected
 from nanovllm.server.service import Service
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "static"
 STATIC = "/static"
 PAGES = {"/": "chat.html", "/engine": "engine.html"}
-# The pages take nothing from other hosts, and no other host may put them into a frame.
+# The pages load nothing from other hosts, and pages of other hosts cannot embed them in a frame.
 POLICY = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -49,7 +49,7 @@ def _page(file: Path) -> Callable[[Request], Awaitable[Response]]:
 
 
 class EngineEvents:
-    """What the engine looks like, several times a second, for as long as somebody looks."""
+    """Streams snapshots of the engine's state, several per second, until the client disconnects or the server stops."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -59,7 +59,7 @@ class EngineEvents:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             await while_connected(receive, self._send_until_drained(views, send))
-        except ClientGone:
+        except ClientDisconnected:
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -82,7 +82,7 @@ async def _send_all(views: "AsyncGenerator[EngineView, None]", send: Send) -> No
 
 
 def as_json(view: "EngineView") -> dict[str, Any]:
-    """`stats` by name; requests and steps as short arrays, of which there are many."""
+    """A snapshot as JSON. `stats` is an object; requests and steps, of which there are many, are arrays."""
     return {
         "stats": {name: getattr(view.stats, name) for name in view.stats.__struct_fields__},
         "blocks": base64.b64encode(view.blocks).decode(),

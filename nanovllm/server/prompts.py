@@ -1,4 +1,4 @@
-"""From what a client sends to token ids: text, token ids, and conversations through the model's chat template."""
+"""Turn the prompts of requests into token ids: text, token ids, and conversations through the chat template."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,21 +11,22 @@ from nanovllm.server.errors import ApiError, refuse
 from nanovllm.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
-QUICK_CHARS = 8_000  # of text: tokenized within a few milliseconds; more is given to a thread
-CHARS_AROUND_MESSAGE = 32  # that a template may write
+MAX_CHARS_ON_EVENT_LOOP = 8_000  # tokenized within a few milliseconds; longer text is processed in a thread
+CHARS_AROUND_MESSAGE = 32  # an estimate of what a template adds to each message
 MAX_TEMPLATE_KWARGS = 64
-MAX_CHARS_PER_TOKEN = 256  # generous: a text longer than this for every token that fits cannot fit
+MAX_CHARS_PER_TOKEN = 256  # a text with more characters per token of the context length is refused without tokenizing
 
 
-def tokenizer_of(engine: Engine) -> Tokenizer:
+def require_tokenizer(engine: Engine) -> Tokenizer:
+    """The engine's tokenizer, or an error for the client if there is none."""
     if engine.tokenizer is None:
         raise ApiError(400, "this server has no tokenizer: send token ids to /v1/completions", code="no_tokenizer")
     return engine.tokenizer
 
 
-async def aside(size: int, work: Callable[[], Result]) -> Result:
-    """Do what takes long beside the loop, so that other requests need not wait for it."""
-    return work() if size <= QUICK_CHARS else await asyncio.to_thread(work)
+async def run_in_thread_if_long(size: int, work: Callable[[], Result]) -> Result:
+    """Run `work`, in a thread if `size` (characters) is large, so that it does not block the event loop."""
+    return work() if size <= MAX_CHARS_ON_EVENT_LOOP else await asyncio.to_thread(work)
 
 
 # --- text and token ids -----------------------------------------------------------------------------------------------
@@ -34,26 +35,28 @@ async def aside(size: int, work: Callable[[], Result]) -> Result:
 async def read_prompts(
     engine: Engine, prompts: Any, *, field: str, add_special_tokens: bool, max_prompts: int
 ) -> list[list[int]]:
-    """One prompt or several, each a text or a list of token ids."""
+    """The token ids of one prompt or several, each a string or a list of token ids. `field` is for error messages."""
     items = as_list(prompts, field)
     if len(items) > max_prompts:
-        raise refuse(field, f"{len(items)} prompts; at most {max_prompts} are taken in one request")
+        raise refuse(field, f"{len(items)} prompts; a request may have at most {max_prompts}")
     size = sum(len(item) for item in items if isinstance(item, str))
-    read = await aside(size, lambda: [_read_prompt(engine, item, field, add_special_tokens) for item in items])
+    read = await run_in_thread_if_long(
+        size, lambda: [_read_prompt(engine, item, field, add_special_tokens) for item in items]
+    )
     for token_ids in read:
         _check_tokens(engine, token_ids, field)
     return read
 
 
 def as_list(prompts: Any, field: str) -> list[Any]:
-    """The prompts one by one, each still as it was sent."""
+    """A list of the prompts, each in the form in which it was sent."""
     if isinstance(prompts, str):
         return [prompts]
     kinds = set(map(type, prompts))
     if kinds == {int}:
         return [prompts]
     if len(kinds) != 1:
-        raise refuse(field, "must be a text, a list of texts, a list of token ids, or a list of lists of token ids")
+        raise refuse(field, "must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
     return list(prompts)
 
 
@@ -61,17 +64,17 @@ def _read_prompt(engine: Engine, prompt: Any, field: str, add_special_tokens: bo
     if not isinstance(prompt, str):
         return prompt
     check_length(engine, len(prompt), field)
-    return tokenizer_of(engine).encode(prompt, add_special_tokens)
+    return require_tokenizer(engine).encode(prompt, add_special_tokens)
 
 
 def _check_tokens(engine: Engine, token_ids: list[int], field: str) -> None:
     if not token_ids:
-        raise refuse(field, "is empty")
+        raise refuse(field, "must not be empty")
     check_context(engine, len(token_ids), field)
 
 
 def check_length(engine: Engine, num_chars: int, field: str) -> None:
-    """Refuse what is hopelessly long before work is put into it."""
+    """Refuse a text that cannot fit into the context length, before it is tokenized."""
     if num_chars > engine.max_model_len * MAX_CHARS_PER_TOKEN:
         raise _too_long(engine, f"{num_chars} characters", field)
 
@@ -81,10 +84,10 @@ def check_context(engine: Engine, num_tokens: int, field: str) -> None:
         raise _too_long(engine, f"{num_tokens} tokens", field)
 
 
-def _too_long(engine: Engine, told: str, field: str) -> ApiError:
+def _too_long(engine: Engine, size: str, field: str) -> ApiError:
     return ApiError(
         400,
-        f"{field}: {told} leave no room for an answer within the {engine.max_model_len} tokens that fit",
+        f"{field}: {size} leave no room for a completion within the maximum length of {engine.max_model_len} tokens",
         param=field,
         code="context_length_exceeded",
     )
@@ -103,16 +106,16 @@ async def render_chat(
     add_special_tokens: bool = False,
     template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
-    """The conversation as the template writes it, and its token ids."""
-    tokenizer = tokenizer_of(engine)
+    """Render a conversation with the chat template; return the text and its token ids."""
+    tokenizer = require_tokenizer(engine)
     if len(messages) > engine.max_model_len:
         raise _too_long(engine, f"{len(messages)} messages", "messages")
-    plain = plain_messages(messages)
+    plain = normalize_messages(messages)
     size = sum(len(message["content"]) for message in plain)
     check_length(engine, size, "messages")
     extra = template_kwargs or {}
     if len(extra) > MAX_TEMPLATE_KWARGS:
-        raise refuse("chat_template_kwargs", f"{len(extra)} entries; at most {MAX_TEMPLATE_KWARGS} are taken")
+        raise refuse("chat_template_kwargs", f"{len(extra)} entries; at most {MAX_TEMPLATE_KWARGS} are accepted")
     for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message"):
         if name in extra:
             raise refuse("chat_template_kwargs", f"{name} cannot be set here")
@@ -128,44 +131,45 @@ async def render_chat(
         check_length(engine, len(text), "messages")
         return text, tokenizer.encode(text, add_special_tokens)
 
-    text, token_ids = await aside(size + CHARS_AROUND_MESSAGE * len(plain), render)
+    text, token_ids = await run_in_thread_if_long(size + CHARS_AROUND_MESSAGE * len(plain), render)
     if not token_ids:
-        raise refuse("messages", "the chat template made nothing of them")
+        raise refuse("messages", "the chat template rendered them to an empty prompt")
     check_context(engine, len(token_ids), "messages")
     return text, token_ids
 
 
-def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content is text, and a tool call's arguments are an object."""
+def normalize_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert messages to the form that templates expect: content is a string, arguments of tool calls are objects."""
     if not messages:
         raise refuse("messages", "at least one message is needed")
-    return [_plain_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    return [_normalize_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-def _plain_message(message: dict[str, Any], place: str) -> dict[str, Any]:
+def _normalize_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """`where` is the message's position in the request, for error messages."""
     role = message.get("role")
     if not isinstance(role, str):
-        raise refuse("messages", f"{place} has no role")
+        raise refuse("messages", f"{where} has no role")
     plain = {name: value for name, value in message.items() if value is not None and name != "refusal"}
     plain["role"] = "system" if role == "developer" else role
-    plain["content"] = _plain_content(message.get("content"), place)
+    plain["content"] = _normalize_content(message.get("content"), where)
     if "reasoning" in plain:
         plain.setdefault("reasoning_content", plain["reasoning"])
     if "tool_calls" in plain:
-        plain["tool_calls"] = _plain_calls(plain["tool_calls"], place)
+        plain["tool_calls"] = _normalize_calls(plain["tool_calls"], where)
     for name in ("audio", "function_call"):
         if name in plain:
-            raise refuse("messages", f"{place}.{name} is not read by this server")
+            raise refuse("messages", f"{where}.{name} is not supported")
     return plain
 
 
-def _plain_content(content: Any, place: str) -> str:
+def _normalize_content(content: Any, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise refuse("messages", f"{place}.content must be a text or a list of parts")
+        raise refuse("messages", f"{where}.content must be a string or a list of parts")
     texts = []
     for part in content:
         match part:
@@ -174,29 +178,31 @@ def _plain_content(content: Any, place: str) -> str:
             case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case {"type": str(kind)}:
-                raise refuse("messages", f"{place}.content: a part of type {kind!r} is not read; this model reads text")
+                raise refuse(
+                    "messages", f"{where}.content: a part of type {kind!r} is not supported; this model reads only text"
+                )
             case _:
-                raise refuse("messages", f"{place}.content: every part needs a type, and a text part its text")
+                raise refuse("messages", f"{where}.content: every part needs a type, and a text part its text")
     return "\n".join(texts)
 
 
-def _plain_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _normalize_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise refuse("messages", f"{place}.tool_calls must be a list")
-    return [_plain_call(call, place) for call in calls]
+        raise refuse("messages", f"{where}.tool_calls must be a list")
+    return [_normalize_call(call, where) for call in calls]
 
 
-def _plain_call(call: Any, place: str) -> dict[str, Any]:
+def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     match call:
         case {"function": {"name": str(name)} as function}:
             arguments = function.get("arguments") or {}
         case _:
-            raise refuse("messages", f"{place}.tool_calls: every call needs a function with a name")
+            raise refuse("messages", f"{where}.tool_calls: every call needs a function with a name")
     if isinstance(arguments, str):
         try:
             arguments = orjson.loads(arguments)
         except orjson.JSONDecodeError:
-            raise refuse("messages", f"{place}.tool_calls: the arguments of {name!r} are not valid JSON") from None
+            raise refuse("messages", f"{where}.tool_calls: the arguments of {name!r} are not valid JSON") from None
     if not isinstance(arguments, dict):
-        raise refuse("messages", f"{place}.tool_calls: the arguments of {name!r} must be a JSON object")
+        raise refuse("messages", f"{where}.tool_calls: the arguments of {name!r} must be a JSON object")
     return {**call, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,7 +1,7 @@
-"""The requests of the OpenAI API, with vLLM's extras: what is understood, and what is refused by name.
+"""The request types of the OpenAI API with vLLM's extensions, and the fields that are refused.
 
-A field that stands here is honoured. One of `REFUSED` asks for something that is not done, and passes only with a value
-that changes nothing; so does null, always. Any other field is unknown and passes.
+Fields declared here are supported. A field in `UNSUPPORTED` requests something that is not implemented: it is refused
+unless its value is null or one that changes nothing. All other fields are unknown and ignored.
 """
 
 import re
@@ -13,12 +13,12 @@ import msgspec
 from nanovllm.server.errors import ApiError, refuse
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
-NAMED = re.compile(r"(?:\$\.|required field `)(\w+)")  # the field in msgspec's messages
-# Bounds of what can be told to the engine; whether a number makes sense is said elsewhere.
+FIELD_IN_ERROR = re.compile(r"(?:\$\.|required field `)(\w+)")  # the field's name in msgspec's error messages
+# Ranges that can be sent to the engine. SamplingParams and the engine check whether a value makes sense.
 Int = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Neutral = Mapping[str, tuple[Any, ...]]  # field -> the values that ask for nothing
+NeutralValues = Mapping[str, tuple[Any, ...]]  # unsupported field -> the values that are accepted: they change nothing
 
 
 class StreamOptions(msgspec.Struct):
@@ -28,7 +28,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What /v1/chat/completions and /v1/completions have in common."""
+    """The fields that /v1/chat/completions and /v1/completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -117,7 +117,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-_OF_VLLM: Neutral = {
+_OF_VLLM: NeutralValues = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "truncate_prompt_tokens": (),
@@ -135,8 +135,8 @@ _OF_VLLM: Neutral = {
     "guided_whitespace_pattern": (),
     "structural_tag": (),
 }
-_OF_OPENAI: Neutral = {"store": (False,), "service_tier": ("auto", "default")}
-REFUSED: dict[type, Neutral] = {
+_OF_OPENAI: NeutralValues = {"store": (False,), "service_tier": ("auto", "default")}
+UNSUPPORTED: dict[type, NeutralValues] = {
     ChatRequest: {
         **_OF_VLLM,
         **_OF_OPENAI,
@@ -160,20 +160,23 @@ REFUSED: dict[type, Neutral] = {
 }
 
 
-def understand(request: dict[str, Any], kind: type[Kind]) -> Kind:
-    """The request as `kind`, or an error that names the field."""
-    refuse_asked_for(request, REFUSED.get(kind, {}))
+def parse_request(request: dict[str, Any], kind: type[Kind]) -> Kind:
+    """Convert a JSON object to the request type `kind`, or raise an ApiError that names the invalid field."""
+    check_unsupported_fields(request, UNSUPPORTED.get(kind, {}))
     try:
         return msgspec.convert(request, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
         rule = str(error).partition(" - at ")[0]
-        named = NAMED.search(str(error))
-        param = None if named is None else named[1]
+        found = FIELD_IN_ERROR.search(str(error))
+        param = None if found is None else found[1]
         raise ApiError(400, f"{param}: {rule}" if param else rule, param=param) from None
 
 
-def refuse_asked_for(request: Mapping[str, Any], refused: Neutral) -> None:
-    for name in refused.keys() & request.keys():
-        if request[name] is not None and request[name] not in refused[name]:
-            passes = ", ".join(str(value).lower() for value in refused[name])
-            raise refuse(name, "this server does not do that" + (f"; only {passes} passes" if passes else ""))
+def check_unsupported_fields(request: Mapping[str, Any], unsupported: NeutralValues) -> None:
+    """Raise an ApiError if the request uses an unsupported field."""
+    for name in unsupported.keys() & request.keys():
+        if request[name] is not None and request[name] not in unsupported[name]:
+            accepted = ", ".join(str(value).lower() for value in unsupported[name])
+            raise refuse(
+                name, "is not supported by this server" + (f"; only {accepted} is accepted" if accepted else "")
+            )

@@ -1,11 +1,11 @@
-"""The server as a Ray Serve application: `app`, its builder.
+"""The server as a Ray Serve application. `app` builds it.
 
     serve run nanovllm.server.ray_app:app model=path/to/model replicas=2
 
-Two deployments. `Ingress` runs the ASGI app: it reads requests, renders and tokenizes prompts, writes answers.
-`Engine` runs an engine in a child process of each of its replicas; Ray Serve adds and removes those by load, and
-starts anew what is lost. Between the two go the messages of engine/messages.py, as bytes. Ray Serve asks `PrefixRouter`
-which replica gets a request.
+There are two deployments. `Ingress` runs the ASGI app: it reads requests, tokenizes prompts and writes responses.
+`Engine` runs an engine in a child process of each of its replicas. Ray Serve adds and removes replicas by load and
+restarts lost ones. The two exchange the messages of remote/messages.py as bytes. Ray Serve calls `PrefixRouter` to
+choose the replica for a request.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ except ImportError as error:
 
 logger = get_logger(__name__)
 
-MAX_OPEN = 1 << 16  # HTTP requests of one ingress at once; the server itself answers 429 long before
-# Where to listen and when to stop is Ray Serve's to say: its own config has `http_options` and timeouts for these.
-NOT_OURS = {"host", "port", "ssl_certfile", "ssl_keyfile", "h11_max_incomplete_event_size", "shutdown_timeout"}
-LOST = (RayActorError, RayServeException, EngineClosedError)  # the replica, all of them, or only its engine
+MAX_OPEN_REQUESTS = 1 << 16  # HTTP requests per ingress; the server itself responds with 429 long before this
+# Options that Ray Serve's own config sets, with `http_options` and its timeouts.
+RAY_SERVE_OPTIONS = {"host", "port", "ssl_certfile", "ssl_keyfile", "h11_max_incomplete_event_size", "shutdown_timeout"}
+REPLICA_LOST = (RayActorError, RayServeException, EngineClosedError)  # one replica, all replicas, or a replica's engine
 
 _encode = msgspec.msgpack.Encoder().encode
 _event = msgspec.msgpack.Decoder(Event)
@@ -61,22 +61,22 @@ _view = msgspec.msgpack.Decoder(EngineView)
 
 
 class Arguments(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What `args` of a Serve config file, or NAME=VALUE behind `serve run`, may set."""
+    """The options of the application: `args` in a Serve config file, or NAME=VALUE after `serve run`."""
 
     model: str | None = None
-    engine: dict[str, Any] = {}  # options of the engine, as `LLM` takes them
-    server: dict[str, Any] = {}  # options of the server, as `nanovllm serve` takes them
-    replicas: int | None = None  # engines; for a number that follows the load see autoscaling_config of Ray Serve
+    engine: dict[str, Any] = {}  # options of the engine, as in `LLM(...)`
+    server: dict[str, Any] = {}  # options of the server, as in `nanovllm serve`
+    replicas: int | None = None  # number of engines; to follow the load, use Ray Serve's autoscaling_config instead
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """The application over `args` (see `Arguments`), for `serve run`, `serve deploy` and `serve.run(app({...}))`."""
+    """Build the application from `args` (see `Arguments`); for `serve run`, `serve deploy` or `serve.run(app(...))`."""
     try:
-        wanted = msgspec.convert(args, Arguments, strict=False)
+        arguments = msgspec.convert(args, Arguments, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"args: {error}") from None
-    config = Config.from_options(wanted.model, wanted.engine)
-    read_settings(wanted.server)
+    config = Config.from_options(arguments.model, arguments.engine)
+    read_settings(arguments.server)
     engines = serve.deployment(
         name="Engine",
         max_ongoing_requests=config.max_num_seqs,
@@ -85,29 +85,32 @@ def app(args: dict[str, Any]) -> serve.Application:
             "request_router_kwargs": {"block_size": config.kvcache_block_size},
         },
     )(EngineReplica)
-    if wanted.replicas is not None:
-        engines = engines.options(num_replicas=wanted.replicas)
-    ingress = serve.deployment(name="Ingress", max_ongoing_requests=MAX_OPEN, ray_actor_options={"num_cpus": 0})(
-        serve.ingress()(Ingress)
-    )
-    return ingress.bind(engines.bind(wanted.model, wanted.engine), wanted.model, wanted.engine, wanted.server)
+    if arguments.replicas is not None:
+        engines = engines.options(num_replicas=arguments.replicas)
+    ingress = serve.deployment(
+        name="Ingress", max_ongoing_requests=MAX_OPEN_REQUESTS, ray_actor_options={"num_cpus": 0}
+    )(serve.ingress()(Ingress))
+    model, options = arguments.model, arguments.engine
+    return ingress.bind(engines.bind(model, options), model, options, arguments.server)
 
 
-def read_settings(given: dict[str, Any]) -> ServerSettings:
-    known = {field.name for field in fields(ServerSettings)} - NOT_OURS
-    for name in given:
+def read_settings(options: dict[str, Any]) -> ServerSettings:
+    """The server's settings, or a ConfigError for options that are unknown or belong to Ray Serve's config."""
+    known = {field.name for field in fields(ServerSettings)} - RAY_SERVE_OPTIONS
+    for name in options:
         if name not in known:
-            whose = "set by Ray Serve's own config" if name in NOT_OURS else f"unknown; known are {sorted(known)}"
-            raise ConfigError(f"server option {name!r}: {whose}")
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            in_ray_config = name in RAY_SERVE_OPTIONS
+            problem = "set by Ray Serve's own config" if in_ray_config else f"unknown; known are {sorted(known)}"
+            raise ConfigError(f"server option {name!r}: {problem}")
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
     return ServerSettings(**values)
 
 
-# --- the engine's side ------------------------------------------------------------------------------------------------
+# --- the engine -------------------------------------------------------------------------------------------------------
 
 
 class EngineReplica:
-    """One engine, in a child process, for as long as that lives."""
+    """One engine in a child process. The replica ends when the engine's process ends."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, model: str | None, options: dict[str, Any]
@@ -117,9 +120,9 @@ class EngineReplica:
         self._watch = asyncio.ensure_future(self._end_with_engine())
 
     async def _end_with_engine(self) -> None:
-        """Ray Serve starts a lost replica anew at once; one that only says it is ill, after some checks."""
+        """Exit when the engine has ended: Ray Serve restarts a lost replica sooner than an unhealthy one."""
         await self._client.ended()
-        logger.error("the engine has ended, and with it this replica")
+        logger.error("the engine has ended; this replica exits")
         os._exit(1)
 
     async def check_health(self) -> None:
@@ -129,16 +132,16 @@ class EngineReplica:
         return _encode(self._client.ready)
 
     async def stream(self, request: bytes) -> AsyncGenerator[bytes, None]:
-        """Events: what each step brings, or a refusal. Cancelling the call aborts the request."""
+        """Yield encoded events: the deltas of each step, or a refusal. Cancelling the call aborts the request."""
         try:
-            async with aclosing(self._client.stream(asked := _request.decode(request))) as batches:
+            async with aclosing(self._client.stream(decoded := _request.decode(request))) as batches:
                 async for batch in batches:
                     yield _encode(StepDone(batch))
         except RequestError as error:
-            yield _encode(Refused(asked.request_id, str(error)))
+            yield _encode(Refused(decoded.request_id, str(error)))
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float] | str:
-        """The embedding, or why there is none."""
+        """The embedding, or the message of a RequestError."""
         try:
             return await self._client.embed(token_ids, pooling)
         except RequestError as error:
@@ -153,18 +156,19 @@ class EngineReplica:
                 yield _encode(view)
 
 
-# --- the way between --------------------------------------------------------------------------------------------------
+# --- between the ingress and the engines ------------------------------------------------------------------------------
 
 
 class PrefixRouter(RequestRouter):
-    """`routing.Router` for Ray Serve: lives in each ingress, and knows what that one has sent where.
+    """`routing.Router` for Ray Serve. Each ingress has one, which knows the requests that this ingress has sent.
 
-    Ray Serve pickles this class with all it refers to in this module; a decoder, for one, cannot be pickled.
+    Ray Serve pickles this class with everything in this module that it refers to, so it must not refer to the decoders
+    above, which cannot be pickled.
     """
 
     def initialize_state(self, **settings: Any) -> None:
         self._router = Router(**settings)
-        self._sent: dict[str, ReplicaID] = {}  # calls that the router counts as running
+        self._sent: dict[str, ReplicaID] = {}  # replica by call, for the calls that the router counts as running
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         before = self._replica_id_set
@@ -182,33 +186,34 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The best one; then, in case it takes no more, all others."""
+        """Groups of replicas in order of preference: the chosen one, then all others in case it is full."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # if all are full, ask again later
+        pending_request.routing_context.should_backoff = True  # if all are full, try again later
         chosen = self._route(pending_request)
         best = [replica for replica in candidate_replicas if replica.replica_id == chosen]
         return [best, [replica for replica in candidate_replicas if replica.replica_id != chosen]]
 
     def _route(self, pending: PendingRequest) -> ReplicaID:
         call = pending.metadata.internal_request_id
-        self._end(call)  # it may be asked for again
+        self._finish(call)  # the same call may be routed again
         token_ids, salt = _prompt_of(pending)
         chosen = self._router.route(token_ids, salt=salt)
         assert isinstance(chosen, ReplicaID)
         self._sent[call] = chosen
-        pending.future.add_done_callback(lambda future: self._end(call) if future.cancelled() else None)
+        pending.future.add_done_callback(lambda future: self._finish(call) if future.cancelled() else None)
         return chosen
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._end(internal_request_id)
+        self._finish(internal_request_id)
 
-    def _end(self, call: str) -> None:
+    def _finish(self, call: str) -> None:
         if call in self._sent:
             self._router.finished(self._sent.pop(call))
 
 
 def _prompt_of(pending: PendingRequest) -> tuple[list[int], str | None]:
+    """(token ids, cache salt) of the prompt of a call; empty for calls without a prompt."""
     if pending.metadata.call_method != "stream":
         return [], None
     request = msgspec.msgpack.decode(pending.args[0], type=AddRequest)
@@ -216,16 +221,16 @@ def _prompt_of(pending: PendingRequest) -> tuple[list[int], str | None]:
 
 
 class RemoteEngine:
-    """The engines behind a Serve handle as the one that the server needs (see server/engine.py)."""
+    """All engine replicas behind a Serve handle as one `Engine` (server/engine.py)."""
 
     def __init__(self, handle: DeploymentHandle, config: Config) -> None:
         self._handle = handle
         self.config = config
-        self.max_num_seqs = config.max_num_seqs  # of one engine: how many there are changes
+        self.max_num_seqs = config.max_num_seqs  # of one engine: the number of engines changes
         self.model_name = config.model or DEFAULT_MODEL
 
     async def connect(self) -> None:
-        """Returns when an engine is there."""
+        """Load the tokenizer and wait until an engine is ready."""
         path = await asyncio.to_thread(resolve_model, self.config.model)
         self.model_config, self.tokenizer = await asyncio.to_thread(describe_model, path, self.config)
         self.max_model_len = _ready.decode(await self._handle.describe.remote()).max_model_len
@@ -239,35 +244,35 @@ class RemoteEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """As `AsyncLLM.submit`; if the replica is lost before it has said anything, another one is asked."""
+        """As `AsyncLLM.submit`. If the replica is lost before its first delta, the request is sent to another one."""
         request = _encode(AddRequest(request_id, token_ids, params, priority, cache_salt))
-        begun = False
+        started = False
         for last_try in tries():
             try:
                 async with aclosing(self._stream("stream", request)) as events:
                     async for event in events:
                         for delta in _deltas_of(_event.decode(event)):
-                            begun = True
+                            started = True
                             yield delta
                 return
-            except LOST as error:
-                if begun or last_try:
+            except REPLICA_LOST as error:
+                if started or last_try:
                     raise EngineClosedError("the replica that had this request is lost") from error
-                logger.warning("a replica was lost; request %s goes to another", request_id)
+                logger.warning("a replica was lost; request %s is sent to another", request_id)
 
     async def view(self) -> AsyncGenerator[EngineView, None]:
-        """Of one engine."""
+        """Yield snapshots of the state of one of the engines."""
         try:
             async with aclosing(self._stream("view")) as views:
                 async for view in views:
                     yield _view.decode(view)
-        except LOST as error:
-            raise EngineClosedError("the replica that was looked at is lost") from error
+        except REPLICA_LOST as error:
+            raise EngineClosedError("the replica that sent its state is lost") from error
 
     async def _stream(self, method: str, *args: bytes) -> AsyncGenerator[bytes, None]:
-        """Leaving early cancels the call.
+        """Call a streaming method of a replica. Closing the generator early cancels the call.
 
-        In a context of its own: Ray Serve would give all calls that one HTTP request makes the same identity, and its
+        The call runs in an empty context. Otherwise Ray Serve gives all calls of one HTTP request the same id, and its
         router loses all but one of those that wait at the same time.
         """
         call = self._handle.options(method_name=method, stream=True)
@@ -285,36 +290,36 @@ class RemoteEngine:
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         for last_try in tries():
             try:
-                found = await Context().run(self._handle.embed.remote, token_ids, pooling)
-            except LOST as error:
+                result = await Context().run(self._handle.embed.remote, token_ids, pooling)
+            except REPLICA_LOST as error:
                 if last_try:
                     raise EngineClosedError("the replica that had this request is lost") from error
             else:
-                if isinstance(found, str):
-                    raise RequestError(found)
-                return found
+                if isinstance(result, str):
+                    raise RequestError(result)
+                return result
         raise AssertionError("the last try returns or raises")
 
     async def stats(self) -> EngineStats:
-        return total([_stats.decode(found) for found in await self._ask_all("stats")])
+        return total([_stats.decode(stats) for stats in await self._call_all("stats")])
 
     async def check_health(self) -> None:
-        """EngineError unless at least one replica is well."""
-        await self._ask_all("check_health")
+        """Raise an EngineError unless at least one replica is healthy."""
+        await self._call_all("check_health")
 
-    async def _ask_all(self, method: str) -> list[Any]:
-        """The answers of all replicas that give one; EngineError if none does."""
+    async def _call_all(self, method: str) -> list[Any]:
+        """Call a method of all replicas. Returns the results of those that do not fail; EngineError if all fail."""
         try:
-            answers = await self._handle.broadcast(method).results_async(return_exceptions=True)
-        except LOST as error:
+            results = await self._handle.broadcast(method).results_async(return_exceptions=True)
+        except REPLICA_LOST as error:
             raise EngineClosedError("no replica is left") from error
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        if len(errors) == len(answers):
-            raise EngineError("no replica is well") from errors[0]
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if len(errors) == len(results):
+            raise EngineError("no replica is healthy") from errors[0]
+        return [result for result in results if not isinstance(result, BaseException)]
 
     async def close(self) -> None:
-        """The engines are Ray Serve's to end."""
+        """Does nothing: Ray Serve ends the engines."""
 
 
 def _deltas_of(event: Event) -> list[Delta]:
@@ -324,11 +329,11 @@ def _deltas_of(event: Event) -> list[Delta]:
     return event.deltas
 
 
-# --- the clients' side ------------------------------------------------------------------------------------------------
+# --- the HTTP server --------------------------------------------------------------------------------------------------
 
 
 class Ingress:
-    """The HTTP API."""
+    """Runs the HTTP API as an ASGI app."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, engines: DeploymentHandle, model: str | None, options: dict[str, Any], settings: dict[str, Any]

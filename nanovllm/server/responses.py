@@ -1,15 +1,15 @@
-"""POST /v1/responses, as far as it needs no memory: everything said so far comes with the request."""
+"""POST /v1/responses of the OpenAI API, stateless: every request has the whole conversation."""
 
 from contextlib import aclosing
 from itertools import count
 from typing import Any
 
-from nanovllm.server.blocks import Block, Closed, Ended, Grew, Opened, steps
+from nanovllm.server.blocks import BlockDelta, BlockEnd, BlockStart, ContentBlock, ResponseEnd, block_events
 from nanovllm.server.calls import Call
-from nanovllm.server.conversation import Conversation, Prepared, prepare
+from nanovllm.server.conversation import Conversation, PreparedChat, prepare
 from nanovllm.server.errors import refuse
-from nanovllm.server.http import Frames
-from nanovllm.server.protocol import REFUSED, GenerationRequest, Int, understand
+from nanovllm.server.http import EventStream
+from nanovllm.server.protocol import UNSUPPORTED, GenerationRequest, Int, parse_request
 from nanovllm.server.sampling import sampling_fields
 from nanovllm.server.service import Service
 from nanovllm.server.sse import named_event
@@ -29,7 +29,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-REFUSED[ResponsesRequest] = {
+UNSUPPORTED[ResponsesRequest] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
@@ -51,16 +51,17 @@ REFUSED[ResponsesRequest] = {
 }
 
 
-async def create_response(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | Frames:
-    request = understand(body, ResponsesRequest)
+async def create_response(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | EventStream:
+    """Handle a request: the response object, or the stream of its events if `stream` is set."""
+    request = parse_request(body, ResponsesRequest)
     model = service.check_model(request.model)
     request.stream_options = None
-    ready = await prepare(service, _conversation(request, service))
-    answer = ResponseAnswer(service, call, request, ready, model)
-    return answer.stream() if request.stream else await answer.whole()
+    prepared = await prepare(service, _conversation(request, service))
+    responder = ResponsesResponder(service, call, request, prepared, model)
+    return responder.stream() if request.stream else await responder.full()
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- reading the request ----------------------------------------------------------------------------------------------
 
 
 def _conversation(request: ResponsesRequest, service: Service) -> Conversation:
@@ -78,7 +79,7 @@ def _conversation(request: ResponsesRequest, service: Service) -> Conversation:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise refuse("tools", f"a tool of type {tool.get('type')!r} is not offered; only functions are")
+        raise refuse("tools", f"a tool of type {tool.get('type')!r} is not supported; only functions are")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
@@ -87,14 +88,14 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
         case dict():
-            raise refuse("tool_choice", "must be auto, none, required, or a function by its name")
+            raise refuse("tool_choice", "must be auto, none, required, or the name of a function")
     return choice
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`text.format` in the words of `response_format`."""
+    """`text.format` in the form of `response_format` of the chat API."""
     if text and text.get("verbosity") not in (None, "medium"):
-        raise refuse("text", "verbosity: this server does not do that; only medium passes")
+        raise refuse("text", "verbosity: is not supported; only medium is accepted")
     match (text or {}).get("format"):
         case {"type": "json_schema", **rest}:
             return {"type": "json_schema", "json_schema": rest}
@@ -114,33 +115,38 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
-    """Thinking and tool calls belong to the assistant's message that is being written."""
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Add one input item to the messages. Reasoning and tool calls become part of the assistant's current message.
+
+    `where` is the item's position in the request, for error messages.
+    """
     match item:
         case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
             call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
             _assistant(messages).setdefault("tool_calls", []).append(call)
         case {"type": "function_call_output", "call_id": str(id), "output": output}:
-            messages.append({"role": "tool", "tool_call_id": id, "content": _text(output, place)})
+            messages.append({"role": "tool", "tool_call_id": id, "content": _text(output, where)})
         case {"type": "reasoning"}:
-            thoughts = _text(item.get("content") or "", place)
-            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+            reasoning = _text(item.get("content") or "", where)
+            messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
         case {"role": "assistant", "content": content}:
-            before = _assistant(messages)
-            before["content"] = "\n".join(filter(None, [before["content"], _text(content, place)]))
+            message = _assistant(messages)
+            message["content"] = "\n".join(filter(None, [message["content"], _text(content, where)]))
         case {"role": str(role), "content": content}:
-            messages.append({"role": role, "content": _text(content, place)})
+            messages.append({"role": role, "content": _text(content, where)})
         case _:
-            raise refuse("input", f"{place}: an item of type {item.get('type')!r} is not read, or lacks a field")
+            raise refuse("input", f"{where}: an item of type {item.get('type')!r} is not supported, or lacks a field")
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last message if it is the assistant's, else a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: Any, where: str) -> str:
+    """The text of an item's content, which is a string or a list of text parts."""
     if isinstance(content, str):
         return content
     texts = []
@@ -150,113 +156,121 @@ def _text(content: Any, place: str) -> str:
                 texts.append(text)
             case _:
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise refuse("input", f"{place}: a part of type {kind!r} is not read; this model reads text")
+                raise refuse("input", f"{where}: a part of type {kind!r} is not supported; this model reads only text")
     return "\n".join(texts)
 
 
-# --- what is answered -------------------------------------------------------------------------------------------------
+# --- writing the response ---------------------------------------------------------------------------------------------
 
 
-class ResponseAnswer:
-    def __init__(self, service: Service, call: Call, request: ResponsesRequest, ready: Prepared, model: str) -> None:
+class ResponsesResponder:
+    """Writes the response to one request, as one JSON object or as a stream of events."""
+
+    def __init__(
+        self, service: Service, call: Call, request: ResponsesRequest, prepared: PreparedChat, model: str
+    ) -> None:
         self._call = call
         self._request = request
-        self._ready = ready
+        self._prepared = prepared
         self._model = model
-        self._numbers = count()
+        self._sequence_numbers = count()
         self._items: list[dict[str, Any]] = []
-        self._steps = steps(service, call, ready, priority=request.priority or 0)
+        self._events = block_events(service, call, prepared, priority=request.priority or 0)
 
-    async def whole(self) -> dict[str, Any]:
-        ended = Ended("stop", None)
-        async with aclosing(self._steps) as taken:
-            async for step in taken:
-                if isinstance(step, Closed):
-                    self._items.append(self._item(step.block, "completed"))
-                elif isinstance(step, Ended):
-                    ended = step
-        return self._response(ended)
+    async def full(self) -> dict[str, Any]:
+        """Wait for the completion and return the response object."""
+        end = ResponseEnd("stop", None)
+        async with aclosing(self._events) as events:
+            async for event in events:
+                if isinstance(event, BlockEnd):
+                    self._items.append(self._item(event.block, "completed"))
+                elif isinstance(event, ResponseEnd):
+                    end = event
+        return self._response(end)
 
-    async def stream(self) -> Frames:
-        begun = False
-        async with aclosing(self._steps) as taken:
-            async for step in taken:
-                if not begun:
-                    begun = True
+    async def stream(self) -> EventStream:
+        """Yield the API's events. The first two are sent when the engine has accepted the request."""
+        started = False
+        async with aclosing(self._events) as events:
+            async for event in events:
+                if not started:
+                    started = True
                     yield self._event("response.created", response=self._response(None))
                     yield self._event("response.in_progress", response=self._response(None))
-                match step:
-                    case Opened(block):
+                match event:
+                    case BlockStart(block):
                         yield self._open(block)
-                    case Grew(block, text):
+                    case BlockDelta(block, text):
                         yield self._grow(block, text)
-                    case Closed(block):
+                    case BlockEnd(block):
                         yield self._close(block)
-                    case Ended(reason):
+                    case ResponseEnd(reason):
                         kind = "incomplete" if reason == "length" else "completed"
-                        yield self._event(f"response.{kind}", response=self._response(step))
+                        yield self._event(f"response.{kind}", response=self._response(event))
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _event(self, kind: str, **data: Any) -> bytes:
-        return named_event(kind, {"type": kind, "sequence_number": next(self._numbers), **data})
+        return named_event(kind, {"type": kind, "sequence_number": next(self._sequence_numbers), **data})
 
-    def _open(self, block: Block) -> bytes:
+    def _open(self, block: ContentBlock) -> bytes:
         item = self._item(block, "in_progress")
         frames = self._event("response.output_item.added", output_index=block.number, item=item)
         if block.kind != "tool":
-            frames += self._event("response.content_part.added", **self._place(block), part=_part(block))
+            frames += self._event("response.content_part.added", **self._position(block), part=_part(block))
         return frames
 
-    def _grow(self, block: Block, text: str) -> bytes:
-        return self._event(f"response.{KINDS[block.kind]}.delta", **self._place(block), **_logprobs(block), delta=text)
+    def _grow(self, block: ContentBlock, text: str) -> bytes:
+        kind = f"response.{KINDS[block.kind]}.delta"
+        return self._event(kind, **self._position(block), **_logprobs(block), delta=text)
 
-    def _close(self, block: Block) -> bytes:
-        place, name = self._place(block), f"response.{KINDS[block.kind]}.done"
+    def _close(self, block: ContentBlock) -> bytes:
+        position, kind = self._position(block), f"response.{KINDS[block.kind]}.done"
         if block.kind == "tool":
             assert block.call is not None
-            frames = self._event(name, **place, name=block.call.name, arguments=block.text)
+            frames = self._event(kind, **position, name=block.call.name, arguments=block.text)
         else:
-            frames = self._event(name, **place, **_logprobs(block), text=block.text)
-            frames += self._event("response.content_part.done", **place, part=_part(block))
+            frames = self._event(kind, **position, **_logprobs(block), text=block.text)
+            frames += self._event("response.content_part.done", **position, part=_part(block))
         item = self._item(block, "completed")
         self._items.append(item)
         return frames + self._event("response.output_item.done", output_index=block.number, item=item)
 
-    def _place(self, block: Block) -> dict[str, Any]:
-        place = {"item_id": self._item_id(block), "output_index": block.number}
-        return place if block.kind == "tool" else {**place, "content_index": 0}
+    def _position(self, block: ContentBlock) -> dict[str, Any]:
+        """The fields of an event that say which item, and which part of it, the event belongs to."""
+        position = {"item_id": self._item_id(block), "output_index": block.number}
+        return position if block.kind == "tool" else {**position, "content_index": 0}
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
-    def _item_id(self, block: Block) -> str:
-        return f"{PREFIXES[block.kind]}_{self._call.unique}_{block.number}"
+    def _item_id(self, block: ContentBlock) -> str:
+        return f"{PREFIXES[block.kind]}_{self._call.internal_id}_{block.number}"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:
         parts = [_part(block)] if status == "completed" and block.kind != "tool" else []
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
-        if block.kind == "thinking":
+        if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "content": parts}
         if block.kind == "text":
             return {**item, "type": "message", "role": "assistant", "content": parts}
         assert block.call is not None
-        called = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
-        return {**item, "type": "function_call", **called}
+        function = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
+        return {**item, "type": "function_call", **function}
 
-    def _response(self, ended: Ended | None) -> dict[str, Any]:
-        """The response as far as it has come; None means that it goes on."""
-        request, params = self._request, self._ready.params
-        cut = ended is not None and ended.finish_reason == "length"
+    def _response(self, end: ResponseEnd | None) -> dict[str, Any]:
+        """The response object with the items that are complete. `end` is None while the response is being generated."""
+        request, params = self._request, self._prepared.params
+        truncated = end is not None and end.finish_reason == "length"
         return {
-            "id": f"resp_{self._call.unique}",
+            "id": f"resp_{self._call.internal_id}",
             "object": "response",
             "created_at": self._call.created,
-            "status": "in_progress" if ended is None else "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": "in_progress" if end is None else "incomplete" if truncated else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
             "error": None,
             "model": self._model,
             "output": self._items,
-            "usage": None if ended is None else self._usage(),
+            "usage": None if end is None else self._usage(),
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "temperature": params.temperature,
@@ -285,15 +299,16 @@ class ResponseAnswer:
         }
 
 
-PREFIXES = {"thinking": "rs", "text": "msg", "tool": "fc"}
-KINDS = {"thinking": "reasoning_text", "text": "output_text", "tool": "function_call_arguments"}
+# By kind of content block: the prefix of item ids, and the part of event names.
+PREFIXES = {"reasoning": "rs", "text": "msg", "tool": "fc"}
+KINDS = {"reasoning": "reasoning_text", "text": "output_text", "tool": "function_call_arguments"}
 
 
-def _part(block: Block) -> dict[str, Any]:
-    if block.kind == "thinking":
+def _part(block: ContentBlock) -> dict[str, Any]:
+    if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _logprobs(block: Block) -> dict[str, Any]:
+def _logprobs(block: ContentBlock) -> dict[str, Any]:
     return {"logprobs": []} if block.kind == "text" else {}

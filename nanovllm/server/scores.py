@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two APIs."""
+"""Logprobs in the formats of the chat and the completions API."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,11 +8,11 @@ from nanovllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from nanovllm.engine.deltas import TokenScores
 
-LOWEST = -9999.0  # JSON knows no infinity
+MIN_LOGPROB = -9999.0  # stands for -infinity, which JSON cannot express
 
 
-class Speller:
-    """Tokens as a client wants to see them."""
+class TokenFormatter:
+    """Shows tokens as text, or as "token_id:123" if the client asked for ids or there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -20,27 +20,30 @@ class Speller:
         self._as_ids = as_ids
 
     def text(self, scores: "TokenScores", position: int) -> str:
+        """The token at `position` of the scores: 0 is the sampled token, the others are the most likely ones."""
         if self._as_ids or not scores.tokens:
             return f"token_id:{scores.token_ids[position]}"
         return scores.tokens[position]
 
-    def one(self, token_id: int) -> str:
-        """A token without scores."""
+    def token(self, token_id: int) -> str:
+        """A token that has no scores."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         return self._tokenizer.decode_token(token_id)
 
     def bytes(self, token_id: int) -> list[int] | None:
-        """The token's own bytes: one token may hold a part of a character only."""
+        """The token's bytes, which may be only a part of a character."""
         return None if self._pieces is None else list(self._pieces[token_id])
 
 
-def chat_logprobs(entries: "Sequence[TokenScores]", speller: Speller, num_top: int) -> list[dict[str, Any]]:
+def chat_logprobs(entries: "Sequence[TokenScores]", formatter: TokenFormatter, num_top: int) -> list[dict[str, Any]]:
+    """The logprobs of generated tokens in the format of the chat API, each with the `num_top` most likely tokens."""
+
     def one(scores: "TokenScores", position: int) -> dict[str, Any]:
         return {
-            "token": speller.text(scores, position),
-            "logprob": max(scores.logprobs[position], LOWEST),
-            "bytes": speller.bytes(scores.token_ids[position]),
+            "token": formatter.text(scores, position),
+            "logprob": max(scores.logprobs[position], MIN_LOGPROB),
+            "bytes": formatter.bytes(scores.token_ids[position]),
         }
 
     return [
@@ -50,40 +53,43 @@ def chat_logprobs(entries: "Sequence[TokenScores]", speller: Speller, num_top: i
 
 
 class CompletionLogprobs:
-    """The four parallel lists of /v1/completions; offsets go on from one part of a text to the next."""
+    """The logprobs of one completion in the format of /v1/completions: four parallel lists.
 
-    def __init__(self, speller: Speller) -> None:
-        self._speller = speller
+    Text offsets continue from one call of `format` to the next.
+    """
+
+    def __init__(self, formatter: TokenFormatter) -> None:
+        self._formatter = formatter
         self._offset = 0
 
-    def take(self, entries: "Sequence[TokenScores | None]", first_token: str = "") -> dict[str, Any]:
-        """The lists for these tokens. None stands for a text's first token, which nothing predicts."""
+    def format(self, entries: "Sequence[TokenScores | None]", first_token: str = "") -> dict[str, Any]:
+        """The four lists for the next tokens. None stands for the first token of the prompt, which has no scores."""
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for scores in entries:
-            token = first_token if scores is None else self._speller.text(scores, 0)
+            token = first_token if scores is None else self._formatter.text(scores, 0)
             tokens.append(token)
-            logprobs.append(None if scores is None else max(scores.logprobs[0], LOWEST))
+            logprobs.append(None if scores is None else max(scores.logprobs[0], MIN_LOGPROB))
             tops.append(None if scores is None else self._top(scores))
             offsets.append(self._offset)
             self._offset += len(token)
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
 
     def _top(self, scores: "TokenScores") -> dict[str, float]:
-        """The most likely ones, and the chosen one, which need not be among them."""
+        """The most likely tokens, and the sampled token, which may not be one of them."""
         order = [*range(1, len(scores.token_ids)), 0]
-        return {self._speller.text(scores, i): max(scores.logprobs[i], LOWEST) for i in order}
+        return {self._formatter.text(scores, i): max(scores.logprobs[i], MIN_LOGPROB) for i in order}
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several parts of `CompletionLogprobs` as one."""
+def concatenated(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Concatenate results of `CompletionLogprobs.format`."""
     return {name: [item for part in parts for item in part[name]] for name in parts[0]}
 
 
 def prompt_logprobs(entries: "Sequence[TokenScores | None] | None") -> list[dict[int, Any] | None] | None:
-    """As vLLM writes them: for each token of the prompt, candidates by id."""
+    """The prompt's logprobs in vLLM's format: for each token of the prompt, the candidates by token id."""
     if entries is None:
         return None
     return [None if scores is None else _by_id(scores) for scores in entries]
@@ -95,6 +101,6 @@ def _by_id(scores: "TokenScores") -> dict[int, Any]:
         rank = position or scores.rank
         text = scores.tokens[position] if scores.tokens else None
         found.setdefault(
-            token_id, {"logprob": max(scores.logprobs[position], LOWEST), "rank": rank, "decoded_token": text}
+            token_id, {"logprob": max(scores.logprobs[position], MIN_LOGPROB), "rank": rank, "decoded_token": text}
         )
     return found

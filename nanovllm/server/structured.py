@@ -1,4 +1,4 @@
-"""From `response_format` and `structured_outputs` to what the answer must be."""
+"""Convert `response_format` and `structured_outputs` of a request to `StructuredOutputs`."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def constraint(response_format: dict[str, Any] | None, structured_outputs: dict[str, Any] | None) -> dict[str, Any]:
-    """The one kind asked for with its value, as keyword arguments of `StructuredOutputs`; empty for none."""
-    by_format = _of_format(response_format)
-    by_extra = {kind: value for kind, value in (structured_outputs or {}).items() if value is not None}
-    for kind in by_extra:
+    """The keyword argument of `StructuredOutputs` that the request asks for; empty if there is none."""
+    from_format = _from_response_format(response_format)
+    from_extension = {kind: value for kind, value in (structured_outputs or {}).items() if value is not None}
+    for kind in from_extension:
         if kind not in KINDS:
-            raise refuse("structured_outputs", f"{kind!r} is not done by this server; known are {', '.join(KINDS)}")
-    if by_extra.get("json_object") is False:
-        del by_extra["json_object"]
-    if len(by_extra) > 1 or (by_extra and by_format):
-        raise refuse("structured_outputs", "more than one kind of output is asked for; ask for one")
-    return by_format or by_extra
+            raise refuse("structured_outputs", f"{kind!r} is not supported; supported are {', '.join(KINDS)}")
+    if from_extension.get("json_object") is False:
+        del from_extension["json_object"]
+    if len(from_extension) > 1 or (from_extension and from_format):
+        raise refuse("structured_outputs", "more than one kind of structured output is requested; request only one")
+    return from_format or from_extension
 
 
-def _of_format(response_format: dict[str, Any] | None) -> dict[str, Any]:
+def _from_response_format(response_format: dict[str, Any] | None) -> dict[str, Any]:
     match response_format:
         case None | {"type": "text"}:
             return {}
@@ -36,7 +36,7 @@ def _of_format(response_format: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def structured_outputs(constraint: dict[str, Any]) -> StructuredOutputs | None:
-    """The `StructuredOutputs` for SamplingParams; None where nothing is asked for."""
+    """The `StructuredOutputs` for SamplingParams; None if the constraint is empty."""
     if not constraint:
         return None
     try:

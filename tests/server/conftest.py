@@ -1,4 +1,4 @@
-"""The app over a fake engine: called directly, or served on a port of this machine for real clients."""
+"""The app with a fake engine: called directly, or served on a local port for real clients."""
 
 import asyncio
 import socket
@@ -57,7 +57,7 @@ class LiveServer:
             runner.run(self._server.serve(sockets=[self._socket]))
 
     def do(self, action: Callable[[], Any]) -> Any:
-        """Within the server's loop."""
+        """Run an action in the server's event loop."""
 
         async def act() -> Any:
             return action()
@@ -65,7 +65,7 @@ class LiveServer:
         return asyncio.run_coroutine_threadsafe(act(), self._loop).result(10)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Until something is so, looked at whenever the loop has come round."""
+        """Wait until a condition holds; it is checked in the server's event loop."""
 
         async def wait() -> None:
             async with asyncio.timeout(10):

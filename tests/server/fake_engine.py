@@ -1,4 +1,4 @@
-"""An engine without a model: says what a test tells it to say, when the test lets it."""
+"""An engine without a model: it generates the text that a test sets, when the test allows it."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -21,7 +21,7 @@ STATS = EngineStats(1, 2, 10, 3, 5, 7, 100, 40, 1000, 500)
 
 
 class FakeEngine:
-    """Answers each prompt with `says`, or with the prompt's own text; ends with end-of-sequence or at max_tokens."""
+    """Completes each prompt with `says`, or with the prompt's own text, until EOS or max_tokens."""
 
     def __init__(self, says: str | None = None, *, max_model_len: int = 512, max_num_seqs: int = 4) -> None:
         self.tokenizer: Tokenizer | None = Tokenizer.from_dir(TOKENIZER)
@@ -33,11 +33,11 @@ class FakeEngine:
         self.says = says
         self.refuses: str | None = None
         self.ill: str | None = None
-        self.fails_after: int | None = None  # deltas, of each completion
+        self.fails_after: int | None = None  # number of deltas per completion before it fails
         self.ends_with = "stop"
         self.cached = 0
-        self.gate: asyncio.Event | None = None  # nothing is said before it is set
-        self.holds_after = 0  # deltas that pass the closed gate
+        self.gate: asyncio.Event | None = None  # deltas wait until it is set
+        self.holds_after = 0  # number of deltas that do not wait for the gate
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.open: set[str] = set()
         self.aborted: list[str] = []

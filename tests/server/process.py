@@ -1,4 +1,4 @@
-"""`nanovllm serve` on a tiny model with a long context, as a process of its own, with its log in a file."""
+"""`nanovllm serve` in a separate process, with a tiny model of a long context, logging to a file."""
 
 import os
 import re
@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 class ServerProcess:
-    """A server that is ready. A pipe for its log would stop it once full, as nobody reads it meanwhile."""
+    """A server process that is ready. It logs to a file: a full pipe that nobody reads would block it."""
 
     def __init__(self, folder: Path, log: IO[str], **options: str) -> None:
         given = OPTIONS | {"--" + name.replace("_", "-"): value for name, value in options.items()}
@@ -64,14 +64,14 @@ class ServerProcess:
         return float(value)
 
     def wait_until_idle(self, seconds: float) -> None:
-        """Until nothing runs, nothing waits, and every block is free."""
+        """Wait until no request is running or waiting and all blocks are free."""
         deadline = time.monotonic() + seconds
         while any(map(self.metric, ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"))):
             assert time.monotonic() < deadline, httpx.get(self.url + "/metrics").text
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Told to stop; the engine, which may be stopped itself, ends with it."""
+        """Stop the server with SIGTERM. Its engine ends with it, even while suspended by SIGSTOP."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -84,7 +84,7 @@ class ServerProcess:
 
 @contextmanager
 def server_process(folder: Path, **options: str) -> Iterator[ServerProcess]:
-    """With a model of `CONTEXT` tokens, put into a folder."""
+    """Run a server with a model of `CONTEXT` tokens, which is written to `folder`."""
     model = copy_of(TEXT_MODEL, folder)
     edit_config(model, lambda config: config.update(max_position_embeddings=CONTEXT))
     with tempfile.TemporaryFile("w+") as log:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: shapes, streams, and what reaches the engine."""
+"""/v1/chat/completions: the format of responses and streams, and what is passed to the engine."""
 
 import json
 from typing import Any
@@ -146,7 +146,7 @@ async def test_content_parts_developer_role_and_past_calls(engine: FakeEngine, c
     assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in text
 
 
-# --- thinking and tools -----------------------------------------------------------------------------------------------
+# --- reasoning and tools ----------------------------------------------------------------------------------------------
 
 TOOLS = [
     {
@@ -175,7 +175,7 @@ async def test_thinking_and_calls_are_split_from_the_text(engine: FakeEngine, cl
 
 
 async def test_tokens_of_thinking_are_counted(engine: FakeEngine, client: httpx.AsyncClient) -> None:
-    """Those between the tags, of all completions."""
+    """The tokens between the tags are counted, in all completions."""
     engine.says = "<think>\nHm.\n</think>\n\nYes."
     expected = len(engine.tokenizer.encode("\nHm.\n"))
     for n in (1, 2):

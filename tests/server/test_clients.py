@@ -1,4 +1,4 @@
-"""Clients that others wrote: OpenAI's for Node, and LangChain's."""
+"""Third-party clients: OpenAI's for Node, and LangChain's."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def server(serve: Serve, engine: FakeEngine) -> LiveServer:
 
 @pytest.fixture
 def node(server: LiveServer) -> Callable[[str], Any]:
-    """Makes one of the calls of client.mjs and gives back what it printed."""
+    """Run one of the calls of client.mjs and return what it printed."""
     if shutil.which("node") is None or not (NODE / "node_modules" / "openai").exists():
         pytest.skip("needs Node with its openai package: run `npm ci` in tests/server/node")
 
@@ -103,7 +103,7 @@ def test_node_errors(node: Callable[[str], Any], engine: FakeEngine) -> None:
 
 def test_node_abort(node: Callable[[str], Any], engine: FakeEngine, server: LiveServer) -> None:
     engine.gate, engine.holds_after = asyncio.Event(), 3
-    assert node("abort") >= 2  # what had arrived is still read; without the abort it would wait for ever
+    assert node("abort") >= 2  # the chunks that had arrived are still read; without the abort it would wait forever
     server.wait_until(lambda: len(engine.aborted) == 1 and not engine.open)
 
 

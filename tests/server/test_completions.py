@@ -1,4 +1,4 @@
-"""/v1/completions: prompts in all their forms, echo, logprobs and streams."""
+"""/v1/completions: prompts in all forms, echo, logprobs and streams."""
 
 from typing import Any
 

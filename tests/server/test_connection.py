@@ -1,4 +1,4 @@
-"""The bytes of an answer are those that h11 would have written, whatever the request."""
+"""The bytes of a response are those that h11 would write, for all kinds of requests."""
 
 import h11
 import pytest
@@ -13,7 +13,7 @@ REQUESTS = {
 
 
 def written(connection: h11.Connection, request: bytes, headers: list[tuple[bytes, bytes]], num_answers: int) -> bytes:
-    """All bytes of some answers over one connection."""
+    """All bytes of several responses over one connection."""
     sent = b""
     for _ in range(num_answers):
         connection.receive_data(request)

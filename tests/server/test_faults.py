@@ -1,4 +1,4 @@
-"""Faults of a whole server with a real engine: it stands still, or is told to end while many wait."""
+"""Faults of a server with a real engine: the engine stalls, or the server gets SIGTERM under load."""
 
 import asyncio
 import signal
@@ -35,7 +35,7 @@ async def test_an_engine_that_stands_still_is_unhealthy_until_it_goes_on(
 
 
 def test_sigterm_under_load(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Those who were there are answered to the end, those who come later are not let in, and the exit status is 0."""
+    """Open requests are completed, later ones are refused, and the exit status is 0."""
     ends: list[str] = []
     begun = threading.Semaphore(0)
     body = {"prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True}

@@ -1,7 +1,7 @@
-"""Requests made to do harm: each is refused by name within bounded time, and others are answered meanwhile.
+"""Hostile requests: each is refused with the field's name within bounded time, and other requests are not delayed.
 
-The server is a process of its own with a real engine, and a context so long that megabytes of text are not refused
-by their length alone.
+The server is a separate process with a real engine, and a context so long that megabytes of text are not refused by
+their length alone.
 """
 
 import json
@@ -25,11 +25,12 @@ from tests.server.process import CONTEXT, ServerProcess, server_process
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 SHORT = {"prompt": [5, 6, 7], "max_tokens": 2}
-# A sound server needs a small part of either, on a machine that does nothing else. What the second excludes is a loop
-# that stands still while a text is read: others then wait as long as the attack takes, however fast the machine is.
+# On an idle machine the server needs a small fraction of either limit. The second one, relative to the attack's own
+# time, detects a blocked event loop on any machine: other requests then wait as long as the attack takes.
 ATTACK_SECONDS = 30.0
-SLOWER = 4  # a machine that runs other things too may be this many times slower than the one the numbers are for
-ANSWER_SECONDS, ANSWER_SHARE = 2.0, 0.25  # that others may wait: so long, and this much of the attack's own time
+SLOWER = 4  # a busy machine may be this many times slower than the one that the numbers are for
+# Other requests may be delayed by this many seconds plus this fraction of the attack's own time.
+RESPONSE_SECONDS, RESPONSE_FRACTION = 2.0, 0.25
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @contextmanager
 def others_are_answered(server: ServerProcess) -> Iterator[None]:
-    """Someone else keeps asking for two tokens, and gets them each time without much delay."""
+    """Another client keeps requesting two tokens while the body runs; each request must be completed in time."""
     delays: list[float] = []
     first = time.monotonic()
     over = threading.Event()
@@ -61,7 +62,7 @@ def others_are_answered(server: ServerProcess) -> Iterator[None]:
     finally:
         over.set()
         asking.join(60)
-    allowed = ANSWER_SECONDS + ANSWER_SHARE * (time.monotonic() - first)
+    allowed = RESPONSE_SECONDS + RESPONSE_FRACTION * (time.monotonic() - first)
     assert delays and max(delays) < allowed, f"others waited {max(delays, default=60):.1f} s"
 
 
@@ -83,7 +84,7 @@ def nested(depth: int, leaf: str = "1", key: str = "items") -> Any:
 # --- too much ---------------------------------------------------------------------------------------------------------
 
 TEN_MEGABYTES = "word " * 2_000_000
-JUST_BELOW = "word " * (CONTEXT * 256 // 5 - 1)  # as many characters as are looked at: all of it is tokenized
+JUST_BELOW = "word " * (CONTEXT * 256 // 5 - 1)  # just below the limit on characters, so all of it is tokenized
 
 TOO_MUCH: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": (CHAT, {"messages": [{"role": "user", "content": TEN_MEGABYTES}]}, "messages"),
@@ -124,7 +125,7 @@ def test_a_body_above_the_limit(server: ServerProcess) -> None:
         headers = {"content-type": "application/json"}
         try:
             response = httpx.post(server.url + CHAT, content=content, headers=headers, timeout=ATTACK_SECONDS)
-        except httpx.WriteError:  # it was still being sent when the server had read enough
+        except httpx.WriteError:  # the server responded before the whole body was sent
             continue
         assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
     assert httpx.post(server.url + COMPLETIONS, json=SHORT, timeout=ATTACK_SECONDS).status_code == 200
@@ -142,7 +143,7 @@ def test_json_that_is_none(body: bytes, server: ServerProcess) -> None:
     assert attack(server, CHAT, body).status_code == 400
 
 
-# --- forms of an answer -----------------------------------------------------------------------------------------------
+# --- structured outputs -----------------------------------------------------------------------------------------------
 
 DOUBLING = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)} | {"d40": {"type": "string"}}
 REFUSED: dict[str, dict[str, Any]] = {
@@ -186,13 +187,13 @@ def test_hostile_form_is_refused_by_name(name: str, server: ServerProcess) -> No
 
 @pytest.mark.parametrize("name", TAKEN_OR_REFUSED)
 def test_hostile_form_costs_bounded_time(name: str, server: ServerProcess) -> None:
-    """What is well-formed and small may be taken; then its answer, too, must not hold anyone up."""
+    """A small, well-formed grammar may be accepted; generating its completion must not delay other requests either."""
     response = attack(server, CHAT, {**HELLO, "structured_outputs": TAKEN_OR_REFUSED[name]})
     given_up = response.status_code == 500 and response.json()["error"]["code"] == "engine_error"
     assert response.status_code in (200, 400) or given_up, response.text
 
 
-# --- crowds -----------------------------------------------------------------------------------------------------------
+# --- many requests at once --------------------------------------------------------------------------------------------
 
 
 def post_bytes(body: dict[str, Any]) -> bytes:
@@ -252,7 +253,7 @@ EXPLOITS = [
 async def test_a_template_in_a_message_is_text(
     place: Callable[[str], dict[str, Any]], exploit: str, engine: FakeEngine, client: httpx.AsyncClient
 ) -> None:
-    """The prompt is the one of a harmless text, with the exploit in its place, letter by letter."""
+    """The prompt equals that of a harmless text, with the exploit in its position, character by character."""
     harmless = "HARMLESS"
     for text in (harmless, exploit):
         response = await client.post(CHAT, json={**place(text), "max_tokens": 1})
@@ -263,7 +264,7 @@ async def test_a_template_in_a_message_is_text(
 
 
 def test_the_tools_of_a_template_are_kept_from_messages() -> None:
-    """A message's own fields are data: those that look like methods or hidden attributes are not reached."""
+    """The fields of a message are data: fields named like methods or hidden attributes are not used as such."""
     tokenizer = Tokenizer.from_dir(TOKENIZER)
     message = {"role": "user", "content": "Hello", "__class__": "x", "items": "y", "tool_calls": []}
     assert tokenizer.render_chat([message]) == tokenizer.render_chat(HELLO["messages"])

@@ -1,4 +1,4 @@
-"""Over real sockets: clients that leave, wait, or send nonsense, and an engine that dies."""
+"""Over real sockets: clients that disconnect, stall or send invalid data, and an engine that dies."""
 
 import asyncio
 import base64
@@ -22,7 +22,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    """Holds its answers back until `release`."""
+    """An engine that holds back its deltas until `release`."""
     made = FakeEngine("one two three four five")
     made.gate = asyncio.Event()
     return made
@@ -47,7 +47,7 @@ def post_bytes(body: dict[str, Any], path: str = CHAT) -> bytes:
 
 
 def receive_object(connection: socket.socket) -> bytes:
-    """An answer whose body is a JSON object."""
+    """Read a response whose body is a JSON object."""
     received = b""
     while not received.endswith(b"}"):
         received += connection.recv(4096)
@@ -55,7 +55,7 @@ def receive_object(connection: socket.socket) -> bytes:
 
 
 def receive_all(connection: socket.socket) -> bytes:
-    """Until the server hangs up."""
+    """Read until the server closes the connection."""
     received = b""
     while data := connection.recv(4096):
         received += data
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_ends_its_request(serve: Serve, engine: FakeEngine,
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     server.wait_until(lambda: len(engine.aborted) == 1 and not engine.open)
-    assert server.app.state.service.num_open == 0
+    assert server.app.state.service.num_open_prompts == 0
 
 
 def test_a_client_that_leaves_ends_all_its_prompts(serve: Serve, engine: FakeEngine) -> None:
@@ -91,7 +91,7 @@ def test_a_half_sent_body_reaches_no_engine(serve: Serve, engine: FakeEngine) ->
     server = serve(engine)
     with connected(server) as connection:
         connection.sendall(post_bytes(HELLO)[:-5])
-    with connected(server) as connection:  # the server goes on
+    with connected(server) as connection:  # the server continues
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     assert not engine.seen
@@ -107,7 +107,7 @@ def test_a_body_that_never_ends_is_given_up(serve: Serve, engine: FakeEngine) ->
 
 @pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_headers_that_never_end_are_given_up(serve: Serve, engine: FakeEngine, before: bytes) -> None:
-    """Of a connection's first request and of a later one, though a byte may come now and then."""
+    """The header timeout applies to the first request of a connection and to later ones, even if bytes trickle in."""
     server = serve(engine, header_timeout=0.5)
     with connected(server) as connection:
         if before:
@@ -178,7 +178,7 @@ def test_death_of_the_engine_answers_everyone(serve: Serve, engine: FakeEngine) 
 
 
 def test_a_full_queue_answers_429_at_once(serve: Serve, engine: FakeEngine) -> None:
-    server = serve(engine, max_queued_requests=0)  # the engine itself takes four
+    server = serve(engine, max_queued_requests=0)  # the engine itself accepts four
     waiting = [threading.Thread(target=httpx.post, args=(server.url + CHAT,), kwargs={"json": HELLO}) for _ in range(4)]
     for thread in waiting:
         thread.start()
@@ -213,7 +213,7 @@ def test_a_slow_reader_stalls_only_itself(serve: Serve) -> None:
         server.wait_until(lambda: len(engine.open) == 1)
         other = httpx.post(server.url + CHAT, json={**HELLO, "max_tokens": 5}, timeout=10)
         assert other.status_code == 200
-        assert len(engine.open) == 1  # held back: its answer would long have ended otherwise
+        assert len(engine.open) == 1  # its deltas are held back; otherwise it would have finished by now
     server.wait_until(lambda: not engine.open)
 
 

@@ -1,4 +1,4 @@
-"""The real openai and anthropic clients, which check every answer against their own types."""
+"""The openai and anthropic clients, which check every response against their own types."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ def test_chat_stream(client: OpenAI) -> None:
 def test_completions(client: OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt=["a", "b"], logprobs=1)
     assert [choice.text for choice in answer.choices] == ["Good day to you."] * 2
-    # The client's type of a chunk knows no null finish_reason, which OpenAI's own server sends.
+    # The client's type of a chunk does not allow a null finish_reason, which OpenAI's own server sends.
     lenient = OpenAI(base_url=client.base_url, api_key="secret", max_retries=0, timeout=20)
     with lenient, lenient.completions.create(model="fake", prompt=[5, 6], stream=True) as stream:
         assert "".join(chunk.choices[0].text for chunk in stream) == "Good day to you."
@@ -89,7 +89,7 @@ def test_json_schema(client: OpenAI, engine: FakeEngine) -> None:
 def test_embeddings(client: OpenAI) -> None:
     answer = client.embeddings.create(model="fake", input="Hello", encoding_format="float")
     assert answer.data[0].embedding[:2] == [0.6, 0.8]
-    # By default the client asks for base64, decodes it, and has no type for what it decoded.
+    # By default the client requests base64 and decodes it, but has no type for the result.
     with OpenAI(base_url=client.base_url, api_key="secret", max_retries=0, timeout=20) as lenient:
         answer = lenient.embeddings.create(model="fake", input="Hello")
     assert answer.data[0].embedding[:2] == pytest.approx([0.6, 0.8])

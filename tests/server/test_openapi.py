@@ -1,4 +1,4 @@
-"""What /openapi.json promises, held against the server by schemathesis: bodies drawn from it, answers to match."""
+"""schemathesis checks the server against /openapi.json: it generates request bodies and checks the responses."""
 
 import copy
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis import GenerationMode, checks
 
 from nanovllm.server.openapi import document
-from nanovllm.server.protocol import REFUSED
+from nanovllm.server.protocol import UNSUPPORTED
 from nanovllm.server.settings import ServerSettings
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngine
@@ -29,7 +29,7 @@ MESSAGE = {
     "required": ["role", "content"],
 }
 TEXT = {"type": "string", "minLength": 1, "maxLength": 40}
-SENSIBLE: dict[str, Any] = {  # values that must all be answered; the types alone do not say which those are
+SENSIBLE: dict[str, Any] = {  # values that must all be accepted; the types alone allow more
     "messages": {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 3},
     "prompt": {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3}]},
     "input": TEXT,
@@ -47,7 +47,7 @@ SENSIBLE: dict[str, Any] = {  # values that must all be answered; the types alon
 
 
 def sensible(described: dict[str, Any]) -> dict[str, Any]:
-    """The description with only the fields and values of `SENSIBLE`."""
+    """The OpenAPI document with only the fields and values of `SENSIBLE`."""
     narrow = copy.deepcopy(described)
     for name, schema in narrow["components"]["schemas"].items():
         if not name.endswith("Request"):
@@ -75,7 +75,7 @@ def url() -> Iterator[str]:
 def test_nothing_is_offered_that_would_be_refused() -> None:
     offered = {name: schema.get("properties", {}) for name, schema in document()["components"]["schemas"].items()}
     assert [
-        (kind, field) for kind, fields in REFUSED.items() for field in fields if field in offered[kind.__name__]
+        (kind, field) for kind, fields in UNSUPPORTED.items() for field in fields if field in offered[kind.__name__]
     ] == []
 
 

@@ -1,4 +1,4 @@
-"""Health, keys, limits, ids, metrics, and the small routes."""
+"""Health checks, API keys, limits, request ids, metrics, and the small routes."""
 
 import json
 import logging
@@ -80,7 +80,7 @@ async def test_keys(engine: FakeEngine) -> None:
 
 
 async def test_pages_are_open_and_nothing_else_can_be_reached_as_one(engine: FakeEngine) -> None:
-    """They ask for the key themselves, which their calls need."""
+    """The pages need no key; they ask the user for the key that their API calls need."""
     async with open_client(engine, api_key=("secret",)) as client:
         for path in ("/", "/engine", "/static/chat.js", "/static/style.css"):
             assert (await client.get(path)).status_code == 200, path

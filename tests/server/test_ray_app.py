@@ -1,4 +1,4 @@
-"""The Ray Serve application on a real, local Ray: answers, prefixes that stick, and the loss of a replica."""
+"""The Ray Serve application on a local Ray: responses, routing by prefix, and the loss of a replica."""
 
 import json
 import os
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
 class Application:
-    """`app` with two engines on a Ray of its own."""
+    """`app` with two engines on a separate local Ray."""
 
     def __init__(self) -> None:
         import ray
@@ -63,7 +63,7 @@ class Application:
         serve.run(app({**args, "replicas": 2}), name=self.name)
 
     def engines(self) -> list[psutil.Process]:
-        """The Serve replicas that hold a started engine."""
+        """The Serve replicas that have a running engine."""
         title = f"ServeReplica:{self.name}:Engine"
         return [process for process in psutil.process_iter() if title in _command(process) and process.children()]
 
@@ -162,7 +162,7 @@ def test_a_killed_replica_takes_only_its_own_with_it(served: Application) -> Non
     victim, _ = served.engines()
     (child,) = victim.children()
     victim.kill()
-    for number in range(4):  # whichever they are sent to
+    for number in range(4):  # whichever replica they are sent to
         body = {"prompt": f"{number} " * 20, "max_tokens": 3}
         assert httpx.post(served.url + "/v1/completions", json=body, timeout=60).status_code == 200
     for thread in threads:
@@ -182,7 +182,7 @@ def test_an_engine_that_ends_is_replaced(served: Application) -> None:
     wait_until(lambda: len(served.engines()) == 2)
 
 
-# --- what it is built from --------------------------------------------------------------------------------------------
+# --- building the application -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`nanovllm serve` as a process of its own, with a real engine behind it."""
+"""`nanovllm serve` in a separate process, with a real engine."""
 
 import json
 import os

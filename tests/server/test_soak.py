@@ -20,7 +20,7 @@ def test_twenty_seconds_leave_nothing_over(capsys: pytest.CaptureFixture[str]) -
     assert min(answered, turned_away, refused, left) > 0, "the soak did not do all that it says"
 
 
-# --- it sees what is wrong --------------------------------------------------------------------------------------------
+# --- the soak detects faults ------------------------------------------------------------------------------------------
 
 
 def event(**choice: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Structured output over HTTP from a real engine: its weights are random, so only the masks can make an answer fit."""
+"""Structured outputs over HTTP from a real engine with random weights, so only the masks make a completion match."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ TOOLS = [
 
 
 def closers() -> dict[str, float]:
-    """A bias towards what ends strings, arrays and objects: random weights seldom do."""
+    """A bias towards tokens that end strings, arrays and objects, which random weights seldom generate."""
     tokenizer = Tokenizer.from_dir(TOKENIZER)
     return {str(token): 6.0 for text in ('"', "}", "]", "<|im_end|>") for token in tokenizer.encode(text, False)}
 
@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def ask_all(server: ServerProcess, path: str, bodies: Sequence[dict[str, Any]]) -> list[httpx.Response]:
-    """All at once, as they would come from many clients."""
+    """Send all requests at once, as many clients would."""
 
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
@@ -92,7 +92,7 @@ def is_valid(text: str, schema: Any) -> bool:
 
 
 def test_real_schemas(server: ServerProcess) -> None:
-    """Each is refused, or every answer that came to its end validates; streamed or not, it is the same answer."""
+    """Each schema is refused, or every finished completion is valid; streamed or not, the completion is the same."""
     cases = [case for case in SCHEMAS if isinstance(case["schema"], dict)]
     bodies = [{"messages": HELLO, **SAMPLED, "seed": 7, **schema_format(case["schema"])} for case in cases]
     whole = ask_all(server, CHAT, bodies)
@@ -110,7 +110,7 @@ def test_real_schemas(server: ServerProcess) -> None:
     assert num_finished >= 20, "too few answers came to their end to say anything"
 
 
-# --- every kind, through every door -----------------------------------------------------------------------------------
+# --- every kind, through every API ------------------------------------------------------------------------------------
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
     "json": ({"json": PERSON}, lambda text: is_valid(text, PERSON)),

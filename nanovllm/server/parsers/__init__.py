@@ -1,7 +1,7 @@
-"""From the text a model writes to messages: thinking, content and tool calls."""
+"""Parse the text that a model generates into messages: reasoning, content and tool calls."""
 
-from nanovllm.server.parsers.chat import ChatParser, check_parsers, make_parser, parse_forced
-from nanovllm.server.parsers.choice import check_tools, tool_grammar
+from nanovllm.server.parsers.chat import ChatParser, check_parsers, make_parser, parse_forced_call
+from nanovllm.server.parsers.choice import check_tools, forced_call_schema
 from nanovllm.server.parsers.events import (
     ContentDelta,
     Event,
@@ -13,12 +13,12 @@ from nanovllm.server.parsers.events import (
     collect,
     final_finish_reason,
 )
-from nanovllm.server.parsers.reasoning import CLOSE, OPEN, REASONING_PARSERS, ends_in_thinking
+from nanovllm.server.parsers.reasoning import REASONING_PARSERS, THINK_CLOSE, THINK_OPEN, opens_reasoning
 from nanovllm.server.parsers.tools import TOOL_PARSERS
 
 __all__ = [
-    "CLOSE",
-    "OPEN",
+    "THINK_CLOSE",
+    "THINK_OPEN",
     "REASONING_PARSERS",
     "TOOL_PARSERS",
     "ChatParser",
@@ -32,9 +32,9 @@ __all__ = [
     "check_parsers",
     "check_tools",
     "collect",
-    "ends_in_thinking",
+    "opens_reasoning",
     "final_finish_reason",
     "make_parser",
-    "parse_forced",
-    "tool_grammar",
+    "parse_forced_call",
+    "forced_call_schema",
 ]

@@ -1,4 +1,4 @@
-"""The parser of one answer: thinking first, then text and tool calls."""
+"""The parser of one completion: reasoning first, then text and tool calls."""
 
 from __future__ import annotations
 
@@ -8,54 +8,62 @@ from typing import Any
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.server.parsers.choice import ToolChoice, call_format, resolve_choice, tool_names
 from nanovllm.server.parsers.events import ContentDelta, Event, ParsedMessage, ReasoningDelta, collect
-from nanovllm.server.parsers.reasoning import REASONING_PARSERS, ThinkingCounter, ThinkingSplitter
+from nanovllm.server.parsers.reasoning import REASONING_PARSERS, ReasoningSplitter, ReasoningTokenCounter
 from nanovllm.server.parsers.tools import FORCED_CALL, TOOL_PARSERS, CallFormat, CallSplitter
 
 
 class ChatParser:
-    """Fed with an answer piece by piece, it hands out what is certain; what is not yet, it keeps and reads again.
+    """Parses a completion as it streams. Text is held back while its meaning is not certain, such as a partial tag.
 
-    However the answer is cut into pieces, the events add up to the same message.
+    However the completion is cut into deltas, the events add up to the same message.
     """
 
     def __init__(
-        self, *, thinks: bool, starts_inside: bool, call_format: CallFormat | None, tool_names: frozenset[str] | None
+        self,
+        *,
+        has_reasoning: bool,
+        starts_in_reasoning: bool,
+        call_format: CallFormat | None,
+        tool_names: frozenset[str] | None,
     ) -> None:
-        self._thinks = thinks
-        self._starts_inside = starts_inside
+        self._has_reasoning = has_reasoning
+        self._starts_in_reasoning = starts_in_reasoning
         self._call_format = call_format
         self._tool_names = tool_names
-        self._thinking = ThinkingSplitter(starts_inside=starts_inside) if thinks else None
+        self._reasoning = ReasoningSplitter(starts_in_reasoning=starts_in_reasoning) if has_reasoning else None
         self._calls = CallSplitter(call_format, tool_names) if call_format else None
 
     def feed(self, delta: str, *, finished: bool = False) -> list[Event]:
-        """What the delta made certain; with finished=True, all that is left. Nothing may be fed after that."""
-        reasoning, rest = self._thinking.feed(delta, finished=finished) if self._thinking else ("", delta)
+        """The events that the delta makes certain. The last call has finished=True and also returns held back text."""
+        reasoning, rest = self._reasoning.feed(delta, finished=finished) if self._reasoning else ("", delta)
         events: list[Event] = [ReasoningDelta(reasoning)] if reasoning else []
         if self._calls:
             return events + self._calls.feed(rest, finished=finished)
         return [*events, ContentDelta(rest)] if rest else events
 
     @property
-    def passes_rest(self) -> bool:
-        """Will all that comes be content, so that nothing of it need be looked at?"""
-        return self._calls is None and (self._thinking is None or self._thinking.is_over)
+    def rest_is_content(self) -> bool:
+        """True if all text from here on is content, so that it needs no parsing."""
+        return self._calls is None and (self._reasoning is None or self._reasoning.is_over)
 
-    def counter(self, open_id: int | None, close_id: int | None) -> ThinkingCounter | None:
-        """Counts the tokens of one answer's thinking; None if there is none, or its end is no single token."""
-        if not self._thinks or close_id is None:
+    def counter(self, open_id: int | None, close_id: int | None) -> ReasoningTokenCounter | None:
+        """A counter of the completion's reasoning tokens; None without reasoning or if </think> is not a single token.
+
+        `open_id` and `close_id` are the token ids of <think> and </think>.
+        """
+        if not self._has_reasoning or close_id is None:
             return None
-        return ThinkingCounter(open_id, close_id, starts_inside=self._starts_inside)
+        return ReasoningTokenCounter(open_id, close_id, starts_in_reasoning=self._starts_in_reasoning)
 
     def parse(self, text: str) -> ParsedMessage:
-        """A whole answer at once, whatever was fed before."""
-        return collect(self.fresh().feed(text, finished=True))
+        """Parse a complete text, independently of what was fed before."""
+        return collect(self.new_copy().feed(text, finished=True))
 
-    def fresh(self) -> ChatParser:
-        """The same parser before its first delta: each completion of a request needs its own."""
+    def new_copy(self) -> ChatParser:
+        """The same parser in its initial state. Each completion of a request needs its own."""
         return ChatParser(
-            thinks=self._thinks,
-            starts_inside=self._starts_inside,
+            has_reasoning=self._has_reasoning,
+            starts_in_reasoning=self._starts_in_reasoning,
             call_format=self._call_format,
             tool_names=self._tool_names,
         )
@@ -67,12 +75,12 @@ def make_parser(
     tools: str | None,
     tool_schemas: Sequence[Mapping[str, Any]],
     tool_choice: ToolChoice,
-    prompt_ends_in_thinking: bool = False,
+    prompt_opens_reasoning: bool = False,
 ) -> ChatParser:
-    """The parser for one request; `reasoning` and `tools` are the names of the model's formats.
+    """Make the parser for one request. `reasoning` and `tools` are names of parsers, or None.
 
-    A forced call (tool_choice "required" or named) is written under `tool_grammar` from its first token on, so it holds
-    no thinking and none of the model's tags.
+    A forced call (tool_choice "required" or a named tool) follows the grammar of `forced_call_schema` from its first
+    token on, so it has no reasoning and none of the model's tags.
     """
     check_parsers(reasoning=reasoning, tools=tools)
     choice = resolve_choice(tool_schemas, tool_choice)
@@ -80,28 +88,28 @@ def make_parser(
         return _forced_parser(tool_names(tool_schemas if isinstance(choice, str) else [choice]))
     if choice == "auto" and tools is None:
         raise RequestError(
-            'tool_choice "auto" needs the format in which the model writes calls: start the server with a tool parser '
-            f"({', '.join(sorted(TOOL_PARSERS))}), or ask for tool_choice none, required or one tool by name"
+            'tool_choice "auto" needs a parser for the tool calls of this model: start the server with a tool parser '
+            f"({', '.join(sorted(TOOL_PARSERS))}), or set tool_choice to none, required or a named tool"
         )
     return ChatParser(
-        thinks=reasoning is not None,
-        starts_inside=reasoning is not None and (prompt_ends_in_thinking or REASONING_PARSERS[reasoning]),
+        has_reasoning=reasoning is not None,
+        starts_in_reasoning=reasoning is not None and (prompt_opens_reasoning or REASONING_PARSERS[reasoning]),
         call_format=call_format(tools) if choice == "auto" else None,
         tool_names=tool_names(tool_schemas),
     )
 
 
 def check_parsers(*, reasoning: str | None, tools: str | None) -> None:
-    """Refuse unknown names, so that a server says so when it starts."""
+    """Raise a ConfigError for unknown parser names."""
     call_format(tools)
     if reasoning is not None and reasoning not in REASONING_PARSERS:
         raise ConfigError(f"unknown reasoning parser {reasoning!r}; known are {', '.join(sorted(REASONING_PARSERS))}")
 
 
-def parse_forced(text: str) -> ParsedMessage:
-    """An answer written under `tool_grammar`, which has seen to the name. One that was cut short is content."""
+def parse_forced_call(text: str) -> ParsedMessage:
+    """Parse a completion that follows `forced_call_schema`. If it was truncated by the length limit, it is content."""
     return _forced_parser(None).parse(text)
 
 
 def _forced_parser(names: frozenset[str] | None) -> ChatParser:
-    return ChatParser(thinks=False, starts_inside=False, call_format=FORCED_CALL, tool_names=names)
+    return ChatParser(has_reasoning=False, starts_in_reasoning=False, call_format=FORCED_CALL, tool_names=names)

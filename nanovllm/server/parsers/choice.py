@@ -1,4 +1,4 @@
-"""Tool definitions and `tool_choice`: what is refused, what is asked for, and the schema that enforces it."""
+"""Check tool definitions, resolve `tool_choice`, and make the JSON schema that enforces a tool call."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ ToolChoice = str | Mapping[str, Any] | None
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-# Keywords whose value is a mapping from any name to a schema, and those whose value is no schema.
+# JSON Schema keywords whose value maps names to schemas, and keywords whose value is not a schema.
 _NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _PLAIN_VALUES = {"const", "enum", "default", "examples", "required"}
 
 
 def check_tools(tools: Any) -> None:
-    """Refuse tool definitions that a model cannot be given, each by its place in the list."""
+    """Raise a RequestError for invalid tool definitions; it names the position in the list."""
     if not isinstance(tools, list | tuple):
         raise RequestError("tools must be a list of function definitions")
     if len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are taken")
+        raise RequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are accepted")
     _check_size(tools)
     seen: set[str] = set()
     for position, tool in enumerate(tools):
         name = _check_tool(tool, f"tools[{position}]")
         if name in seen:
-            raise RequestError(f"tools[{position}].function.name {name!r} is used twice; give each tool its own")
+            raise RequestError(f"tools[{position}].function.name {name!r} is used twice; give each tool its own name")
         seen.add(name)
 
 
@@ -46,7 +46,7 @@ def _check_size(tools: Sequence[Any]) -> None:
     except (TypeError, ValueError) as error:
         raise RequestError("tools must be plain JSON: strings, finite numbers, lists and mappings") from error
     if size > MAX_TOOLS_BYTES:
-        raise RequestError(f"tools takes {size} bytes as JSON; at most {MAX_TOOLS_BYTES} are taken")
+        raise RequestError(f"tools has {size} bytes as JSON; at most {MAX_TOOLS_BYTES} are accepted")
 
 
 def _is_deeper_than(value: Any, depth: int) -> bool:
@@ -67,7 +67,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 def _check_tool(tool: Any, where: str) -> str:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise RequestError(f'{where}.type must be "function"; no other kind of tool is offered')
+        raise RequestError(f'{where}.type must be "function"; other kinds of tools are not supported')
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function must be a mapping with name, description and parameters")
@@ -85,18 +85,18 @@ def _check_tool(tool: Any, where: str) -> str:
 
 
 def _is_object_schema(parameters: Any) -> bool:
-    """An empty mapping is how some clients say that there are none."""
+    """True for a schema of an object. Some clients send an empty mapping for a function without parameters."""
     return isinstance(parameters, Mapping) and (not parameters or parameters.get("type") == "object")
 
 
 def resolve_choice(tool_schemas: Sequence[Mapping[str, Any]], tool_choice: ToolChoice) -> str | Mapping[str, Any]:
-    """The choice with its default filled in. A mapping: the one tool that must be called."""
+    """`tool_choice` with the default filled in; for a named tool, the definition of that tool."""
     if tool_choice is None:
         return "auto" if tool_schemas else "none"
     if tool_choice == "none":
         return "none"
     if not tool_schemas:
-        raise RequestError("tool_choice needs tools; give some, or leave it out")
+        raise RequestError("tool_choice needs tools; add tools, or leave tool_choice out")
     if tool_choice == "auto" or tool_choice == "required":
         return tool_choice
     return _named_tool(tool_schemas, tool_choice)
@@ -121,6 +121,7 @@ def tool_names(tool_schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
 
 
 def call_format(style: str | None) -> CallFormat:
+    """The format of a tool parser by its name; None is the format of forced calls."""
     if style is None:
         return FORCED_CALL
     if style not in TOOL_PARSERS:
@@ -128,45 +129,49 @@ def call_format(style: str | None) -> CallFormat:
     return TOOL_PARSERS[style]
 
 
-def tool_grammar(
+def forced_call_schema(
     tool_schemas: Sequence[Mapping[str, Any]], tool_choice: ToolChoice, style: str | None = None
 ) -> dict[str, Any]:
-    """The JSON schema of the one call that the model must write; for tool_choice "required" or a named tool."""
+    """The JSON schema of the call that the model must generate for tool_choice "required" or a named tool."""
     key = call_format(style).arguments_key
     choice = resolve_choice(tool_schemas, tool_choice)
     if isinstance(choice, str) and choice != "required":
-        raise RequestError(f'tool_choice "{choice}" forces no call, so there is nothing to enforce')
+        raise RequestError(f'tool_choice "{choice}" forces no call; it must be "required" or name a tool')
     forced = tool_schemas if isinstance(choice, str) else [choice]
     if len(forced) == 1:
         return _call_schema(forced[0], key, "#")
     return {"oneOf": [_call_schema(tool, key, f"#/oneOf/{position}") for position, tool in enumerate(forced)]}
 
 
-def _call_schema(tool: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:
+def _call_schema(tool: Mapping[str, Any], key: str, pointer: str) -> dict[str, Any]:
+    """The schema of a call of one tool. `key` is the name of the arguments; `pointer` is where the schema will be."""
     function = tool["function"]
     parameters = {**(function.get("parameters") or _NO_PARAMETERS)}
-    for identity in ("$id", "$schema"):  # they would make the parameters a document of their own
+    for identity in ("$id", "$schema"):  # they would make the parameters a separate document for references
         parameters.pop(identity, None)
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, key: _moved(parameters, f"{place}/properties/{key}")},
+        "properties": {
+            "name": {"const": function["name"]},
+            key: _with_moved_refs(parameters, f"{pointer}/properties/{key}"),
+        },
         "required": ["name", key],
         "additionalProperties": False,
     }
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with its references to itself ("#/$defs/...") pointing at its new place in a larger one."""
+def _with_moved_refs(schema: Any, pointer: str) -> Any:
+    """A copy of the schema for embedding at a JSON pointer: local references ("#/$defs/...") are adjusted."""
     if isinstance(schema, list | tuple):
-        return [_moved(item, place) for item in schema]
+        return [_with_moved_refs(item, pointer) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     moved: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[keyword] = place + value[1:]
+            moved[keyword] = pointer + value[1:]
         elif keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            moved[keyword] = {name: _moved(each, place) for name, each in value.items()}
+            moved[keyword] = {name: _with_moved_refs(each, pointer) for name, each in value.items()}
         else:
-            moved[keyword] = value if keyword in _PLAIN_VALUES else _moved(value, place)
+            moved[keyword] = value if keyword in _PLAIN_VALUES else _with_moved_refs(value, pointer)
     return moved

@@ -1,4 +1,4 @@
-"""What a parsed answer consists of: events while it streams, a message once it is whole."""
+"""The results of parsing a completion: events while it streams, and the message they add up to."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
 class ToolCall:
     id: str
     name: str
-    arguments: str  # a JSON object, as the model wrote it
+    arguments: str  # a JSON object, exactly as the model generated it
 
 
 @dataclass(frozen=True)
 class ParsedMessage:
-    reasoning: str | None  # None where there is none
-    content: str | None  # None where there are only tool calls
+    """A complete message."""
+
+    reasoning: str | None  # None if there is none
+    content: str | None  # None if there are only tool calls
     tool_calls: tuple[ToolCall, ...]
 
 
 def collect(events: Iterable[Event]) -> ParsedMessage:
-    """The message that all events of one answer add up to."""
+    """The message that all events of one completion add up to."""
     reasoning = content = ""
     starts: list[ToolCallStart] = []
     arguments: dict[int, str] = {}
@@ -71,5 +73,5 @@ def new_call_id() -> str:
 
 
 def final_finish_reason(reason: str | None, *, has_tool_calls: bool) -> str | None:
-    """A regular end with tool calls is "tool_calls"; an answer cut short still says so."""
+    """The finish reason of the API: "tool_calls" instead of "stop" if there are tool calls; "length" stays "length"."""
     return "tool_calls" if reason == "stop" and has_tool_calls else reason

@@ -1,8 +1,9 @@
-"""One JSON object in text that still grows: is it complete, can it become so, where are its members?
+"""An incremental scanner for one JSON object in a growing text: is it complete or invalid, and where are its members?
 
-Strict as RFC 8259 (no NaN, no raw control characters in strings), without recursion, and never reading a character
-twice but those of an unfinished word. Members keep their place in the text, so that they can be handed on exactly as
-written: parsing and writing again would turn 1e400 into Infinity and "\\ud800" into what no UTF-8 can hold.
+It follows RFC 8259 strictly (no NaN, no raw control characters in strings), does not recurse, and reads each character
+once, except those of an unfinished literal or number. Members are slices of the text, so that they can be passed on
+exactly as generated: parsing and encoding them again would turn 1e400 into Infinity, and "\\ud800" into text that UTF-8
+cannot encode.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ class _Expect(Enum):
 
 
 class ObjectScanner:
-    """Scans on from where it stood each time the text has grown."""
+    """Scans an object that begins at `start`. Call `scan` with the whole text each time it has grown."""
 
     def __init__(self, start: int) -> None:
-        self.end = start  # of what is scanned; of the object, once complete
-        self.members: dict[str, slice] = {}  # the last of each name, as json.loads has it
-        self._closers: list[str] = []
+        self.end = start  # the end of the scanned text; of the object, once it is complete
+        self.members: dict[str, slice] = {}  # name -> value; of duplicate names the last counts, as in json.loads
+        self._closers: list[str] = []  # the closing brackets of all open objects and arrays, innermost last
         self._expect = _Expect.VALUE
         self._string_start: int | None = None
         self._key = ""
         self._value_start = start
 
     def scan(self, text: str) -> Status:
+        """Continue where the last call stopped."""
         if self.end == self._value_start and not self._closers and not text.startswith("{", self.end):
             return Status.INVALID if self.end < len(text) else Status.GROWING
         status = Status.GROWING
@@ -74,7 +76,7 @@ class ObjectScanner:
         return self._begin(text, char)
 
     def _begin(self, text: str, char: str) -> Status:
-        """A key or a value."""
+        """Begin a key or a value."""
         if len(self._closers) == 1:
             self._value_start = self.end
         if char == '"':

@@ -1,101 +1,104 @@
-"""Thinking split from the answer: text between <think> and </think> at the beginning."""
+"""Split the reasoning, the text between <think> and </think> at the beginning, from the rest of a completion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from nanovllm.server.parsers.text import held_back
+from nanovllm.server.parsers.text import partial_tag_length
 
-OPEN, CLOSE = "<think>", "</think>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
-# Does the answer begin inside the thinking, whatever the prompt ends with?
+# Parser name -> True if completions always begin inside the reasoning, whatever the prompt ends with.
 REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
 
 
-def ends_in_thinking(prompt: str) -> bool:
-    """Did the chat template open the thinking, so that the answer begins inside it?"""
-    return prompt.rstrip().endswith(OPEN)
+def opens_reasoning(prompt: str) -> bool:
+    """True if the prompt ends with <think>, so that the completion begins inside the reasoning."""
+    return prompt.rstrip().endswith(THINK_OPEN)
 
 
 class _Stage(Enum):
     OPENING = auto()
-    THINKING = auto()
-    GAP = auto()  # newlines between </think> and the answer
-    ANSWER = auto()
+    REASONING = auto()
+    GAP = auto()  # newlines between </think> and the content
+    CONTENT = auto()
 
 
-class ThinkingSplitter:
-    """Newlines next to the tags belong to the tags. Thinking that is never closed is all of the answer."""
+class ReasoningSplitter:
+    """Splits a stream into reasoning and content. Newlines next to the tags are dropped.
 
-    def __init__(self, *, starts_inside: bool) -> None:
-        self._starts_inside = starts_inside
+    Without </think>, everything after <think> is reasoning.
+    """
+
+    def __init__(self, *, starts_in_reasoning: bool) -> None:
+        self._starts_in_reasoning = starts_in_reasoning
         self._stage = _Stage.OPENING
-        self._tail = ""  # what is not certain yet
-        self._has_thought = False
+        self._tail = ""  # text that is held back because its meaning is not certain
+        self._has_reasoning = False  # some reasoning has been returned
 
     @property
     def is_over(self) -> bool:
-        """Is all that comes content?"""
-        return self._stage is _Stage.ANSWER
+        """True if all text from here on is content."""
+        return self._stage is _Stage.CONTENT
 
     def feed(self, delta: str, *, finished: bool) -> tuple[str, str]:
-        """New reasoning, then new content."""
-        if self._stage is _Stage.ANSWER:
+        """The new reasoning and the new content, as (reasoning, content)."""
+        if self._stage is _Stage.CONTENT:
             return "", delta
         self._tail += delta
         if self._stage is _Stage.OPENING:
-            self._open(finished)
-        reasoning = self._think(finished) if self._stage is _Stage.THINKING else ""
+            self._read_opening(finished)
+        reasoning = self._read_reasoning(finished) if self._stage is _Stage.REASONING else ""
         if self._stage is _Stage.GAP:
             self._skip_gap()
-        return reasoning, self._take(len(self._tail)) if self._stage is _Stage.ANSWER else ""
+        return reasoning, self._take(len(self._tail)) if self._stage is _Stage.CONTENT else ""
 
-    def _open(self, finished: bool) -> None:
+    def _read_opening(self, finished: bool) -> None:
         text = self._tail.lstrip()
-        if text.startswith(OPEN):
-            self._tail = text[len(OPEN) :]
-            self._stage = _Stage.THINKING
-        elif finished or not OPEN.startswith(text):
-            self._stage = _Stage.THINKING if self._starts_inside else _Stage.ANSWER
+        if text.startswith(THINK_OPEN):
+            self._tail = text[len(THINK_OPEN) :]
+            self._stage = _Stage.REASONING
+        elif finished or not THINK_OPEN.startswith(text):
+            self._stage = _Stage.REASONING if self._starts_in_reasoning else _Stage.CONTENT
 
-    def _think(self, finished: bool) -> str:
-        if not self._has_thought:
+    def _read_reasoning(self, finished: bool) -> str:
+        if not self._has_reasoning:
             self._tail = self._tail.lstrip("\n")
-        end = self._tail.find(CLOSE)
+        end = self._tail.find(THINK_CLOSE)
         if end >= 0:
-            thought = self._take(end).rstrip("\n")
-            self._take(len(CLOSE))
+            reasoning = self._take(end).rstrip("\n")
+            self._take(len(THINK_CLOSE))
             self._stage = _Stage.GAP
         elif finished:
-            thought = self._take(len(self._tail))
+            reasoning = self._take(len(self._tail))
         else:
-            certain = self._tail[: len(self._tail) - held_back(self._tail, CLOSE)].rstrip("\n")
-            thought = self._take(len(certain))
-        self._has_thought = self._has_thought or bool(thought)
-        return thought
+            certain = self._tail[: len(self._tail) - partial_tag_length(self._tail, THINK_CLOSE)].rstrip("\n")
+            reasoning = self._take(len(certain))
+        self._has_reasoning = self._has_reasoning or bool(reasoning)
+        return reasoning
 
     def _skip_gap(self) -> None:
         self._tail = self._tail.lstrip("\n")
         if self._tail:
-            self._stage = _Stage.ANSWER
+            self._stage = _Stage.CONTENT
 
     def _take(self, count: int) -> str:
         taken, self._tail = self._tail[:count], self._tail[count:]
         return taken
 
 
-class ThinkingCounter:
-    """How many tokens of an answer stand between the tags, which are tokens themselves."""
+class ReasoningTokenCounter:
+    """Counts the tokens between <think> and </think>, each of which is a single token."""
 
-    def __init__(self, open_id: int | None, close_id: int, *, starts_inside: bool) -> None:
+    def __init__(self, open_id: int | None, close_id: int, *, starts_in_reasoning: bool) -> None:
         self._open_id = open_id
         self._close_id = close_id
-        self._is_inside = starts_inside
+        self._is_inside = starts_in_reasoning
         self._is_over = False
 
     def feed(self, token_ids: Sequence[int]) -> int:
-        """How many of these."""
+        """How many of these tokens, the next of the completion, are reasoning."""
         if self._is_over:
             return 0
         count = 0

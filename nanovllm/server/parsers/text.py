@@ -1,8 +1,8 @@
-"""Tags in text that still grows."""
+"""Find the beginning of a tag at the end of a growing text."""
 
 
-def held_back(text: str, tag: str) -> int:
-    """How many characters at the end of the text may yet become the tag."""
+def partial_tag_length(text: str, tag: str) -> int:
+    """How many characters at the end of the text are the beginning of the tag, and must be held back."""
     if tag[:1] not in text:
         return 0
     longest = min(len(text), len(tag) - 1)

@@ -1,4 +1,4 @@
-"""Tool calls split from the answer's text, in the formats the models were trained on."""
+"""Split tool calls from the text of a completion, in the formats that models are trained on."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from enum import Enum, auto
 
 from nanovllm.server.parsers.events import ContentDelta, Event, ToolCallArguments, ToolCallStart, new_call_id
 from nanovllm.server.parsers.json_object import WHITESPACE, ObjectScanner, Status
-from nanovllm.server.parsers.text import held_back
+from nanovllm.server.parsers.text import partial_tag_length
 
-# The arguments' names in the known formats. Models mix them up, so either is read.
+# The names of the arguments in the known formats. Models mix them up, so either is accepted.
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes {"name": ..., "arguments": {...}}."""
+    """The format in which a model generates a call, a JSON object {"name": ..., "arguments": {...}}."""
 
     arguments_key: str
-    opener: str = ""  # before an object, anywhere in the text
-    closer: str = ""  # after it; models cut short leave it out
-    separator: str = ""  # between objects, in place of another opener
-    begins_message: bool = False  # the object may also stand at the very beginning, without an opener
+    opener: str = ""  # the tag before the object, anywhere in the text
+    closer: str = ""  # the tag after the object; it is missing if the length limit cut the completion
+    separator: str = ""  # between two objects, instead of another opener
+    begins_message: bool = False  # the object may also be the beginning of the message, without an opener
 
 
 TOOL_PARSERS = {
     "hermes": CallFormat("arguments", opener="<tool_call>", closer="</tool_call>"),
     "llama3_json": CallFormat("parameters", opener="<|python_tag|>", separator=";", begins_message=True),
 }
-# What a grammar makes of the answer: the object and nothing else.
+# A call that is forced by a grammar: the object and nothing else.
 FORCED_CALL = CallFormat("arguments", begins_message=True)
 
 
@@ -41,22 +41,24 @@ class _Stage(Enum):
 
 
 class CallSplitter:
-    """A call leaves once its object is complete, names a known tool and holds an object of arguments.
+    """Splits a stream into text and tool calls.
 
-    Whatever turns out not to be one is text. Blanks next to calls belong to the calls, unless more text follows.
+    A call is returned when its object is complete, names a known tool and has an object of arguments; otherwise it is
+    text. Whitespace next to calls is dropped, unless more text follows.
     """
 
     def __init__(self, format: CallFormat, tool_names: Collection[str] | None) -> None:
         self._format = format
-        self._tool_names = tool_names  # None: any
+        self._tool_names = tool_names  # None = any name
         self._stage = _Stage.CALL if format.begins_message else _Stage.TEXT
-        self._tail = ""  # what is not certain yet
-        self._lead = ""  # a separator before the tail, not certain yet either
+        self._tail = ""  # text that is held back because its meaning is not certain
+        self._separator = ""  # the separator before the tail, held back as well
         self._scanner: ObjectScanner | None = None
-        self._blanks = ""  # at the end of the text so far
+        self._blanks = ""  # whitespace at the end of the text so far
         self._num_calls = 0
 
     def feed(self, delta: str, *, finished: bool) -> list[Event]:
+        """The events that the delta makes certain; with `finished`, also what was held back."""
         self._tail += delta
         events: list[Event] = []
         while self._step(events, finished):
@@ -66,7 +68,7 @@ class CallSplitter:
         return _merged(events) if len(events) > 1 else events
 
     def _step(self, events: list[Event], finished: bool) -> bool:
-        """Settle what can be; True if the next step may settle more."""
+        """Process a part of the tail. True if another step may process more."""
         if self._stage is _Stage.TEXT:
             return self._text(events, finished)
         if self._stage is _Stage.CALL:
@@ -77,11 +79,11 @@ class CallSplitter:
         opener = self._format.opener
         begin = self._tail.find(opener) if opener else -1
         if begin >= 0:
-            self._say(self._take(begin), events)
+            self._emit_text(self._take(begin), events)
             self._stage = _Stage.CALL
             return True
-        held = 0 if finished else held_back(self._tail, opener)
-        self._say(self._take(len(self._tail) - held), events)
+        held = 0 if finished else partial_tag_length(self._tail, opener)
+        self._emit_text(self._take(len(self._tail) - held), events)
         return False
 
     def _call(self, events: list[Event], finished: bool) -> bool:
@@ -103,12 +105,12 @@ class CallSplitter:
         return True
 
     def _after_call(self, events: list[Event], finished: bool) -> bool:
-        """Drop the closing tag; go on with another call behind a separator."""
+        """Drop the closing tag. After a separator, continue with another call."""
         mark = self._format.closer or self._format.separator
         rest = self._tail.lstrip(WHITESPACE)
         if mark and rest.startswith(mark):
             passed = self._take(len(self._tail) - len(rest) + len(mark))
-            self._lead = passed if self._format.separator else ""
+            self._separator = passed if self._format.separator else ""
             self._stage = _Stage.CALL if self._format.separator else _Stage.TEXT
             return True
         if mark.startswith(rest):
@@ -119,7 +121,7 @@ class CallSplitter:
         return True
 
     def _object_start(self, finished: bool) -> int | None:
-        """Where the object must begin: behind blanks and an opener. None: more text is needed to say."""
+        """Where the object must begin: after whitespace and an opener. None if more text is needed to decide."""
         start = _skip_blanks(self._tail, 0)
         opener = self._format.opener
         if opener and self._tail.startswith(opener, start):
@@ -129,34 +131,34 @@ class CallSplitter:
         return start if start < len(self._tail) else None
 
     def _no_object(self, events: list[Event]) -> bool:
-        """The answer ended before one began. A separator that nothing follows is no text."""
-        if self._lead and not self._tail.strip(WHITESPACE):
-            self._lead = self._tail = ""
+        """The completion ended before an object began. A separator at the end is dropped, other text is kept."""
+        if self._separator and not self._tail.strip(WHITESPACE):
+            self._separator = self._tail = ""
             return False
         self._reject(events)
         return True
 
     def _reject(self, events: list[Event]) -> None:
-        """What looked like a call is text; calls may follow behind its opener."""
+        """What looked like a call is text. Another call may follow after its opener."""
         start = _skip_blanks(self._tail, 0)
         has_opener = self._format.opener and self._tail.startswith(self._format.opener, start)
-        self._say(self._lead + self._take(start + len(self._format.opener) if has_opener else 0), events)
-        self._lead = ""
+        self._emit_text(self._separator + self._take(start + len(self._format.opener) if has_opener else 0), events)
+        self._separator = ""
         self._stage = _Stage.TEXT
 
     def _accept(self, name: str, arguments: str, events: list[Event]) -> None:
         index = self._num_calls
         events += [ToolCallStart(index, new_call_id(), name), ToolCallArguments(index, arguments)]
         self._num_calls += 1
-        self._lead = ""
+        self._separator = ""
         self._stage = _Stage.AFTER_CALL
 
-    def _say(self, text: str, events: list[Event]) -> None:
+    def _emit_text(self, text: str, events: list[Event]) -> None:
         text = self._blanks + text
-        said = text.rstrip()
-        self._blanks = text[len(said) :]
-        if said:
-            events.append(ContentDelta(said))
+        stripped = text.rstrip()
+        self._blanks = text[len(stripped) :]
+        if stripped:
+            events.append(ContentDelta(stripped))
 
     def _take(self, count: int) -> str:
         taken, self._tail = self._tail[:count], self._tail[count:]
@@ -164,8 +166,8 @@ class CallSplitter:
 
 
 def _read_call(text: str, scanned: ObjectScanner, tool_names: Collection[str] | None) -> tuple[str, str] | None:
-    """Name and arguments of a call of a known tool; None if the object is not one. No arguments are empty ones."""
-    members = {key: text[place] for key, place in scanned.members.items()}
+    """(name, arguments) of a call of a known tool; None if the object is not one. Missing arguments are `{}`."""
+    members = {key: text[span] for key, span in scanned.members.items()}
     name = members.get("name", "")
     arguments = next((members[key] for key in ARGUMENT_KEYS if key in members), "{}")
     if not name.startswith('"') or not arguments.startswith("{"):
@@ -179,7 +181,7 @@ def _skip_blanks(text: str, start: int) -> int:
 
 
 def _merged(events: list[Event]) -> list[Event]:
-    """Neighbouring pieces of text as one."""
+    """The events with adjacent pieces of text joined."""
     merged: list[Event] = []
     for event in events:
         match merged[-1:], event:

@@ -1,14 +1,14 @@
-// The chat page: a conversation, one streamed answer at a time, and what each answer cost.
+// The chat page: a conversation with streamed answers, and the token counts and times of each answer.
 
 import { RequestFailed, apiKey, element, readEvents, request } from "./common.js";
 
 const PARAMETERS = "nanovllm.parameters";
-const smallScreen = matchMedia("(max-width: 60rem)"); // as in the style sheet
+const smallScreen = matchMedia("(max-width: 60rem)"); // the same width as in the style sheet
 const at = (id) => document.getElementById(id);
 const [scroller, log, prompt, form, model] = ["scroller", "log", "prompt", "parameters", "model"].map(at);
 
-let turns = []; // {question, answer, node}: an empty answer (refused, stopped early) is left out of the next request
-let answering = null; // the AbortController of the answer under way
+let turns = []; // {question, answer, node}; a turn with an empty answer (refused, stopped) is not sent again
+let answering = null; // the AbortController of the answer that is being streamed
 
 // ---- the conversation ----
 
@@ -17,7 +17,7 @@ async function send() {
   if (!question || answering) return;
   prompt.value = "";
   fitPrompt();
-  if (smallScreen.matches) showSettings(false); // there they cover the conversation
+  if (smallScreen.matches) showSettings(false); // the settings cover the conversation there
   at("welcome").hidden = true;
   const turn = { question, answer: "", node: element("article", "turn") };
   turn.node.append(element("p", "question", question));
@@ -99,12 +99,12 @@ class AnswerView {
     this.reasoning = "";
     this.started = performance.now();
     this.firstToken = this.lastToken = null;
-    this.numChunks = 0; // stands in for the number of tokens until `usage` tells it
+    this.numChunks = 0; // an estimate of the number of tokens, until `usage` arrives
     this.usage = this.finishReason = this.frame = null;
     this.failed = false;
 
     this.node = element("div", "answer");
-    this.node.setAttribute("aria-busy", "true"); // read out when complete, not word by word
+    this.node.setAttribute("aria-busy", "true"); // screen readers read it when complete, not word by word
     this.thoughts = element("details", "reasoning");
     this.thoughts.append(element("summary", "", "Reasoning"), element("div", "text"));
     this.thoughts.hidden = true;
@@ -185,7 +185,7 @@ class AnswerView {
 
 const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
 
-// ---- text: paragraphs and fenced code, never markup of the model's making ----
+// ---- text: paragraphs and fenced code; HTML in the model's text is shown as text ----
 
 function splitText(text) {
   const blocks = [];
@@ -212,7 +212,7 @@ function splitText(text) {
   return blocks;
 }
 
-// Blocks that have not changed keep their nodes, so that a selection survives while the answer grows.
+// Blocks that have not changed keep their DOM nodes, so that a selection survives while the answer grows.
 function renderText(node, text) {
   const blocks = splitText(text);
   blocks.forEach(({ kind, content }, i) => {
@@ -234,7 +234,7 @@ function newBlock(kind) {
   block.dataset.kind = kind;
   if (kind === "pre") {
     const pre = element("pre");
-    pre.tabIndex = 0; // long lines scroll by keyboard
+    pre.tabIndex = 0; // so that long lines can be scrolled with the keyboard
     block.append(
       pre,
       copyButton(() => pre.textContent),
@@ -265,7 +265,7 @@ async function copy(text) {
       () => false,
     );
   }
-  const area = element("textarea", "hidden"); // over plain http from another host there is no clipboard object
+  const area = element("textarea", "hidden"); // navigator.clipboard does not exist over http from another host
   area.value = text;
   document.body.append(area);
   area.select();
@@ -323,10 +323,10 @@ async function greet() {
 
 function fitPrompt() {
   prompt.style.height = "auto";
-  prompt.style.height = `${prompt.scrollHeight + 2}px`; // its two borders
+  prompt.style.height = `${prompt.scrollHeight + 2}px`; // plus the two borders
 }
 
-// ---- wiring ----
+// ---- event handlers ----
 
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -1,4 +1,4 @@
-// What both pages share: requests with the API key, reading server-sent events, and the theme.
+// Code for both pages: requests with the API key, reading server-sent events, and the theme.
 
 const KEY = "nanovllm.key";
 const THEME = "nanovllm.theme";
@@ -12,7 +12,7 @@ export class RequestFailed extends Error {
   }
 }
 
-// The key lives in this tab only: it is gone when the tab is closed.
+// The key is stored for this tab only, until the tab is closed.
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY) ?? "",
   set: (key) => sessionStorage.setItem(KEY, key.trim()),
@@ -21,7 +21,7 @@ export const apiKey = {
 export async function request(path, options = {}) {
   const headers = { ...options.headers };
   if (apiKey.get()) headers.Authorization = `Bearer ${apiKey.get()}`;
-  const here = location.origin + location.pathname; // without a key that stands in the address, which fetch refuses
+  const here = location.origin + location.pathname; // without credentials in the address, which fetch refuses
   const response = await fetch(new URL(path, here), { ...options, headers });
   if (!response.ok) throw new RequestFailed(errorMessage(await response.text(), response.status), response.status);
   return response;
@@ -31,11 +31,11 @@ function errorMessage(body, status) {
   try {
     return JSON.parse(body).error.message;
   } catch {
-    return `The server answered ${status}.`; // a proxy between may answer with a page of its own
+    return `The server answered ${status}.`; // the body may be a proxy's error page
   }
 }
 
-// EventSource can send neither a body nor a key, so the stream is read by hand: yields the data of each event.
+// Yields the data of each server-sent event. EventSource cannot be used: it can send neither a body nor a key.
 export async function* readEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let unfinished = "";
@@ -55,7 +55,7 @@ export async function* readEvents(response) {
       }
     }
   } finally {
-    await reader.cancel().catch(() => {}); // a stream that broke cannot be cancelled; its error is on its way
+    await reader.cancel().catch(() => {}); // a broken stream cannot be cancelled; its own error is already being thrown
   }
 }
 

@@ -2,20 +2,20 @@
 
 import { apiKey, element, isDark, onThemeChange, readEvents, request } from "./common.js";
 
-const STATES = ["free", "cached", "used", "shared"]; // the meaning of a block's byte
+const STATES = ["free", "cached", "used", "shared"]; // by the value of a block's byte
 const SHARED = 3;
-const MAX_CELL = 22; // CSS pixels, as is the next
+const MAX_CELL = 22; // CSS pixels, like the next constant
 const CACHE_HEIGHT = 380;
 const NUM_STEPS = 200;
 const ROWS_SHOWN = 24;
 const RATE_WINDOW_MS = 3000;
 const at = (id) => document.getElementById(id);
 
-let view = null; // the newest report, blocks decoded
-let frame = null; // the drawing that is due
-let followed = 0; // the owner whose blocks stand out; 0 for none
+let view = null; // the latest snapshot of the engine, with blocks decoded
+let frame = null; // the requested animation frame
+let followed = 0; // the owner whose blocks are highlighted; 0 = none
 
-// ---- colours: fixed ones are read from the legend, so that they stand in the style sheet only ----
+// ---- colours: read from the legend, so that only the style sheet defines them ----
 
 let colours = {};
 
@@ -30,7 +30,7 @@ function readColours() {
 function ownerColour(owner) {
   if (!owner) return colours.used;
   if (!colours.owners.has(owner)) {
-    const hue = (owner * 137.508 + 60) % 360; // the golden angle keeps neighbours apart
+    const hue = (owner * 137.508 + 60) % 360; // the golden angle: successive owners get different hues
     const lightness = (isDark() ? 0.72 : 0.62) + [0, 0.07, -0.06][owner % 3];
     colours.owners.set(owner, `oklch(${lightness} 0.125 ${hue})`);
   }
@@ -66,14 +66,14 @@ class BlockGrid {
     this.drawn = new Int32Array(this.numBlocks).fill(-1);
   }
 
-  // Only cells that changed are painted: of 100,000 blocks a step touches a few.
+  // Only cells that changed are painted: a step changes a few of 100,000 blocks.
   draw({ blocks, owners }) {
     const width = Math.floor(this.canvas.parentElement.clientWidth * devicePixelRatio);
     if (blocks.length !== this.numBlocks || width !== this.width || devicePixelRatio !== this.scale) {
       this.layout(blocks.length);
     }
     for (let i = 0; i < blocks.length; i++) {
-      const dimmed = followed !== 0 && owners[i] !== followed && blocks[i] !== SHARED; // one owner of several is named
+      const dimmed = followed !== 0 && owners[i] !== followed && blocks[i] !== SHARED; // of a shared block only one owner is known
       const look = owners[i] * 8 + blocks[i] * 2 + Number(dimmed);
       if (look === this.drawn[i]) continue;
       this.drawn[i] = look;
@@ -243,7 +243,7 @@ class Queue {
   constructor(list, counter) {
     this.list = list;
     this.counter = counter;
-    this.rows = new Map(); // a request keeps its row, so that focus and pointer stay where they are
+    this.rows = new Map(); // a request keeps its row, so that it keeps the focus and stays under the pointer
   }
 
   draw(requests, total, longest) {
@@ -251,7 +251,7 @@ class Queue {
     const seen = new Map();
     requests.slice(0, ROWS_SHOWN).forEach((request, i) => {
       let key = request.id;
-      while (seen.has(key)) key += "'"; // the completions of one request bear its name
+      while (seen.has(key)) key += "'"; // all completions of a request have its id
       const row = this.rows.get(key) ?? newRow(request);
       seen.set(key, row);
       fillRow(row, request, longest);
@@ -290,7 +290,7 @@ function fillRow(row, { numPrompt, numGenerated, numComputed, owner }, longest) 
   row.ariaLabel = `${row.title}: ${count(numPrompt, "prompt token")}, ${progress}`;
 }
 
-// ---- numbers and words ----
+// ---- numbers and texts ----
 
 class Rate {
   constructor() {
@@ -298,7 +298,7 @@ class Rate {
   }
 
   add(counter) {
-    if (this.samples.length && counter < this.samples.at(-1)[1]) this.samples = []; // the engine was started anew
+    if (this.samples.length && counter < this.samples.at(-1)[1]) this.samples = []; // the engine was restarted
     this.samples.push([performance.now(), counter]);
   }
 
@@ -342,7 +342,7 @@ function story(stats, [free, cached, used, shared]) {
   return sentences.join(" ");
 }
 
-// ---- one report ----
+// ---- drawing a snapshot ----
 
 const grid = new BlockGrid(at("blocks"));
 const chart = new StepChart(at("steps"));
@@ -357,7 +357,7 @@ function show(report) {
   chart.add(report.steps);
   generation.add(report.stats.num_generation_tokens);
   prompts.add(report.stats.num_prompt_tokens);
-  frame ??= requestAnimationFrame(draw); // of reports that come faster than frames, the last is drawn
+  frame ??= requestAnimationFrame(draw); // if snapshots come faster than frames, the last one is drawn
 }
 
 const named = ([id, numPrompt, numGenerated, numComputed, owner]) => ({
@@ -372,7 +372,7 @@ function draw() {
   frame = null;
   if (!view) return;
   const { stats } = view;
-  if (!view.running.some(({ owner }) => owner === followed)) followed = 0; // it ended under the pointer
+  if (!view.running.some(({ owner }) => owner === followed)) followed = 0; // the followed request has ended
   const counts = countStates(view.blocks);
   const longest = Math.max(1, ...[...view.running, ...view.waiting].map((r) => r.numPrompt + r.numGenerated));
   at("usage").textContent = percent(counts[2] + counts[SHARED], view.blocks.length);
@@ -401,7 +401,7 @@ function follow(owner) {
 // ---- pointing at a cell or a bar, by mouse or by keyboard ----
 
 const pointer = {
-  chart: null, // the drawing pointed at
+  chart: null, // the chart under the pointer
   index: null,
 
   show(chart, index) {
@@ -458,7 +458,7 @@ for (const drawing of [grid, chart]) {
   });
 }
 
-// ---- the connection: open only while somebody looks ----
+// ---- the connection: open only while the page is visible and not paused ----
 
 let paused = false;
 let connection = null;
@@ -532,7 +532,7 @@ onThemeChange(() => {
   grid.forget();
   draw();
 });
-setInterval(() => connection && drawRates(), 1000); // rates fall to zero though an idle engine reports nothing
+setInterval(() => connection && drawRates(), 1000); // an idle engine sends no snapshots, but its rates must fall to zero
 
 readColours();
 connectIfWatched();

@@ -1,4 +1,4 @@
-"""Tool definitions and choices are checked by name, and forced calls get a schema that takes just them."""
+"""Invalid tool definitions and choices are refused by name, and forced calls get a schema that accepts only them."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.server.parsers import check_tools, make_parser, parse_forced, tool_grammar
+from nanovllm.server.parsers import check_tools, forced_call_schema, make_parser, parse_forced_call
 
 POINT = {
     "$id": "https://example.org/point",
@@ -106,18 +106,18 @@ def test_bad_choices_are_refused(tools: list[Any], choice: Any, complaint: str) 
     with pytest.raises(RequestError, match=complaint):
         make_parser(reasoning=None, tools="hermes", tool_schemas=tools, tool_choice=choice)
     with pytest.raises(RequestError, match=complaint):
-        tool_grammar(tools, choice, "hermes")
+        forced_call_schema(tools, choice, "hermes")
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
 def test_no_schema_where_no_call_is_forced(choice: Any) -> None:
     with pytest.raises(RequestError, match="forces no call"):
-        tool_grammar(TOOLS, choice, "hermes")
+        forced_call_schema(TOOLS, choice, "hermes")
 
 
 def test_unknown_style_is_refused() -> None:
     with pytest.raises(ConfigError, match="hermes, llama3_json"):
-        tool_grammar(TOOLS, "required", "xml")
+        forced_call_schema(TOOLS, "required", "xml")
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_schema_takes_the_calls_and_nothing_else(style: str | None, key: str) ->
         {"name": "now", key: {}, "more": 1},
         {"name": "now", "other": {}},
     ]
-    any_of_them = jsonschema.Draft202012Validator(tool_grammar(TOOLS, "required", style))
+    any_of_them = jsonschema.Draft202012Validator(forced_call_schema(TOOLS, "required", style))
     assert [any_of_them.is_valid(call) for call in good + bad] == [True] * 3 + [False] * 7
-    the_one = jsonschema.Draft202012Validator(tool_grammar(TOOLS, named("move"), style))
+    the_one = jsonschema.Draft202012Validator(forced_call_schema(TOOLS, named("move"), style))
     assert [the_one.is_valid(call) for call in good] == [True, False, False]
     assert not any(map(the_one.is_valid, bad))
     for call in good:
-        message = parse_forced(json.dumps(call))
+        message = parse_forced_call(json.dumps(call))
         assert [(each.name, json.loads(each.arguments)) for each in message.tool_calls] == [(call["name"], call[key])]
 
 
@@ -150,11 +150,11 @@ def test_schema_takes_the_calls_and_nothing_else(style: str | None, key: str) ->
 @pytest.mark.parametrize("tools", [TOOLS, TOOLS[:2]])
 def test_schema_compiles(choice: Any, tools: list[Any]) -> None:
     matcher = pytest.importorskip("llguidance").LLMatcher
-    grammar = matcher.grammar_from_json_schema(tool_grammar(tools, choice, "hermes"))
+    grammar = matcher.grammar_from_json_schema(forced_call_schema(tools, choice, "hermes"))
     assert matcher.validate_grammar(grammar) == ""
 
 
 def test_tools_are_left_as_they_were() -> None:
     before = json.dumps(TOOLS)
-    tool_grammar(TOOLS, "required", "hermes")
+    forced_call_schema(TOOLS, "required", "hermes")
     assert json.dumps(TOOLS) == before

@@ -1,4 +1,4 @@
-"""ObjectScanner against Python's json module, in one piece and character by character."""
+"""ObjectScanner against Python's json module, with the text at once and character by character."""
 
 import json
 from typing import Any

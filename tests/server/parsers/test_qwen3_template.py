@@ -1,4 +1,4 @@
-"""What Qwen3's own chat template writes for an assistant's message is read back as that message."""
+"""An assistant message rendered by Qwen3's chat template is parsed back to the same message."""
 
 import json
 from pathlib import Path

@@ -1,14 +1,14 @@
-"""Thinking is told from the answer in every shape models give it."""
+"""Reasoning is separated from content in all the forms in which models generate it."""
 
 import pytest
 
 from nanovllm.errors import ConfigError
-from nanovllm.server.parsers import ChatParser, ContentDelta, ReasoningDelta, ends_in_thinking, make_parser
+from nanovllm.server.parsers import ChatParser, ContentDelta, ReasoningDelta, make_parser, opens_reasoning
 
 
 def parser(reasoning: str | None, inside: bool = False) -> ChatParser:
     return make_parser(
-        reasoning=reasoning, tools=None, tool_schemas=(), tool_choice=None, prompt_ends_in_thinking=inside
+        reasoning=reasoning, tools=None, tool_schemas=(), tool_choice=None, prompt_opens_reasoning=inside
     )
 
 
@@ -95,7 +95,7 @@ def test_what_only_looked_like_a_tag_leaves_once_that_is_known() -> None:
     ],
 )
 def test_prompt_that_opens_the_thinking(prompt: str, inside: bool) -> None:
-    assert ends_in_thinking(prompt) is inside
+    assert opens_reasoning(prompt) is inside
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:

@@ -1,4 +1,4 @@
-"""However an answer is cut into pieces, its events add up to the same message, and that message is the right one."""
+"""However a completion is cut into deltas, its events add up to the same message, and that message is correct."""
 
 import json
 import re
@@ -51,13 +51,13 @@ def test_any_split_gives_the_same_message(
 ) -> None:
     parser = make_parser(reasoning=reasoning, tools=tools, tool_schemas=TOOLS, tool_choice=choice)
     whole = without_ids(parser.parse(text))
-    assert without_ids(stream(parser.fresh(), cut(text, places), finish_with_last)) == whole
-    assert without_ids(stream(parser.fresh(), list(text) or [""], finish_with_last)) == whole
+    assert without_ids(stream(parser.new_copy(), cut(text, places), finish_with_last)) == whole
+    assert without_ids(stream(parser.new_copy(), list(text) or [""], finish_with_last)) == whole
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[2])
 
 
 def hermes_by_hand(text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """The same rules, with json's own parser and the whole text at hand."""
+    """The same rules, applied to the complete text with Python's json parser."""
     content, calls = "", []
     while "<tool_call>" in text:
         before, text = text.split("<tool_call>", 1)
@@ -95,7 +95,7 @@ def test_hermes_agrees_with_a_plain_reading(text: str) -> None:
 @given(texts, st.booleans())
 def test_thinking_loses_nothing_but_tags_and_newlines(text: str, inside: bool) -> None:
     parser = make_parser(
-        reasoning="qwen3", tools=None, tool_schemas=(), tool_choice=None, prompt_ends_in_thinking=inside
+        reasoning="qwen3", tools=None, tool_schemas=(), tool_choice=None, prompt_opens_reasoning=inside
     )
     message = parser.parse(text)
     kept = f"{message.reasoning or ''}{message.content}"

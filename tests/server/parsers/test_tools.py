@@ -1,4 +1,4 @@
-"""Tool calls are told from text in the formats of Hermes, Qwen and Llama, and in forced answers."""
+"""Tool calls are separated from text in the formats of Hermes, Qwen and Llama, and in forced calls."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from nanovllm.server.parsers import (
     ToolCallStart,
     final_finish_reason,
     make_parser,
-    parse_forced,
+    parse_forced_call,
 )
 from nanovllm.server.parsers.choice import ToolChoice
 
@@ -177,7 +177,7 @@ def test_forced_answers_are_the_bare_object(tools: str | None, choice: ToolChoic
     forced = parser(tools, reasoning="deepseek_r1", choice=choice)
     for text in (CALL, LLAMA_CALL, f" {CALL}\n"):
         assert parts(forced, text) == (None, [WEATHER])
-        assert parse_forced(text).tool_calls[0].arguments == WEATHER[1]
+        assert parse_forced_call(text).tool_calls[0].arguments == WEATHER[1]
     assert parts(forced, CALL[:-1]) == (CALL[:-1], [])
 
 
