@@ -1,4 +1,4 @@
-"""Every option of the server, in vLLM's words where it has one."""
+"""All options of the server, under vLLM's names where vLLM has the option."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from nanovllm.option import option
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How to listen, whom to serve, and how much of everything a client may ask for."""
+    """The options of the server: address, access, parsers of chats, and limits on requests."""
 
     host: str = option("127.0.0.1", "Address to listen on. 0.0.0.0 listens on every IPv4 interface.")
     port: int = option(8000, "Port to listen on. 0 picks a free port; the address is printed.")
@@ -61,9 +61,9 @@ class ServerSettings:
             self._check(name, math.isfinite(getattr(self, name)) and getattr(self, name) > 0, "must be above 0")
         self._check("port", 0 <= self.port < 1 << 16, "must be a port, 0 to 65535")
         if "" in self.api_key:
-            raise ConfigError("api_key: an empty key would let everyone in; leave the option out for that")
+            raise ConfigError("api_key: an empty key is not accepted; leave the option out to require no key")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ConfigError("ssl_keyfile: needs ssl_certfile too")
+            raise ConfigError("ssl_keyfile: needs ssl_certfile as well")
 
     def _check(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
