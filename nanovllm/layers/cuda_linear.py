@@ -1,5 +1,7 @@
 """Linear layers on a GPU: our own kernels or cuBLAS, by the number of rows, or one fixed kernel for all."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,7 @@ class CudaLinear(Linear):
     def _with_norm(self, norm: RMSNorm, residual: Residual, *, gated: bool) -> Tensor | None:
         """By a kernel that norms on its own, where rows are so few, and short enough, that there is one."""
         if len(residual) == 1:
-            kernel = one_row_linear
+            kernel: Callable[..., Tensor] = one_row_linear
         elif self._by_few_rows(len(residual), gated=gated) and self.weight.shape[1] < WIDE_HIDDEN:
             kernel = few_rows_linear
         else:

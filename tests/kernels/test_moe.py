@@ -10,6 +10,7 @@ from nanovllm.kernels.moe import tiles as moe_tiles
 from nanovllm.kernels.moe.experts import experts_forward, experts_forward_reference
 from nanovllm.kernels.moe.grouped import group, grouped_forward
 from nanovllm.kernels.moe.tiles import Tile, Tiles, choose_tiles
+from nanovllm.kernels.moe.weights import ExpertWeights
 from nanovllm.layers.moe import MoE
 from tests.kernels.support import DEVICE
 
@@ -84,7 +85,8 @@ def test_sizes_of_several_tiles(num_tokens: int, hidden: int, size: int, dtype: 
 def test_every_tile_shape(tiles: Tiles) -> None:
     case = make_case(20, 2, 3, hidden=144, size=72, dtype=HALF)
     out = torch.empty_like(case.x)
-    assert grouped_forward(*case, out, None, tiles, pdl=False) is out
+    layer = ExpertWeights(case.gate_up, case.down)
+    assert grouped_forward(case.x, layer, case.weights, case.experts, out, None, tiles, pdl=False) is out
     check(out, case)
 
 

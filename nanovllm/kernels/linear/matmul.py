@@ -30,14 +30,20 @@ MANY_ROWS = Tile(128, 128, num_warps=8, num_stages=4)
 FLOAT32 = Tile(32, 32, num_warps=4, num_stages=2)
 
 
-def matmul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # [M, K], [N, K], [N]
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+def matmul_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: Tensor | None = None
+) -> Tensor:  # [M, K], [N, K], [N], [N]
+    y = F.linear(x.float(), weight.float())
+    if scale is not None:
+        y = y * scale
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _matmul_kernel(
     x,
     weight,
+    scale,
     bias,
     out,
     M,
@@ -75,18 +81,23 @@ def _matmul_kernel(
             w = tl.load(w_pointers + first, mask=first + k < K, other=0.0)
         if WIDEN:
             a, w = a.to(tl.float32), w.to(tl.float32)
+        elif w.dtype == tl.int8:
+            w = w.to(a.dtype)
         y = tl.dot(a, tl.trans(w), y, input_precision=PRECISION)
+    if scale is not None:
+        y *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     place = m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out + place, y.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]."""
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: Tensor | None = None) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]. An int8 weight has a float32 scale [N]."""
     m, k = x.shape
     n = weight.shape[0]
     assert weight.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous()
+    assert weight.dtype == (x.dtype if scale is None else torch.int8)
     out = x.new_empty(m, n)
     tile = FLOAT32 if x.dtype == torch.float32 else FEW_ROWS if m <= FEW_ROWS.block_m else MANY_ROWS
     launch(
@@ -94,6 +105,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
         x,
         weight,
+        scale,
         bias,
         out,
         m,

@@ -4,6 +4,7 @@ y = norm(x) W^T + bias; gated: silu(gate) * up of it; then residual + y. The RMS
 norm(x) W^T = rstd * ((x * norm_weight) W^T), and x's sum of squares grows along the same loop over K.
 """
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -23,12 +24,17 @@ def linear_reference(
     eps: float = 0.0,
     residual: Tensor | None = None,  # [M, N], or [M, N / 2] if gated
     gated: bool = False,
+    scale: Tensor | None = None,  # [N] float32, of an int8 weight
 ) -> Tensor:
     """For any number of rows: of this kernel, and of those for a few and for gates."""
     y = x.float()
     if norm_weight is not None:
         y = F.rms_norm(y, y.shape[-1:], norm_weight.float(), eps)
-    y = F.linear(y, weight.float(), None if bias is None else bias.float())
+    y = F.linear(y, weight.float())
+    if scale is not None:
+        y = y * scale
+    if bias is not None:
+        y = y + bias.float()
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
@@ -59,6 +65,7 @@ def _columns(pointers, k, first: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.cons
 def _one_row_kernel(
     x,
     weight,
+    scale,
     bias,
     norm_weight,
     residual,
@@ -78,6 +85,9 @@ def _one_row_kernel(
     first = tl.program_id(0) * WIDTH
     rows = weight_rows(tl.arange(0, ROWS), first, num_columns, GATED)
     k = tl.arange(0, BLOCK_K)
+    if scale is not None:
+        # as many int8 items per thread as it loads of x: else x is converted to the weight's layout in shared memory
+        k = tl.max_contiguous(k, 128 // x.dtype.element_ty.primitive_bitwidth)
     w_pointers = weight + rows.to(tl.int64)[:, None] * K + k[None, :]
 
     ahead = ()  # type: tuple
@@ -103,6 +113,8 @@ def _one_row_kernel(
     y = tl.sum(products, axis=1)
     if norm_weight is not None:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    if scale is not None:
+        y *= tl.load(scale + rows)
     if bias is not None:
         y += tl.load(bias + rows).to(tl.float32)
     if GATED:
@@ -115,8 +127,9 @@ def _one_row_kernel(
 
 def one_row_linear(
     x: Tensor,  # [1, K]
-    weight: Tensor,  # [N, K]; gated: the gates' rows, then the ups'
+    weight: Tensor,  # [N, K] of x's type, or int8 with `scale`; gated: the gates' rows, then the ups'
     *,
+    scale: Tensor | None = None,  # [N] float32: the value of an int8 weight's row is row * scale
     bias: Tensor | None = None,  # [N]
     norm_weight: Tensor | None = None,  # [K]; None = x is not normed
     eps: float = 0.0,
@@ -128,12 +141,14 @@ def one_row_linear(
     assert num_rows == 1 and x.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous()
     out = residual if residual is not None else x.new_empty(1, n // 2 if gated else n)
     assert out.is_contiguous() and out.data_ptr() != x.data_ptr()  # programs still read x when the first ones write
+    assert weight.dtype == (x.dtype if scale is None else torch.int8)
     num_warps = 8 if 4096 <= k <= 8192 else 2
     launch(
         _one_row_kernel,
         (cdiv(n, NUM_ROWS),),
         x,
         weight,
+        scale,
         bias,
         norm_weight,
         residual,

@@ -29,8 +29,13 @@ class Tile:
     weight_left: bool = False  # tensor cores take 64 rows on the left: the weight's, where that needs fewer steps
     num_warps: int = 4
 
-    def stage_bytes(self, element_size: int) -> int:
-        return (self.block_m + self.block_n) * self.block_k * element_size
+    def stage_bytes(self, x_size: int, weight_size: int) -> int:
+        """Shared memory of one pipeline stage, for items of x and of the weight with so many bytes."""
+        return (self.block_m * x_size + self.block_n * weight_size) * self.block_k
+
+    def converted_bytes(self, x_size: int, weight_size: int) -> int:
+        """Shared memory of a weight tile that was converted to x's type. As the left operand it stays in registers."""
+        return 0 if weight_size == x_size or self.weight_left else self.block_n * self.block_k * x_size
 
 
 def _tile(m: int, num_weight_rows: int, *, gated: bool, split_k: bool) -> Tile:
@@ -72,6 +77,8 @@ def num_sms() -> int:
 def _add_product(y, a, w, WEIGHT_LEFT: tl.constexpr, WIDEN: tl.constexpr):
     if WIDEN:
         a, w = a.to(tl.float32), w.to(tl.float32)
+    elif w.dtype == tl.int8:
+        w = w.to(a.dtype)
     if WEIGHT_LEFT:
         return tl.dot(w, tl.trans(a), y)
     else:
@@ -92,6 +99,7 @@ def _silu_and_mul(y, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WEIGHT_LEFT: tl
 def _tiled_kernel(
     x,
     weight,
+    scale,
     bias,
     out,
     M,
@@ -137,12 +145,15 @@ def _tiled_kernel(
         n = first_n + tl.arange(0, WIDTH)[None, :]
     if PDL:
         # the first lines of every row; more of them would keep others from theirs
-        prefetch(rows_of_weight + tl.minimum(split * SLICE + tl.arange(0, 2) * 64, K - 1)[None, :])
+        LINE: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth  # items
+        prefetch(rows_of_weight + tl.minimum(split * SLICE + tl.arange(0, 2) * LINE, K - 1)[None, :])
         tl.extra.cuda.gdc_wait()
     for first in tl.range(0, SLICE, BLOCK_K, num_stages=STAGES):
         w = load_step(w_pointers, first, k, K, STEP)
         a = load_step(x_pointers, first, k, K, STEP)
         y = _add_product(y, a, w, WEIGHT_LEFT, WIDEN)
+    if scale is not None:
+        y *= tl.load(scale + w_rows)
     if bias is not None:
         y += tl.where(split == 0, tl.load(bias + w_rows).to(tl.float32), 0.0)
     if GATED:
@@ -153,9 +164,10 @@ def _tiled_kernel(
 
 def tiled_linear(
     x: Tensor,  # [M, K] bfloat16 or float16, M <= MAX_ROWS
-    weight: Tensor,  # [N, K]; gated: the gates' rows, then the ups'
+    weight: Tensor,  # [N, K] of x's type, or int8 with `scale`; gated: the gates' rows, then the ups'
     bias: Tensor | None = None,  # [N]
     *,
+    scale: Tensor | None = None,  # [N] float32: the value of an int8 weight's row is row * scale
     gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:  # [M, N], or [M, N / 2] if gated
@@ -163,15 +175,16 @@ def tiled_linear(
     assert m <= MAX_ROWS
     out = x.new_empty(m, num_weight_rows // 2 if gated else num_weight_rows)
     tile = _tile(m, num_weight_rows, gated=gated, split_k=False)
-    _launch(x, weight, bias, out, tile, splits=1, gated=gated, pdl=pdl)
+    _launch(x, weight, scale, bias, out, tile, splits=1, gated=gated, pdl=pdl)
     return out
 
 
 def split_k_linear(
     x: Tensor,  # [M, K] bfloat16 or float16, M <= MAX_ROWS
-    weight: Tensor,  # [N, K]
+    weight: Tensor,  # [N, K] of x's type, or int8 with `scale`
     bias: Tensor | None = None,  # [N]
     *,
+    scale: Tensor | None = None,  # [N] float32
     pdl: bool = False,
 ) -> Tensor:  # [splits, M, N] float32
     (m, k), n = x.shape, weight.shape[0]
@@ -182,24 +195,35 @@ def split_k_linear(
     while splits > 1 and (4 * tiles * splits > 5 * num_sms() or splits * tile.block_k > k):
         splits //= 2
     out = torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, out, tile, splits=splits, gated=False, pdl=pdl)
+    _launch(x, weight, scale, bias, out, tile, splits=splits, gated=False, pdl=pdl)
     return out
 
 
-def _num_stages(tile: Tile, num_programs: int, num_steps: int, element_size: int) -> int:
+def _num_stages(tile: Tile, num_programs: int, num_steps: int, x_size: int, weight_size: int) -> int:
     """As deep a pipeline as shared memory allows, or half of it where then all programs find a place at once."""
     num_sms, shared_bytes = _device_limits()
     if num_sms < num_programs <= 2 * num_sms:
         shared_bytes = shared_bytes // 2 - 1024
     most = 8 if tile.block_k <= 64 else 6
-    return max(1, min(most, num_steps, shared_bytes // tile.stage_bytes(element_size)))
+    shared_bytes -= tile.converted_bytes(x_size, weight_size)
+    return max(1, min(most, num_steps, shared_bytes // tile.stage_bytes(x_size, weight_size)))
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, *, splits: int, gated: bool, pdl: bool
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+    *,
+    splits: int,
+    gated: bool,
+    pdl: bool,
 ) -> None:
     (m, k), num_weight_rows = x.shape, weight.shape[0]
     assert weight.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous() and x.dtype != torch.float32
+    assert weight.dtype == (x.dtype if scale is None else torch.int8)
     grid = (cdiv(num_weight_rows, tile.block_n), cdiv(m, tile.block_m), splits)
     num_steps = cdiv(k, splits * tile.block_k)
     launch(
@@ -207,6 +231,7 @@ def _launch(
         grid,
         x,
         weight,
+        scale,
         bias,
         out,
         m,
@@ -217,7 +242,7 @@ def _launch(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        STAGES=_num_stages(tile, grid[0] * grid[1] * splits, num_steps, x.element_size()),
+        STAGES=_num_stages(tile, grid[0] * grid[1] * splits, num_steps, x.element_size(), weight.element_size()),
         GATED=gated,
         WEIGHT_LEFT=tile.weight_left,
         WIDEN=not isinstance(_tiled_kernel, triton.JITFunction),  # the interpreter's dot does not know bfloat16

@@ -11,17 +11,20 @@ from torch import Tensor
 from nanovllm.kernels.moe.grouped import grouped_forward
 from nanovllm.kernels.moe.rows import rows_forward
 from nanovllm.kernels.moe.tiles import choose_tiles, row_tiles
+from nanovllm.kernels.moe.weights import ExpertWeights
 
 ROW_TOKENS = 4  # up to so many tokens share so few experts that grouping them would not pay
 
 
 def experts_forward(
     x: Tensor,  # [T, H]
-    gate_up: Tensor,  # [E, 2 * I, H]: the rows of gate, then those of up
-    down: Tensor,  # [E, H, I]
+    gate_up: Tensor,  # [E, 2 * I, H], of x's type or int8: the rows of gate, then those of up
+    down: Tensor,  # [E, H, I], of x's type or int8
     weights: Tensor,  # [T, k], of x's type
     experts: Tensor,  # [T, k]; a choice outside 0..E-1 adds nothing
     *,
+    gate_up_scale: Tensor | None = None,  # [E, 2 * I] float32: the value of an int8 weight's row is row * scale
+    down_scale: Tensor | None = None,  # [E, H] float32
     out: Tensor | None = None,  # [T, H]
     residual: Tensor | None = None,  # [T, H]: the result is added to it, in place unless `out` is given
     deterministic: bool = False,  # a token's bits do not depend on the others of the batch
@@ -33,11 +36,14 @@ def experts_forward(
     if x.shape[0] == 0:
         return out
     assert all(t.is_contiguous() for t in (x, gate_up, down, weights, experts, out))
-    assert residual is None or residual.is_contiguous()
+    assert all(t is None or t.is_contiguous() for t in (residual, gate_up_scale, down_scale))
+    for weight, scale in ((gate_up, gate_up_scale), (down, down_scale)):
+        assert weight.dtype == (x.dtype if scale is None else torch.int8)
+    layer = ExpertWeights(gate_up, down, gate_up_scale, down_scale)
     if x.shape[0] <= ROW_TOKENS and not deterministic:
-        return rows_forward(x, gate_up, down, weights, experts, out, residual, *row_tiles(x.dtype), pdl=pdl)
+        return rows_forward(x, layer, weights, experts, out, residual, *row_tiles(x.dtype), pdl=pdl)
     tiles = choose_tiles(experts.numel() / gate_up.shape[0], x.dtype, deterministic=deterministic)
-    return grouped_forward(x, gate_up, down, weights, experts, out, residual, tiles, pdl=pdl)
+    return grouped_forward(x, layer, weights, experts, out, residual, tiles, pdl=pdl)
 
 
 def experts_forward_reference(
@@ -47,13 +53,20 @@ def experts_forward_reference(
     weights: Tensor,  # [T, k]
     experts: Tensor,  # [T, k]
     *,
+    gate_up_scale: Tensor | None = None,  # [E, 2 * I]
+    down_scale: Tensor | None = None,  # [E, H]
     residual: Tensor | None = None,  # [T, H]
 ) -> Tensor:
     """Token by token and expert by expert, in float64."""
+    gate_up, down = gate_up.double(), down.double()
+    if gate_up_scale is not None:
+        gate_up = gate_up * gate_up_scale[:, :, None]
+    if down_scale is not None:
+        down = down * down_scale[:, :, None]
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if residual is None else residual.double()
     for token, row in enumerate(x.double()):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
             if 0 <= expert < gate_up.shape[0]:
-                gate, up = (gate_up[expert].double() @ row).chunk(2)
-                out[token] += weight * (down[expert].double() @ (F.silu(gate) * up))
+                gate, up = (gate_up[expert] @ row).chunk(2)
+                out[token] += weight * (down[expert] @ (F.silu(gate) * up))
     return out.to(x.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 from nanovllm.kernels.moe.tiles import Tile, Tiles
+from nanovllm.kernels.moe.weights import ExpertWeights
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
@@ -87,6 +88,8 @@ def _weights(ptrs, k, begin, SIZE_K: tl.constexpr, BLOCK_K: tl.constexpr):  # [B
 
 @triton.jit
 def _multiply(rows, weights, acc, WEIGHT_LEFT: tl.constexpr):
+    if weights.dtype == tl.int8:
+        weights = weights.to(rows.dtype)
     if WEIGHT_LEFT:
         acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
     else:
@@ -94,13 +97,21 @@ def _multiply(rows, weights, acc, WEIGHT_LEFT: tl.constexpr):
     return acc
 
 
+@triton.jit
+def _scaled(acc, ptrs, WEIGHT_LEFT: tl.constexpr):
+    """Multiply each weight row's results by the row's scale."""
+    scale = tl.load(ptrs)
+    return acc * (scale[:, None] if WEIGHT_LEFT else scale[None, :])
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _experts_kernel(
     x_ptr,  # [num_pairs / SHARED, SIZE_K]
     weight_ptr,  # [E, SIZE_N, SIZE_K]; GATED: [E, 2 * SIZE_N, SIZE_K], the rows of gate, then those of up
+    scale_ptr,  # [E, SIZE_N], GATED: [E, 2 * SIZE_N], of an int8 weight
     pairs_ptr,  # [max_blocks * BLOCK_M]
     block_experts_ptr,  # [max_blocks]
-    scales_ptr,  # [num_pairs], the routing weights; not GATED
+    routing_ptr,  # [num_pairs], the routing weights; not GATED
     out_ptr,  # [num_pairs, SIZE_N]
     num_pairs,
     SIZE_N: tl.constexpr,
@@ -113,7 +124,7 @@ def _experts_kernel(
     WEIGHT_LEFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = silu(gate(x)) * up(x), or weight(x) * scale, each pair by its own expert."""
+    """out = silu(gate(x)) * up(x), or weight(x) * routing weight, each pair by its own expert."""
     tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // tiles
     n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -137,11 +148,16 @@ def _experts_kernel(
         acc = _multiply(x, _weights(weight_ptrs, k, begin, SIZE_K, BLOCK_K), acc, WEIGHT_LEFT)
         if GATED:
             up = _multiply(x, _weights(weight_ptrs + SIZE_N * SIZE_K, k, begin, SIZE_K, BLOCK_K), up, WEIGHT_LEFT)
+    if scale_ptr is not None:
+        scale_ptrs = scale_ptr + expert * (halves * SIZE_N) + tl.minimum(n, SIZE_N - 1)
+        acc = _scaled(acc, scale_ptrs, WEIGHT_LEFT)
+        if GATED:
+            up = _scaled(up, scale_ptrs + SIZE_N, WEIGHT_LEFT)
     if GATED:
         acc = acc * tl.sigmoid(acc) * up
     else:
-        scale = tl.load(scales_ptr + pair, mask=valid, other=0.0).to(tl.float32)
-        acc = acc * (scale[None, :] if WEIGHT_LEFT else scale[:, None])
+        routing = tl.load(routing_ptr + pair, mask=valid, other=0.0).to(tl.float32)
+        acc = acc * (routing[None, :] if WEIGHT_LEFT else routing[:, None])
     out = acc.to(out_ptr.dtype.element_ty)
     if WEIGHT_LEFT:
         out = tl.trans(out)
@@ -183,8 +199,7 @@ def _sum_kernel(
 
 def grouped_forward(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    layer: ExpertWeights,
     weights: Tensor,
     experts: Tensor,
     out: Tensor,
@@ -193,19 +208,22 @@ def grouped_forward(
     *,
     pdl: bool,
 ) -> Tensor:
-    (num_tokens, hidden_size), (num_experts, _, size) = x.shape, down.shape
+    (num_tokens, hidden_size), (num_experts, _, size) = x.shape, layer.down.shape
     top_k, num_pairs = experts.shape[1], experts.numel()
     pairs, block_experts = group(experts, num_experts, block_m=tiles.block_m, pdl=pdl)
     hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
     options: dict[str, Any] = {"PDL": pdl, "pdl": pdl}
 
-    def multiply(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, shared: int, gated: bool) -> None:
+    def multiply(
+        x: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, tile: Tile, *, shared: int, gated: bool
+    ) -> None:
         launch(
             _experts_kernel,
             (block_experts.numel() * cdiv(out.shape[1], tile.block_n),),
             x,
             weight,
+            scale,
             pairs,
             block_experts,
             weights,
@@ -221,8 +239,8 @@ def grouped_forward(
             **options,
         )
 
-    multiply(x, gate_up, hidden, tiles.gate_up, shared=top_k, gated=True)
-    multiply(hidden, down, y, tiles.down, shared=1, gated=False)
+    multiply(x, layer.gate_up, layer.gate_up_scale, hidden, tiles.gate_up, shared=top_k, gated=True)
+    multiply(hidden, layer.down, layer.down_scale, y, tiles.down, shared=1, gated=False)
     block = min(1024, next_power_of_2(hidden_size))
     launch(
         _sum_kernel,

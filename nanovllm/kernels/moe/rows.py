@@ -9,12 +9,14 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch
 from nanovllm.kernels.moe.tiles import Tile
+from nanovllm.kernels.moe.weights import ExpertWeights
 
 
 @triton.jit
 def _gate_up_row_kernel(
     x_ptr,  # [T, SIZE_K]
     weight_ptr,  # [NUM_EXPERTS, 2 * SIZE_N, SIZE_K]
+    scale_ptr,  # [NUM_EXPERTS, 2 * SIZE_N], of an int8 weight
     experts_ptr,  # [T * TOP_K]
     hidden_ptr,  # [T * TOP_K, SIZE_N]
     SIZE_N: tl.constexpr,
@@ -47,6 +49,10 @@ def _gate_up_row_kernel(
         x = tl.load(x_ptrs + begin, mask=inside, other=0.0).to(tl.float32)
         gate += tl.load(gate_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * x
         up += tl.load(up_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * x
+    if scale_ptr is not None:
+        scale_ptrs = scale_ptr + expert * (2 * SIZE_N) + tl.minimum(n, SIZE_N - 1)
+        gate *= tl.load(scale_ptrs)[:, None]
+        up *= tl.load(scale_ptrs + SIZE_N)[:, None]
     gate_sum = tl.sum(gate, 1)
     hidden = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1)
     tl.store(hidden_ptr + pair * SIZE_N + n, hidden.to(hidden_ptr.dtype.element_ty), mask=n < SIZE_N)
@@ -56,8 +62,9 @@ def _gate_up_row_kernel(
 def _down_row_kernel(
     hidden_ptr,  # [T * TOP_K, SIZE_K]
     weight_ptr,  # [NUM_EXPERTS, SIZE_N, SIZE_K]
+    scale_ptr,  # [NUM_EXPERTS, SIZE_N], of an int8 weight
     experts_ptr,  # [T * TOP_K]
-    scales_ptr,  # [T * TOP_K], the routing weights
+    routing_ptr,  # [T * TOP_K], the routing weights
     residual_ptr,  # [T, SIZE_N]
     out_ptr,  # [T, SIZE_N]
     SIZE_N: tl.constexpr,
@@ -81,8 +88,12 @@ def _down_row_kernel(
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         expert = tl.load(experts_ptr + pair).to(tl.int64)
-        end = tl.where((expert >= 0) & (expert < NUM_EXPERTS), SIZE_K, 0)
-        scale = tl.load(scales_ptr + pair).to(tl.float32)
+        chosen = (expert >= 0) & (expert < NUM_EXPERTS)
+        end = tl.where(chosen, SIZE_K, 0)
+        scale = tl.load(routing_ptr + pair).to(tl.float32)
+        if scale_ptr is not None:
+            scale_ptrs = scale_ptr + tl.where(chosen, expert, 0) * SIZE_N + tl.minimum(n, SIZE_N - 1)
+            scale = (scale * tl.load(scale_ptrs))[:, None]
         hidden_ptrs = hidden_ptr + pair * SIZE_K + (n * 0)[:, None] + k[None, :]
         weight_ptrs = weight_ptr + expert * (SIZE_N * SIZE_K) + rows + k[None, :]
         for begin in tl.range(0, SIZE_K, BLOCK_K, loop_unroll_factor=4):
@@ -98,8 +109,7 @@ def _down_row_kernel(
 
 def rows_forward(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    layer: ExpertWeights,
     weights: Tensor,
     experts: Tensor,
     out: Tensor,
@@ -109,7 +119,7 @@ def rows_forward(
     *,
     pdl: bool,
 ) -> Tensor:
-    (num_tokens, hidden_size), (num_experts, _, size) = x.shape, down.shape
+    (num_tokens, hidden_size), (num_experts, _, size) = x.shape, layer.down.shape
     top_k = experts.shape[1]
     hidden = torch.empty(num_tokens * top_k, size, dtype=x.dtype, device=x.device)
     options: dict[str, Any] = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "PDL": pdl, "pdl": pdl}
@@ -118,7 +128,8 @@ def rows_forward(
         _gate_up_row_kernel,
         (num_tokens * top_k * cdiv(size, tile.block_n),),
         x,
-        gate_up,
+        layer.gate_up,
+        layer.gate_up_scale,
         experts,
         hidden,
         SIZE_N=size,
@@ -131,7 +142,8 @@ def rows_forward(
         _down_row_kernel,
         (num_tokens * cdiv(hidden_size, tile.block_n),),
         hidden,
-        down,
+        layer.down,
+        layer.down_scale,
         experts,
         weights,
         residual,

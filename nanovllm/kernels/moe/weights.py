@@ -1,0 +1,14 @@
+"""The weights of a layer's experts, as the kernels take them."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ExpertWeights(NamedTuple):
+    """The experts of one layer. A scale belongs to an int8 weight: the value of its row is row * scale."""
+
+    gate_up: Tensor  # [E, 2 * I, H]
+    down: Tensor  # [E, H, I]
+    gate_up_scale: Tensor | None = None  # [E, 2 * I] float32
+    down_scale: Tensor | None = None  # [E, H] float32
