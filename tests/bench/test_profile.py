@@ -1,4 +1,4 @@
-"""The profile of a decode phase, from made-up kernels: idle time, the table, the picture."""
+"""The profile of a decode phase, from invented kernels: idle time, the table, the diagram."""
 
 import re
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ def test_picture() -> None:
     assert texts[2] == "199 µs, 2 steps"
     assert [text for text in texts if text in COLOURS] == list(COLOURS)
     paths = list(root.iter(f"{SVG}path"))
-    assert len(paths) == 2 * len(COLOURS)  # every kind, in both lanes
+    assert len(paths) == 2 * len(COLOURS)  # every kind of kernel, in both lanes
     assert all(path.get("d", "").count("M") == 2 for path in paths)  # two steps
     gemm = next(path for path in paths if path.get("fill") == COLOURS["linear"])
     width = (960 - 2 * 16) * 40 / 199

@@ -1,4 +1,4 @@
-"""Reports: the same numbers as a table and as JSON; the peak of memory is this process's own."""
+"""Reports: the same numbers as a table and as JSON; peak memory is that of this process alone."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ def test_json() -> None:
 
 
 def test_peak_memory_is_of_this_process_alone() -> None:
-    ballast = bytearray(b"x" * (256 << 20))  # held by the parent, and to be kept out of the child's number
+    ballast = bytearray(b"x" * (256 << 20))  # held by the parent; must not count in the child's number
     script = "from nanovllm.bench.report import peak_memory; print(peak_memory()['peak_rss_mib'])"
     root = Path(__file__).parent.parent.parent
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The roofline: the published figures of the H200, each term by hand on small numbers, and a measured machine."""
+"""The roofline: the published numbers of the H200, each term computed by hand, and a measured machine."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from nanovllm.models.registry import describe
 from nanovllm.models.spec import ModelConfig, MoeConfig, RopeConfig
 
 H200 = Machine(bytes_per_second=4.28e12, flops_per_second=796e12)
-ENDLESS = 1e30  # so fast that a limit never shows
+ENDLESS = 1e30  # so fast that it is never the limit
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -91,7 +91,7 @@ def test_prefill_multiplies_every_token_and_samples_one_a_request() -> None:
 
 
 def test_workload_is_its_prefill_and_its_steps() -> None:
-    """Requests of 3 + 3 and 2 + 2 tokens: a step of both, a step of one."""
+    """Requests of 3 + 3 and 2 + 2 tokens: one decode step with both, one with the first."""
     roofline = of_tiny(bandwidth=1.0)
     reads = 2 * 2 * (LAYERS + HEAD) + 2 * (4 + 5 + 3) * KV_TOKEN
     assert roofline.workload_seconds([3, 2], [3, 2]) == roofline.prefill_seconds([3, 2]) + reads

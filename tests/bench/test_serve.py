@@ -1,4 +1,4 @@
-"""The load client: exact over any cut of the bytes, honest about failures and waiting, reproducible by its seed."""
+"""The load client: right for any chunking of the bytes, counts failures and waiting, repeatable by its seed."""
 
 import asyncio
 import json
@@ -48,12 +48,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 Script = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 
 
-# --- a server that does what a test says ------------------------------------------------------------------------------
+# --- a scripted server ------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def scripted(script: Script) -> AsyncIterator[Server]:
-    """On a free port; `script` gets each request's body and writes the answer."""
+    """A server on a free port; `script` gets each request's body and writes the answer."""
     problems: list[BaseException] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,7 +63,7 @@ async def scripted(script: Script) -> AsyncIterator[Server]:
             body = await reader.readexactly(length)
             await script({"head": head, **(json.loads(body) if body else {})}, writer)
         except ConnectionError:
-            pass  # the client has gone: some tests are about that
+            pass  # the client has disconnected, as some tests want
         except Exception as error:
             problems.append(error)
         finally:
@@ -103,7 +103,7 @@ def refusal(status: str, message: str) -> bytes:
 
 
 async def stream(writer: asyncio.StreamWriter, *parts: bytes | float) -> None:
-    """Chunks, and pauses in seconds between them."""
+    """Write chunks, with pauses in seconds between them."""
     writer.write(STREAM)
     for part in parts:
         if isinstance(part, bytes):
@@ -237,7 +237,7 @@ class FakeClock:
 
 
 def answer_of(*parts: bytes | float) -> Answer:
-    """Bytes come at once, numbers are seconds that pass."""
+    """Bytes arrive at once; numbers are pauses in seconds."""
     clock = FakeClock()
     answer = Answer(clock)
     for part in parts:
@@ -300,11 +300,11 @@ def test_latencies_are_those_of_the_stream() -> None:
     row = measure(outcomes)
     assert (row["completed"], row["failed"], row["total_input_tokens"], row["total_output_tokens"]) == (4, 0, 20, 12)
     assert (row["max_concurrent_requests"], row["shorter_than_asked"]) == (4, 0)
-    # A busy machine makes them longer, by no more than this.
+    # Allowance for a busy machine.
     assert 200 <= row["median_ttft_ms"] < 1000
     assert 90 <= row["median_tpot_ms"] < 500 and 90 <= row["median_itl_ms"] < 500
     assert 390 <= row["median_e2el_ms"] < 1500
-    assert all(outcome.ended - outcome.piece_times[-1] > 0.2 for outcome in outcomes)  # the wait for the end is no part
+    assert all(outcome.ended - outcome.piece_times[-1] > 0.2 for outcome in outcomes)  # this wait does not count
     assert row["duration"] >= 0.7
 
 
@@ -350,10 +350,10 @@ def test_failures_are_counted_by_kind() -> None:
             writer.write(refusal("500 Internal Server Error", "it broke"))
         elif kind == 2:
             writer.write(refusal("429 Too Many Requests", "later"))
-        elif kind == 3:  # a drop inside the answer
+        elif kind == 3:  # the connection drops inside the answer
             writer.write(STREAM + chunk(token("a")) + b"5\r\nda")
             await writer.drain()
-        elif kind == 4:  # the stream ends as HTTP wants it, but not as an answer does
+        elif kind == 4:  # the HTTP stream ends properly, but the answer does not
             await stream(writer, token("a"))
         elif kind == 5:
             await stream(writer, token("a"), event(error={"message": "engine died"}))
@@ -400,7 +400,7 @@ def test_closed_loop_keeps_its_limit() -> None:
         most = max(most, in_flight)
         order.append(request["max_tokens"])
         await asyncio.sleep(0.02)
-        in_flight -= 1  # before the answer ends, as the client may ask again at once then
+        in_flight -= 1  # before the answer ends, because the client may send the next request at once
         await stream(writer, token("a", "length"), usage(5, 1), DONE)
 
     requests = [replace(request, output_len=index + 1) for index, request in enumerate(requests_of(12))]
@@ -409,7 +409,7 @@ def test_closed_loop_keeps_its_limit() -> None:
     assert (most, len(outcomes), len(ended)) == (3, 12, 12)
     assert peak_concurrency(outcomes) == 3
     assert sorted(order) == list(range(1, 13))
-    # What waited, waited for its turn to ask: that is no part of a closed loop's latency.
+    # Requests waited before they were sent: in a closed loop that does not count as latency.
     assert all(outcome.begin == outcome.sent for outcome in outcomes)
 
 
@@ -417,7 +417,7 @@ def test_open_loop_counts_from_the_time_a_request_was_due() -> None:
     async def script(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await stream(writer, 0.2, token("a", "length"), usage(5, 1), DONE)
 
-    # All due at the start, sent one after the other: the n-th has waited n * 0.2 s.
+    # All were due at the start and sent one after the other: the n-th waited n * 0.2 s.
     requests = scheduled(requests_of(4), [0.0, 0.0, 0.0, 0.0])
     outcomes = run_against(script, requests, max_concurrency=1)
     waits = sorted(outcome.first_token_seconds for outcome in outcomes)
@@ -435,7 +435,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
         num_arrived += 1
         if num_arrived == 4:
             all_arrived.set()
-        await all_arrived.wait()  # nobody is answered before the last has asked
+        await all_arrived.wait()  # no answer before the last request has arrived
         await stream(writer, token("a", "length"), usage(5, 1), DONE)
 
     outcomes = run_against(script, scheduled(requests_of(4), [0.0, 0.1, 0.2, 0.3]), timeout=30.0)
@@ -448,7 +448,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
 def test_fetch_and_exchange_read_plain_bodies() -> None:
     async def script(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if "GET /v1/models" in request["head"]:
-            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1000)  # its end is the connection's
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1000)  # no length: the body ends with the connection
         else:
             writer.write(refusal("404 Not Found", "no such page"))
 
@@ -463,7 +463,7 @@ def test_fetch_and_exchange_read_plain_bodies() -> None:
 
 @contextmanager
 def uvicorn_server(app: Any) -> Iterator[Server]:
-    listening = socket.create_server(("127.0.0.1", 0))  # so that whoever connects too early only waits
+    listening = socket.create_server(("127.0.0.1", 0))  # so that an early connection waits instead of failing
     server = uvicorn.Server(uvicorn.Config(app, http="h11", log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
@@ -475,7 +475,7 @@ def uvicorn_server(app: Any) -> Iterator[Server]:
 
 
 def test_against_a_real_server() -> None:
-    """Chunks as uvicorn frames them, many at once."""
+    """Chunks as uvicorn frames them, with many concurrent requests."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
@@ -542,7 +542,7 @@ def test_goodput_takes_every_limit() -> None:
     assert is_good(outcome, {"ttft": 101, "tpot": 101, "e2el": 301})
     assert not is_good(outcome, {"ttft": 99})
     assert not is_good(outcome, {"ttft": 101, "e2el": 299})
-    assert is_good(outcome_of(0.0, 0.1), {"tpot": 1})  # there is no second token to wait for
+    assert is_good(outcome_of(0.0, 0.1), {"tpot": 1})  # there is no second token
 
 
 def test_peak_concurrency() -> None:
@@ -570,7 +570,7 @@ def test_report_has_vllms_names() -> None:
     assert (document["benchmark"], document["results"][0]["mean_ttft_ms"]) == ("serve", pytest.approx(100))
 
 
-# --- what is sent, and when -------------------------------------------------------------------------------------------
+# --- requests and arrival times ---------------------------------------------------------------------------------------
 
 
 def test_arrivals_follow_their_seed() -> None:
@@ -580,7 +580,7 @@ def test_arrivals_follow_their_seed() -> None:
     assert times[0] == 0 and times == sorted(times)
     gaps = np.diff(times)
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
-    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.05)  # as an exponential distribution has it
+    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.05)  # as in an exponential distribution
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 4.0])
@@ -702,7 +702,7 @@ def test_traces_that_are_refused(tmp_path: Path, text: str, message: str) -> Non
         trace_requests(file)
 
 
-# --- the picture ------------------------------------------------------------------------------------------------------
+# --- the plot ---------------------------------------------------------------------------------------------------------
 
 
 def test_plot_is_a_picture_of_every_request() -> None:
@@ -720,7 +720,7 @@ def test_plot_is_a_picture_of_every_request() -> None:
     for line in root.iter(f"{SVG}polyline"):
         points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
         assert all(0 <= x <= width and 0 <= y <= height for x, y in points)
-        assert points == sorted(points, key=lambda point: (point[0], -point[1]))  # a share never falls
+        assert points == sorted(points, key=lambda point: (point[0], -point[1]))  # a CDF never decreases
 
 
 def test_plot_of_single_tokens_and_of_one_moment() -> None:

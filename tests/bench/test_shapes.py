@@ -1,4 +1,4 @@
-"""Shapes: configs of real models, true to the published ones, and how they are asked for."""
+"""Shapes: configs equal to those of the published models, and how to select them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_number_of_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", NUM_PARAMETERS)
 def test_transformers_reads_the_same(name: str) -> None:
-    """What the number of parameters does not show: transformers builds the same model from the same file."""
+    """transformers builds the same model from the same file, which the number of parameters alone does not prove."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

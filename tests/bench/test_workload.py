@@ -1,4 +1,4 @@
-"""The published workload, token for token, and the smaller ones drawn the same way."""
+"""The published workload, token for token, and smaller ones made in the same way."""
 
 import random
 
@@ -16,7 +16,7 @@ def test_published_workload() -> None:
 
 
 def test_drawn_as_published() -> None:
-    """The draws as nano-vllm's benchmark makes them, from the module's own generator."""
+    """The same random numbers as in nano-vllm's benchmark, from the random module's global generator."""
     state = random.getstate()
     try:
         random.seed(0)

@@ -1,4 +1,4 @@
-"""A tiny random model with a real tokenizer, and the command line as a process of its own."""
+"""A tiny random model with a real tokenizer, and the command line in its own process."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("tiny")
     config = LlamaConfig(
-        vocab_size=600,  # of the tokenizer beside it
+        vocab_size=600,  # that of the tokenizer
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -38,7 +38,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3.0)  # away from uniform, where rounding would pick the tokens
+            parameter.mul_(3.0)  # far from uniform, so that rounding does not decide the tokens
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / file, folder)
@@ -47,14 +47,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
-    """This process's, but with the usual buffering of output: what is to be seen at once must be flushed."""
+    """This process's environment with normal buffering: what must be visible at once must be flushed."""
     usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return {**usual, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="session")
 def cli(environment: dict[str, str]) -> Cli:
-    """Run `nanovllm` to its end."""
+    """Run `nanovllm` until it exits."""
 
     def run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "nanovllm", *map(str, arguments)]
@@ -67,7 +67,7 @@ def cli(environment: dict[str, str]) -> Cli:
 
 @pytest.fixture
 def start(environment: dict[str, str]) -> Any:
-    """Start `nanovllm` and return while it runs; whatever still does at the end of the test is killed."""
+    """Start `nanovllm` and return while it runs; processes that still run at the end of the test are killed."""
     started: list[subprocess.Popen[bytes]] = []
 
     def run(*arguments: str | Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""The benchmarks through real processes, as small as they get: their documents are complete and consistent."""
+"""The benchmarks in real processes with very small sizes: their JSON documents are complete and consistent."""
 
 import json
 import subprocess

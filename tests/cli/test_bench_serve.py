@@ -1,4 +1,4 @@
-"""`nanovllm bench serve` as a process: its document, its picture, its refusals, and exit codes."""
+"""`nanovllm bench serve` as a process: JSON document, plot, refused options, exit codes."""
 
 import asyncio
 import json
@@ -17,13 +17,13 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class TinyServer:
-    """Lists one model, streams as many tokens as asked for, and refuses whom it is told to; on a thread of its own."""
+    """A server in a thread: lists one model, streams the requested number of tokens, refuses chosen requests."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.heads: list[str] = []
         self.refused_from: int | None = None  # the number of the first request that gets a 429
-        self.num_unready = 0  # so many looks at its models are answered with 503
+        self.num_unready = 0  # number of requests for its models that are answered with 503
         self._listening = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 

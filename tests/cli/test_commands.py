@@ -1,4 +1,4 @@
-"""generate, chat and plan through real processes; what they print is compared with the Python API."""
+"""generate, chat and plan as processes; their output is compared with the Python API."""
 
 import json
 import os

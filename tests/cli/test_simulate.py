@@ -1,4 +1,4 @@
-"""`nanovllm simulate`: its documents, its answer, its plots, and what it refuses."""
+"""`nanovllm simulate`: JSON documents, answers, plots, refused options."""
 
 import json
 import os

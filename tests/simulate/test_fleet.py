@@ -1,4 +1,4 @@
-"""The simulation by hand, against the roofline's own sum, and what must hold whatever arrives."""
+"""The simulation against times computed by hand and against the roofline, and properties for any load."""
 
 import math
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_an_impossible_request_is_refused_and_counted() -> None:
 
 
 def test_a_whole_batch_takes_what_the_roofline_says() -> None:
-    """All prompts in one step, then all decode together: the roofline's own sum for that is an independent oracle."""
+    """All prompts in one step, then all decode together: the roofline's sum for that is an independent reference."""
     arrivals = [own(index, input_len=100 + 7 * index, output_len=20 + 3 * index) for index in range(30)]
     config = replace(CONFIG, max_num_batched_tokens=10**6, max_num_seqs=64, num_blocks=10**4)
     fleet = Fleet(num_replicas=1, config=config, step_time=Modelled(ROOFLINE, 0.0), policy=RoundRobin([0]))
@@ -99,7 +99,7 @@ def test_a_whole_batch_takes_what_the_roofline_says() -> None:
 
 
 def test_throughput_is_that_of_the_step() -> None:
-    """Far more requests than rows: a full batch at every step but the last few."""
+    """Many more requests than rows: the batch is full in every step but the last few."""
     linear = Linear(step=1.0, prefill_token=0.0, decode=0.5)
     config = replace(CONFIG, num_blocks=400)
     arrivals = [own(index, output_len=50) for index in range(400)]
@@ -108,7 +108,7 @@ def test_throughput_is_that_of_the_step() -> None:
     assert row["output_tokens_per_s"] == pytest.approx(8 / (1 + 0.5 * 8), rel=0.02)
 
 
-# --- what must hold ---------------------------------------------------------------------------------------------------
+# --- properties -------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -194,7 +194,7 @@ def test_the_big_replica_has_everything_of_all() -> None:
     assert outcome.ended == pytest.approx([1.4] * 3)  # each device computes one prompt
 
 
-# --- how many ---------------------------------------------------------------------------------------------------------
+# --- number of replicas -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("enough", range(1, 21))

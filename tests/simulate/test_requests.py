@@ -1,4 +1,4 @@
-"""What arrives: prompts share exactly what the trace says, drawn ones follow their specification."""
+"""Requests: prompts share exactly the prefixes that the trace says; synthetic ones follow their specification."""
 
 from collections import Counter
 from pathlib import Path

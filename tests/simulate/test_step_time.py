@@ -1,4 +1,4 @@
-"""The clock: by hand, against the roofline, and against what was measured on an H200."""
+"""Step times: computed by hand, against the roofline, and against measurements on an H200."""
 
 import pytest
 
