@@ -18,7 +18,7 @@ llm -> engine -> executor -> runner -> models
 remote -> engine
 models -> layers -> attention -> kernels
 runner -> checkpoint
-executor, remote -> remote.frames, remote.children
+executor, remote -> remote.transport
 executor, layers -> distributed
 server -> remote
 llm, engine -> text -> checkpoint
@@ -31,7 +31,7 @@ cli -> bench.server_overhead -> server, bench
 # Every module may import these; they import only each other.
 FOUNDATION = {"config", "option", "state", "models.spec", "sampling_params", "outputs", "errors", "plan"}
 # Every module except the foundation may import these; they import only the foundation.
-LEAVES = {"utils", "remote.routing", "remote.frames", "remote.children"}
+LEAVES = {"utils", "remote.routing", "remote.transport"}
 # These modules of the engine package import only the foundation and each other.
 CONTROL_PLANE = {"engine.sequence", "engine.block_manager", "engine.scheduler"}
 TORCH_FREE = FOUNDATION | CONTROL_PLANE | {"utils.hub", "utils.logging", "remote.routing", "simulate.runs"}

@@ -27,9 +27,9 @@ from typing import Any
 from nanovllm.bench.tiny_model import NO_MODEL
 from nanovllm.config import Config
 from nanovllm.executor.messages import Start
-from nanovllm.executor.multiproc import ProcessCrew
-from nanovllm.executor.team import TeamExecutor
+from nanovllm.executor.multiproc import ProcessWorkers
 from nanovllm.executor.worker import run
+from nanovllm.executor.workers import WorkersExecutor
 from nanovllm.plan import StepPlan, StepResult
 
 
@@ -76,13 +76,15 @@ class EmptyRunner:
         """There is nothing to give back."""
 
 
-def open_executor(num_workers: int) -> TeamExecutor:
-    crew = ProcessCrew(num_workers, command=(sys.executable, "-m", "nanovllm.bench.executor_overhead", "--worker"))
+def open_executor(num_workers: int) -> WorkersExecutor:
+    workers = ProcessWorkers(
+        num_workers, command=(sys.executable, "-m", "nanovllm.bench.executor_overhead", "--worker")
+    )
     config = Config(tensor_parallel_size=num_workers)
-    return TeamExecutor(crew, config, NO_MODEL, Path("."), max_model_len=1)
+    return WorkersExecutor(workers, config, NO_MODEL, Path("."), max_model_len=1)
 
 
-def measure(executor: TeamExecutor, plans: list[StepPlan], *, depth: int) -> list[float]:
+def measure(executor: WorkersExecutor, plans: list[StepPlan], *, depth: int) -> list[float]:
     """Microseconds from one result to the next."""
     pending = [executor.launch(plan) for plan in plans[:depth]]
     times = []

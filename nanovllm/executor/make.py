@@ -1,4 +1,4 @@
-"""Which executor: this very process for one rank, processes of this host for several, or Ray's actors."""
+"""Chooses the executor: this process for one rank, child processes for several, or Ray actors."""
 
 from pathlib import Path
 
@@ -11,22 +11,22 @@ from nanovllm.models.spec import ModelConfig
 
 def make_executor(config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int) -> Executor:
     place = Place(0, config.tensor_parallel_size, config.pipeline_parallel_size)
-    share_of(model_config, place)  # refuses a split that cannot be, before anything is started
+    share_of(model_config, place)  # raises if the model cannot be divided like that, before anything is started
     size = place.world_size
     backend = config.distributed_executor_backend or ("mp" if size > 1 else None)
     if backend is None:
         from nanovllm.executor.uniproc import UniprocExecutor
 
         return UniprocExecutor(config, model_config, path, max_model_len=max_model_len)
-    from nanovllm.executor.team import Crew, TeamExecutor
+    from nanovllm.executor.workers import Workers, WorkersExecutor
 
-    crew: Crew
+    workers: Workers
     if backend == "ray":
-        from nanovllm.executor.ray import RayCrew
+        from nanovllm.executor.ray import RayWorkers
 
-        crew = RayCrew(size, device=config.device)
+        workers = RayWorkers(size, device=config.device)
     else:
-        from nanovllm.executor.multiproc import ProcessCrew
+        from nanovllm.executor.multiproc import ProcessWorkers
 
-        crew = ProcessCrew(size)
-    return TeamExecutor(crew, config, model_config, path, max_model_len=max_model_len)
+        workers = ProcessWorkers(size)
+    return WorkersExecutor(workers, config, model_config, path, max_model_len=max_model_len)

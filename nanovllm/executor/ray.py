@@ -1,6 +1,6 @@
-"""Ranks as Ray's actors: one a device, packed into as few hosts as hold them.
+"""Workers as Ray actors: one per device, packed onto as few hosts as possible.
 
-Commands and replies are the same frames as between processes, so Ray's own serialization sees nothing but bytes.
+Commands and replies are the same frames as between processes, so Ray's own serialization handles nothing but bytes.
 """
 
 import os
@@ -15,37 +15,38 @@ import msgspec
 from nanovllm.errors import ConfigError
 from nanovllm.executor.interrupts import Uninterrupted
 from nanovllm.executor.messages import Lost, Reply
-from nanovllm.executor.team import Replies
 from nanovllm.executor.worker import RealModel, Worker
-from nanovllm.remote.frames import FrameReader, to_frame
+from nanovllm.executor.workers import Replies
+from nanovllm.remote.transport import FrameReader, to_frame
 
-SECONDS_TO_PLACE = 60.0  # until the cluster has room for all ranks
+SECONDS_TO_PLACE = 60.0  # until the cluster must have room for all ranks
 
 
 class ActorWorker:
-    """What runs in an actor's process."""
+    """The program of an actor's process."""
 
     def __init__(self) -> None:
         self._worker = Worker(RealModel())
 
     def address(self) -> tuple[str, str, int]:
-        """Of this host: Ray's name for it and where it is reached; and the process."""
+        """Ray's id of this host, its IP address, and the process id."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
     def obey(self, frames: bytes) -> bytes:
-        """Replies to commands, as frames."""
+        """Obey the commands in these frames; returns the frames of the replies."""
         replies = (self._worker.obey(frame) for frame in FrameReader().feed(frames) if not self._worker.stopped)
         return b"".join([to_frame(reply) for reply in replies if reply is not None])
 
 
 class Session:
-    """This process's place in a Ray cluster: taken by the first crew if the program has none, and left by the last."""
+    """This process's connection to a Ray cluster: the first executor opens it if the program has none, and the last
+    executor closes it again."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_crews = 0
+        self._num_users = 0
         self._ours = False
 
     def enter(self) -> None:
@@ -56,14 +57,14 @@ class Session:
                 address = os.environ.get("RAY_ADDRESS") or "local"
                 ray.init(address=address, include_dashboard=False if address == "local" else None)
                 self._ours = True
-            self._num_crews += 1
+            self._num_users += 1
 
     def leave(self) -> None:
         import ray
 
         with self._lock:
-            self._num_crews -= 1
-            if self._ours and not self._num_crews:
+            self._num_users -= 1
+            if self._ours and not self._num_users:
                 ray.shutdown()
                 self._ours = False
 
@@ -71,7 +72,9 @@ class Session:
 SESSION = Session()
 
 
-class RayCrew:
+class RayWorkers:
+    """Implements the `Workers` protocol."""
+
     def __init__(self, size: int, *, device: str) -> None:
         try:
             import ray
@@ -82,7 +85,7 @@ class RayCrew:
         self.size = size
         self._ray: Any = ray
         self._decoder = msgspec.msgpack.Decoder(Reply)
-        self._pending: dict[Any, int] = {}  # Ray's promises of replies, with the rank that gave each
+        self._pending: dict[Any, int] = {}  # Ray's references to replies to come, with their ranks
         self._group: Any = None
         self._actors: list[Any] = []
         self._closed = False
@@ -118,7 +121,7 @@ class RayCrew:
         self._number_by_host()
 
     def _number_by_host(self) -> None:
-        """Ranks that follow each other, and so those that share layers, are put on one host where that is possible."""
+        """Number the actors so that consecutive ranks, with parts of the same layers, share a host if possible."""
         addresses = self._ray.get([actor.address.remote() for actor in self._actors])
         num_on = Counter(node for node, _, _ in addresses)
         order = sorted(range(self.size), key=lambda index: (-num_on[addresses[index][0]], addresses[index][0], index))
@@ -127,7 +130,7 @@ class RayCrew:
         self.host = addresses[order[0]][1]
         self.pids = [addresses[index][2] for index in order]
         self.num_local = [num_on[node] for node in self.nodes]
-        self.local_ranks = [0] * self.size  # Ray shows an actor its own GPU alone
+        self.local_ranks = [0] * self.size  # an actor sees only its own GPU
 
     def send(self, frame: bytes, ranks: Iterable[int]) -> None:
         with Uninterrupted():
@@ -135,29 +138,29 @@ class RayCrew:
                 self._pending[self._actors[rank].obey.remote(frame)] = rank
 
     def receive(self, timeout: float | None) -> Replies:
-        if not self._pending:  # nothing was asked; what becomes of this tells who is gone
+        if not self._pending:  # an empty command, whose result shows whether the worker is alive
             self.send(b"", range(self.size))
         ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=timeout)
-        return [reply for promise in ready for reply in self._kept(promise)]
+        return [reply for reference in ready for reply in self._replies(reference)]
 
-    def _kept(self, promise: Any) -> Replies:
+    def _replies(self, reference: Any) -> Replies:
         ray = self._ray
-        rank = self._pending[promise]
+        rank = self._pending[reference]
         try:
-            frames = FrameReader().feed(ray.get(promise))
+            frames = FrameReader().feed(ray.get(reference))
         except ray.exceptions.RayError as error:
             return [(rank, Lost(f"is gone: {_first_line(error)}"))]
         finally:
-            del self._pending[promise]
+            del self._pending[reference]
         return [(rank, self._decoder.decode(frame)) for frame in frames]
 
-    def end(self, patience: float = 0.0) -> Replies:
+    def end(self, grace_seconds: float = 0.0) -> Replies:
         if self._closed:
             return []
         replies: Replies = []
         if self._pending:
-            ready, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=patience)
-            replies = [reply for promise in ready for reply in self._kept(promise)]
+            ready, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=grace_seconds)
+            replies = [reply for reference in ready for reply in self._replies(reference)]
         self._close()
         return replies
 
@@ -172,7 +175,7 @@ class RayCrew:
 
     def _close(self) -> None:
         self._closed = True
-        with suppress(self._ray.exceptions.RayError):  # the cluster may be gone, and with it all that is to end
+        with suppress(self._ray.exceptions.RayError):  # the cluster may be gone, and the actors with it
             for actor in self._actors:
                 self._ray.kill(actor)
             if self._group is not None:

@@ -1,6 +1,6 @@
-"""One rank of an engine: obeys an executor's commands, one after another, wherever it runs.
+"""One rank of an engine: obeys an executor's commands one after another, in a child process or a Ray actor.
 
-`python -m nanovllm.executor.worker FD` is the whole of a child process that has its commands from a socket.
+`python -m nanovllm.executor.worker FD` is the program of a child process, which reads its commands from a socket.
 """
 
 import os
@@ -34,16 +34,15 @@ from nanovllm.executor.messages import (
     Wait,
 )
 from nanovllm.plan import StepPlan
-from nanovllm.remote.children import parents_socket
-from nanovllm.remote.frames import FrameReader, to_frame
+from nanovllm.remote.transport import Transport, to_frame
+from nanovllm.utils.child_process import parent_socket
 from nanovllm.utils.collector import calm_collector
 
-RECEIVE_BYTES = 1 << 16  # at once; memory for more would be new at every call
-SECONDS_TO_MEET = 1800.0  # also how much longer than another a rank may load
+SECONDS_TO_MEET = 1800.0  # for the ranks to connect; also how much longer than another one a rank may take to load
 
 
 class Runner(Protocol):
-    """What a worker needs of a ModelRunner."""
+    """The part of ModelRunner that a worker uses."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -55,14 +54,14 @@ class Runner(Protocol):
 
 
 class Model(Protocol):
-    """Where runners come from."""
+    """Makes runners; tests use one without a model."""
 
     def open_store(self, host: str) -> Any:
-        """On rank 0: the place where ranks meet; its `port` is told to the others."""
+        """On rank 0: open the store where ranks find each other; the others are told its `port`."""
         ...
 
     def build(self, start: Start, store: Any) -> Runner:
-        """Meet the others and load; `store` is rank 0's."""
+        """Connect to the other ranks and load the model; `store` is given on rank 0 only."""
         ...
 
 
@@ -73,14 +72,14 @@ class Worker:
         self._encoder = msgspec.msgpack.Encoder()
         self._store: Any = None
         self._runner: Runner
-        self._reports = False  # whether this rank sends what was computed
+        self._reports = False  # whether this rank returns results
         self._steps: deque[StepHandle] = deque()
         self._checksum = 0
         self._last_launch: tuple[bytes, StepPlan] = (b"", StepPlan())
         self.stopped = False
 
     def obey(self, frame: bytes) -> Reply | None:
-        """Whatever goes wrong is answered; after that this worker is of no use any more."""
+        """Run one command; returns its reply, if it has one. An exception becomes a `Failed` and stops the worker."""
         try:
             return self._obey(self._read(frame))
         except Exception as error:
@@ -88,7 +87,8 @@ class Worker:
             return Failed(type(error).__name__, str(error), traceback.format_exc(), time.time())
 
     def _read(self, frame: bytes) -> Command:
-        """A step like the last has the very same plan, and one with the same rows the very same tuple: runners look."""
+        """Decode a command. The same bytes as before give the same plan object, and equal decode rows the same tuple
+        object: the runner compares them by identity."""
         last_frame, last_plan = self._last_launch
         if frame == last_frame:
             return Launch(last_plan)
@@ -139,7 +139,7 @@ class Worker:
 
 
 class _ModelRank:
-    """A ModelRunner among others."""
+    """A ModelRunner that is one of several ranks."""
 
     def __init__(self, start: Start, store: Any) -> None:
         import torch
@@ -185,29 +185,29 @@ class RealModel:
 
 
 def serve(sock: socket.socket, worker: Worker) -> int:
-    """Obey what the socket brings until told to stop; the exit status."""
-    frames = FrameReader()
+    """Obey the commands that the socket brings until `Stop`; returns the exit status."""
+    transport = Transport(sock)
     try:
-        while data := sock.recv(RECEIVE_BYTES):
-            for frame in frames.feed(data):
+        while True:
+            for frame in transport.receive(None):
                 reply = worker.obey(frame)
                 if reply is not None:
-                    sock.sendall(to_frame(reply))
+                    transport.send(to_frame(reply))
+                    transport.flush()
                 if worker.stopped:
                     return int(isinstance(reply, Failed))
                 if isinstance(reply, Ready):
                     calm_collector()
-    except ConnectionError:
-        pass
-    return 1  # nobody is left to obey
+    except EOFError:
+        return 1  # the executor is gone
 
 
 def run(model: Model) -> None:
-    """The life of a worker's process."""
-    status = serve(parents_socket(), Worker(model))
+    """The main program of a worker's process."""
+    status = serve(parent_socket(), Worker(model))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a peer's end may have left threads in a collective, for which an orderly exit would wait
+    os._exit(status)  # an orderly exit would wait for threads that a failed peer may have left in a collective
 
 
 if __name__ == "__main__":

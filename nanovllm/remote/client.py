@@ -1,4 +1,4 @@
-"""The user's side of an engine that runs in a child process or a thread: streams of deltas, answers, and its health."""
+"""The client of an engine that runs in a child process or a thread: streams of deltas, answers, and its health."""
 
 import asyncio
 import socket
@@ -12,7 +12,6 @@ import msgspec
 
 from nanovllm.engine.deltas import Delta
 from nanovllm.errors import EngineClosedError, EngineError, RequestError, raised_elsewhere
-from nanovllm.remote.frames import FrameReader, to_frame
 from nanovllm.remote.hosts import Host, ProcessHost, ThreadHost
 from nanovllm.remote.messages import (
     Abort,
@@ -38,26 +37,53 @@ from nanovllm.remote.messages import (
     Watch,
 )
 from nanovllm.remote.streams import DeltaStream, ViewStream
+from nanovllm.remote.transport import Transport, to_frame
 
-SECONDS_TO_STOP = 5.0  # before an engine that was told to is killed
-SECONDS_TO_EXIT = 0.5  # for a process whose socket is gone, until its exit status is there
+SECONDS_TO_STOP = 5.0  # from the shutdown command until the engine is killed
+SECONDS_TO_EXIT = 0.5  # from the end of a process's socket until its exit status must be there
 
 
-class _Reader(asyncio.Protocol):
-    """Events out of the bytes that the event loop reads."""
+class Connection:
+    """The client's end of the socket in an event loop: calls `on_event` for each event of the engine, and `on_end`
+    once the engine has closed its end or `close` was called."""
 
-    def __init__(self, on_event: Callable[[Event], None], on_end: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket, on_event: Callable[[Event], None], on_end: Callable[[], None]) -> None:
         self._on_event = on_event
         self._on_end = on_end
-        self._frames = FrameReader()
+        self._transport = Transport(sock)
         self._decoder = msgspec.msgpack.Decoder(Event)
+        self._open = True
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._transport, self._read)
 
-    def data_received(self, data: bytes) -> None:
-        for frame in self._frames.feed(data):
-            self._on_event(self._decoder.decode(frame))
+    def send(self, command: Command) -> None:
+        if self._open:
+            self._transport.send(to_frame(command))
+            if self._transport.unsent:
+                self._loop.add_writer(self._transport, self._write)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._on_end()
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._transport)
+            self._loop.remove_writer(self._transport)
+            self._transport.close()
+            self._on_end()
+
+    def _write(self) -> None:
+        self._transport.send_unsent()
+        if not self._transport.unsent:
+            self._loop.remove_writer(self._transport)
+
+    def _read(self) -> None:
+        try:
+            for frame in self._transport.receive():
+                self._on_event(self._decoder.decode(frame))
+        except EOFError:
+            self.close()
+        except BaseException:
+            self.close()
+            raise
 
 
 class EngineClient:
@@ -68,7 +94,7 @@ class EngineClient:
     def __init__(self, host: Host, stall_seconds: float) -> None:
         self._host = host
         self._stall_seconds = stall_seconds
-        self._transport: asyncio.WriteTransport
+        self._connection: Connection
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, DeltaStream] = {}  # unfinished requests
         self._leaving: Counter[str] = Counter()  # aborted here, the engine has not said so yet
@@ -95,20 +121,13 @@ class EngineClient:
         """Returns when the model is loaded, and raises what the engine raised if it could not be."""
         ours, theirs = socket.socketpair()
         client = cls(ThreadHost(theirs) if in_process else ProcessHost(theirs, environment or {}), stall_seconds)
-        reader = _Reader(client._on_event, client._on_end)
-        try:
-            client._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: reader, sock=ours)
-        except BaseException:
-            client._started.cancel()  # nobody waits for it
-            client._host.kill()
-            await asyncio.to_thread(client._host.wait, SECONDS_TO_STOP)
-            raise
-        client._send(Start(model, options))
+        client._connection = Connection(ours, client._on_event, client._on_end)
+        client._connection.send(Start(model, options))
         try:
             client.ready = await client._started
         except BaseException:
             client._host.kill()
-            client._transport.close()
+            client._connection.close()
             await client.close()
             raise
         return client
@@ -131,7 +150,7 @@ class EngineClient:
             raise RequestError(f"request_id={name!r}: a request of this name is still running")
         self._note_if_idle()
         stream = self._streams[name] = DeltaStream(request.params.n)
-        self._send(request)
+        self._connection.send(request)
         try:
             while batch := await stream.take():
                 yield batch
@@ -152,7 +171,7 @@ class EngineClient:
             del self._streams[name]
         if names and self._death is None:
             self._leaving.update(names)
-            self._send(Abort(names))
+            self._connection.send(Abort(names))
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -174,14 +193,14 @@ class EngineClient:
         self._check_alive()
         viewer = ViewStream()
         self._viewers.add(viewer)
-        self._send(Watch(on=True))
+        self._connection.send(Watch(on=True))
         try:
             while True:
                 yield await viewer.take()
         finally:
             self._viewers.discard(viewer)
             if not self._viewers:
-                self._send(Watch(on=False))
+                self._connection.send(Watch(on=False))
 
     def check_health(self) -> None:
         """EngineError unless the engine is idle or has said something lately.
@@ -192,7 +211,7 @@ class EngineClient:
         if not self._has_debts:
             self._note_if_idle()
             self._pinged = True
-            self._send(Ping())
+            self._connection.send(Ping())
         silent = time.monotonic() - self._last_progress
         if silent > self._stall_seconds:
             raise EngineError(f"the engine is stalled: it has work, and no step has finished for {silent:.0f} s")
@@ -202,7 +221,7 @@ class EngineClient:
         self._note_if_idle()
         number = next(self._call_numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send(command(number, *details))
+        self._connection.send(command(number, *details))
         found = await answer
         if found.refusal is not None:
             raise RequestError(found.refusal)
@@ -304,10 +323,6 @@ class EngineClient:
         if self._death is not None:
             raise self._closed_error()
 
-    def _send(self, command: Command) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(to_frame(command))
-
     def _run(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)  # the event loop itself keeps only a weak reference
@@ -328,7 +343,7 @@ class EngineClient:
     async def _close(self) -> None:
         self._die("the engine was closed")
         deadline = time.monotonic() + SECONDS_TO_STOP
-        self._send(Shutdown())
+        self._connection.send(Shutdown())
         try:
             await asyncio.wait_for(self._disconnected.wait(), SECONDS_TO_STOP)
         except TimeoutError:
@@ -337,6 +352,6 @@ class EngineClient:
         if await asyncio.to_thread(self._host.wait, remaining) is None:
             self._host.kill()
             await asyncio.to_thread(self._host.wait, SECONDS_TO_STOP)
-        self._transport.close()
+        self._connection.close()
         await self._disconnected.wait()
         await asyncio.gather(*self._tasks)

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Mapping
 from typing import Protocol
 
-from nanovllm.remote import children
 from nanovllm.remote.service import serve
+from nanovllm.utils.child_process import start_child
 
 
 class Host(Protocol):
@@ -25,7 +25,7 @@ class ProcessHost:
     """A child process; what it prints goes to this one's stderr. `environment` is added to what it inherits."""
 
     def __init__(self, sock: socket.socket, environment: Mapping[str, str]) -> None:
-        self._process = children.start([sys.executable, "-m", "nanovllm.remote.service"], sock, environment)
+        self._process = start_child([sys.executable, "-m", "nanovllm.remote.service"], sock, environment)
         self.pid: int | None = self._process.pid
 
     def wait(self, timeout: float) -> str | None:

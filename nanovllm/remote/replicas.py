@@ -25,7 +25,7 @@ from nanovllm.remote.async_llm import AsyncLLM, Client
 from nanovllm.remote.client import EngineClient
 from nanovllm.remote.messages import AddRequest, EngineStats, EngineView, Ready, RequestView, StepView
 from nanovllm.remote.routing import Router
-from nanovllm.remote.service import MAX_STEPS_KEPT, SECONDS_BETWEEN_VIEWS
+from nanovllm.remote.views import MAX_STEPS_KEPT, SECONDS_BETWEEN_VIEWS
 from nanovllm.runner.device import resolve_device
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.logging import get_logger

@@ -7,7 +7,7 @@ import msgspec
 from nanovllm.engine.deltas import Delta
 from nanovllm.errors import NanoError
 from nanovllm.remote.messages import EngineView
-from nanovllm.remote.service import MAX_STEPS_KEPT
+from nanovllm.remote.views import MAX_STEPS_KEPT
 
 
 class DeltaStream:

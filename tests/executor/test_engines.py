@@ -50,7 +50,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 def pids_of(llm: LLM) -> list[int]:
-    return llm.llm_engine._core.executor._crew.pids  # type: ignore[attr-defined]
+    return llm.llm_engine._core.executor._workers.pids  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -168,7 +168,7 @@ import sys
 from nanovllm import LLM, SamplingParams
 options = dict(device="cpu", max_model_len=256, max_num_seqs=8, num_kvcache_blocks=64, tensor_parallel_size=2)
 llm = LLM(sys.argv[1], **options)
-print(*llm.llm_engine._core.executor._crew.pids, flush=True)
+print(*llm.llm_engine._core.executor._workers.pids, flush=True)
 while True:
     llm.generate("x", SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
 """

@@ -17,9 +17,9 @@ import pytest
 from nanovllm.bench.executor_overhead import NO_MODEL, measure, open_executor
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, EngineClosedError, EngineError
-from nanovllm.executor import team
-from nanovllm.executor.multiproc import ProcessCrew
-from nanovllm.executor.team import TeamExecutor
+from nanovllm.executor import workers
+from nanovllm.executor.multiproc import ProcessWorkers
+from nanovllm.executor.workers import WorkersExecutor
 from nanovllm.plan import NewRow, StepPlan
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from tests.executor.fake_worker import (
@@ -39,25 +39,25 @@ from tests.executor.processes import all_gone, is_gone, until
 COMMAND = (sys.executable, "-m", "tests.executor.fake_worker")
 
 
-def open_fake(path: str = "", *, size: int = 2, **options: Any) -> TeamExecutor:
+def open_fake(path: str = "", *, size: int = 2, **options: Any) -> WorkersExecutor:
     config = Config(tensor_parallel_size=size, **options)
-    return TeamExecutor(ProcessCrew(size, command=COMMAND), config, NO_MODEL, Path(path), max_model_len=1)
+    return WorkersExecutor(ProcessWorkers(size, command=COMMAND), config, NO_MODEL, Path(path), max_model_len=1)
 
 
 def plan_of(what: int, token: int = 1) -> StepPlan:
     return StepPlan(decode_rows=(what, token))
 
 
-def run_one(executor: TeamExecutor, token: int) -> None:
+def run_one(executor: WorkersExecutor, token: int) -> None:
     assert executor.launch(plan_of(ECHO, token)).wait().tokens == [[token]]
 
 
-def pids_of(executor: TeamExecutor) -> list[int]:
-    return executor._crew.pids  # type: ignore[attr-defined]
+def pids_of(executor: WorkersExecutor) -> list[int]:
+    return executor._workers.pids  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def executor() -> Iterator[TeamExecutor]:
+def executor() -> Iterator[WorkersExecutor]:
     opened = open_fake()
     yield opened
     opened.close()
@@ -67,14 +67,14 @@ def executor() -> Iterator[TeamExecutor]:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_start_tells_the_smallest_cache_and_how_long_it_took(executor: TeamExecutor) -> None:
+def test_the_start_tells_the_smallest_cache_and_how_long_it_took(executor: WorkersExecutor) -> None:
     assert executor.num_blocks == 99
     assert executor.startup_seconds == {"fake": 1.5}
     assert executor.runs_beside_host
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_results_belong_to_their_plans(executor: TeamExecutor, depth: int) -> None:
+def test_results_belong_to_their_plans(executor: WorkersExecutor, depth: int) -> None:
     pending = []
     for number in range(40):
         token = number // 3  # some plans are equal, and so are their frames
@@ -86,7 +86,7 @@ def test_results_belong_to_their_plans(executor: TeamExecutor, depth: int) -> No
         assert step.wait().tokens == [[token]]
 
 
-def test_an_embedding_may_be_asked_for_between_steps(executor: TeamExecutor) -> None:
+def test_an_embedding_may_be_asked_for_between_steps(executor: WorkersExecutor) -> None:
     first = executor.launch(plan_of(ECHO, 5))
     second = executor.launch(plan_of(ECHO, 6))
     assert executor.embed([3, 4], [0], "last") == [0.0, 3.0, 4.0]
@@ -94,7 +94,7 @@ def test_an_embedding_may_be_asked_for_between_steps(executor: TeamExecutor) -> 
     assert second.wait().tokens == [[6]]
 
 
-def test_masks_reach_the_step_launched_last(executor: TeamExecutor) -> None:
+def test_masks_reach_the_step_launched_last(executor: WorkersExecutor) -> None:
     before = executor.launch(plan_of(ECHO, 1))
     guided = executor.launch(StepPlan(decode_rows=(4, 9), guided_rows=(4, 9)))
     assert before.wait().tokens == [[1]]
@@ -104,7 +104,7 @@ def test_masks_reach_the_step_launched_last(executor: TeamExecutor) -> None:
     assert after.wait().tokens == [[2]]
 
 
-def test_plans_and_results_of_any_size(executor: TeamExecutor) -> None:
+def test_plans_and_results_of_any_size(executor: WorkersExecutor) -> None:
     token_ids = tuple(random.Random(0).choices(range(200_000), k=1_000_000))
     row = NewRow(1, token_ids, len(token_ids), (), SamplingParams(), 0, (), ())
     first = executor.launch(StepPlan(new_rows=(row,)))  # 4 MB, more than a socket holds
@@ -115,14 +115,14 @@ def test_plans_and_results_of_any_size(executor: TeamExecutor) -> None:
     assert [entry.token_ids for entry in result.prompt_logprobs[7]] == [(number,) for number in range(NUM_LONG)]
 
 
-def test_texts_and_limits_of_any_kind_do_no_harm(executor: TeamExecutor) -> None:
+def test_texts_and_limits_of_any_kind_do_no_harm(executor: WorkersExecutor) -> None:
     params = SamplingParams(stop="\ud800", bad_words=["\udfff"], max_tokens=10**30)
     guided = SamplingParams(structured_outputs=StructuredOutputs(json_object=True), temperature=0.5)
     rows = tuple(NewRow(number, (1, number), 1, (), p, 0, (), ()) for number, p in enumerate((params, guided)))
     assert executor.launch(StepPlan(new_rows=rows)).wait().tokens == [[1, 0], [1, 1]]
 
 
-def test_executors_live_side_by_side(executor: TeamExecutor) -> None:
+def test_executors_live_side_by_side(executor: WorkersExecutor) -> None:
     other = open_fake()
     mine, theirs = executor.launch(plan_of(ECHO, 1)), other.launch(plan_of(ECHO, 2))
     assert (theirs.wait().tokens, mine.wait().tokens) == ([[2]], [[1]])
@@ -132,7 +132,7 @@ def test_executors_live_side_by_side(executor: TeamExecutor) -> None:
     run_one(executor, 3)
 
 
-def test_idle_workers_use_no_time(executor: TeamExecutor) -> None:
+def test_idle_workers_use_no_time(executor: WorkersExecutor) -> None:
     run_one(executor, 1)
     workers = [psutil.Process(pid) for pid in pids_of(executor)]
     before = [sum(worker.cpu_times()[:2]) for worker in workers]
@@ -151,7 +151,7 @@ def test_a_step_costs_little() -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def assert_dead(executor: TeamExecutor, message: str) -> None:
+def assert_dead(executor: WorkersExecutor, message: str) -> None:
     assert all_gone(pids_of(executor))
     for call in (lambda: executor.launch(plan_of(ECHO)), lambda: executor.embed([1], [0], "last"), executor.check):
         with pytest.raises(EngineClosedError, match=message) as raised:
@@ -229,7 +229,7 @@ def test_close_lets_workers_end_in_order(capfd: pytest.CaptureFixture[str]) -> N
     executor = open_fake()
     executor.launch(plan_of(SLOW))  # finishes first
     executor.close()
-    statuses = [popen.returncode for popen in executor._crew._processes._popens]  # type: ignore[attr-defined]
+    statuses = [popen.returncode for popen in executor._workers._processes._popens]  # type: ignore[attr-defined]
     assert statuses == [0, 0]
     assert sorted(capfd.readouterr().err.splitlines())[-2:] == [
         f"the runner of rank {rank} is closed" for rank in range(2)
@@ -240,7 +240,7 @@ def test_close_lets_workers_end_in_order(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_close_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "SECONDS_TO_STOP", 0.3)
+    monkeypatch.setattr(workers, "SECONDS_TO_STOP", 0.3)
     executor = open_fake()
     executor.launch(plan_of(HANG))
     begin = time.monotonic()
@@ -289,7 +289,7 @@ def test_the_parents_death_takes_the_workers_with_it(what: int, number: int) -> 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_leaves_the_workers_usable(executor: TeamExecutor) -> None:
+def test_ctrl_c_leaves_the_workers_usable(executor: WorkersExecutor) -> None:
     for depth in (1, 2):
         steps = [executor.launch(plan_of(SLOW, 77)) for _ in range(depth)]
         timer = threading.Timer(SLOW_SECONDS / 4, signal.raise_signal, [signal.SIGINT])
@@ -301,7 +301,7 @@ def test_ctrl_c_leaves_the_workers_usable(executor: TeamExecutor) -> None:
         run_one(executor, depth)
 
 
-def test_ctrl_c_at_any_moment_leaves_the_streams_whole(executor: TeamExecutor) -> None:
+def test_ctrl_c_at_any_moment_leaves_the_streams_whole(executor: WorkersExecutor) -> None:
     generator = random.Random(0)
     num_interrupts = 0
 

@@ -48,11 +48,11 @@ def test_answers_are_those_of_one_process(cluster: str, layout: str) -> None:
     with open_llm(TEXT_MODEL) as one:
         wanted = {name: answers(one, params) for name, params in CASES.items()}
     with open_ray(**{layout: 2}) as llm:
-        assert len(set(llm.llm_engine._core.executor._crew.nodes)) == 2
+        assert len(set(llm.llm_engine._core.executor._workers.nodes)) == 2
         for name, params in CASES.items():
             assert_same(answers(llm, params), wanted[name])
         assert_abort_harms_no_other(llm, wanted["greedy"])
-        pids = llm.llm_engine._core.executor._crew.pids
+        pids = llm.llm_engine._core.executor._workers.pids
     assert all_gone(pids)
     assert not ray.is_initialized()  # closing the engine disconnects from Ray
 
@@ -60,7 +60,7 @@ def test_answers_are_those_of_one_process(cluster: str, layout: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_actor_ends_the_engine(cluster: str, number: int) -> None:
     llm = open_ray(tensor_parallel_size=2, worker_timeout=5)
-    pids = llm.llm_engine._core.executor._crew.pids
+    pids = llm.llm_engine._core.executor._workers.pids
     llm.add_request("x", greedy_params(200))
     for _ in range(5):
         llm.step()
@@ -76,7 +76,7 @@ def test_a_lost_actor_ends_the_engine(cluster: str, number: int) -> None:
 
 def test_an_actor_lost_while_nothing_is_asked_is_noticed(cluster: str) -> None:
     llm = open_ray(tensor_parallel_size=2)
-    pids = llm.llm_engine._core.executor._crew.pids
+    pids = llm.llm_engine._core.executor._workers.pids
     llm.check_health()
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(EngineError, match="rank 0 is gone"):

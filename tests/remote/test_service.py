@@ -1,4 +1,4 @@
-"""The engine's end of the socket: frames, one message a step, and what ends it."""
+"""The engine's end of the socket: one message per step, and what ends it."""
 
 import socket
 import threading
@@ -7,12 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nanovllm.engine.deltas import Delta
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.remote.frames import FrameReader, to_frame
 from nanovllm.remote.messages import (
     BLOCK_CACHED,
     BLOCK_FREE,
@@ -37,8 +34,10 @@ from nanovllm.remote.messages import (
     View,
     Watch,
 )
-from nanovllm.remote.service import Wire, block_states, serve
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.remote.service import serve
+from nanovllm.remote.transport import FrameReader, to_frame
+from nanovllm.remote.views import block_states
+from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.structured.compiler import Compiler
 from tests.helpers import TEXT_MODEL, greedy_params, model_dir, open_llm, prompt_of, scheduler_of
 
@@ -116,56 +115,6 @@ def stats_of(peer: Peer) -> Any:
     (*_, answer) = peer.receive_until(Answer)
     assert isinstance(answer, Answer)
     return answer.stats
-
-
-# --- frames -----------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.binary(max_size=300)), st.lists(st.integers(1, 200), min_size=1))
-def test_frames_survive_any_cutting(texts: list[bytes], sizes: list[int]) -> None:
-    messages = [Refused("x", text.hex()) for text in texts]
-    stream = b"".join(map(to_frame, messages))
-    reader, found = FrameReader(), []
-    number = 0
-    while stream:
-        part, stream = stream[: sizes[number % len(sizes)]], stream[sizes[number % len(sizes)] :]
-        found += [msgspec.msgpack.decode(frame, type=Event) for frame in reader.feed(part)]
-        number += 1
-    assert found == messages
-
-
-def test_sampling_params_arrive_as_they_were_sent() -> None:
-    params = SamplingParams(
-        n=2,
-        temperature=0.5,
-        seed=2**64 - 1,
-        stop=["a", "b"],
-        stop_token_ids=[7],
-        logit_bias={3: -1.5},
-        allowed_token_ids=[3, 4],
-        bad_words=["x"],
-        max_tokens=None,
-        logprobs=0,
-        structured_outputs=StructuredOutputs(json={"type": "object"}),
-    )
-    (frame,) = FrameReader().feed(to_frame(AddRequest("r", [1, 2], params, -3, "salt")))
-    assert msgspec.msgpack.decode(frame, type=Command) == AddRequest("r", [1, 2], params, -3, "salt")
-
-
-def test_a_reader_that_does_not_read_delays_no_sending() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        wire = Wire(theirs)
-        sent = [Refused(str(number), "x" * 100_000) for number in range(50)]  # many times what the socket holds
-        for event in sent:
-            wire.send(event)
-        flusher = threading.Thread(target=wire.flush)
-        flusher.start()
-        reader, found = FrameReader(), []
-        while len(found) < len(sent):
-            found += [msgspec.msgpack.decode(frame, type=Event) for frame in reader.feed(ours.recv(1 << 20))]
-        flusher.join()
-    assert found == sent
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

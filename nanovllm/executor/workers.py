@@ -1,7 +1,8 @@
-"""An executor over several ranks that run elsewhere: plans out to all, the result back from one, and one end for all.
+"""An executor whose ranks are workers outside this process: it sends every plan to all of them and gets the result
+from one.
 
-How commands reach the ranks is a crew's business. Here is what they mean: the start, steps under way, the check that
-all ranks drew the same tokens, and what is said when a rank fails.
+`Workers` carries the commands; its implementations are in multiproc.py and ray.py. This file gives them a meaning: the
+start, steps under way, the check that all ranks sampled the same tokens, and the error if a rank fails.
 """
 
 import time
@@ -33,87 +34,91 @@ from nanovllm.executor.messages import (
 )
 from nanovllm.models.spec import ModelConfig
 from nanovllm.plan import StepPlan, StepResult
-from nanovllm.remote.frames import to_frame
+from nanovllm.remote.transport import to_frame
 
-MAX_CALLS = 8  # back to which answers are kept that nobody has asked for yet; after Ctrl-C nobody will
-PATIENCE = 0.5  # seconds between a rank's end and that of those who were waiting for it
-SECONDS_TO_STOP = 5.0  # before workers that were told to are ended by force
+MAX_CALLS = 8  # older answers that were never read are dropped: after Ctrl-C nobody reads them
+GRACE_SECONDS = 0.5  # from the end of one rank until the ranks that wait for it in a collective have failed too
+SECONDS_TO_STOP = 5.0  # from the stop command until workers are killed
 
 Replies = list[tuple[int, Reply]]  # with the rank that sent each
 Kind = TypeVar("Kind", bound=Reply)
 
 
-class Crew(Protocol):
-    """The workers of one executor and the way to them."""
+class Workers(Protocol):
+    """The workers of one executor, one per rank, and the way to send them commands."""
 
     size: int
-    host: str  # rank 0's, where the others can reach it
-    local_ranks: list[int]  # which of its host's devices each rank takes
-    num_local: list[int]  # ranks on each rank's host
+    host: str  # the address of rank 0, as the other ranks reach it
+    local_ranks: list[int]  # for each rank, the index of its device on its host
+    num_local: list[int]  # for each rank, the number of ranks on its host
 
     def send(self, frame: bytes, ranks: Iterable[int]) -> None:
-        """Queue a command for all of these or, if Ctrl-C comes first, for none. Never waits, and says nothing if a
-        worker is gone: `receive` does."""
+        """Queue a command for all of these ranks or, if Ctrl-C comes first, for none. Never blocks, and does not raise
+        if a worker is gone: `receive` reports that."""
         ...
 
     def receive(self, timeout: float | None) -> Replies:
-        """What has come, after up to `timeout` seconds of waiting if that is nothing; `Lost` for who is gone."""
+        """The replies that have arrived; if there are none, waits up to `timeout` seconds (None: without limit). A
+        worker that is gone has a `Lost` among them."""
         ...
 
-    def end(self, patience: float = 0.0) -> Replies:
-        """End every worker by force; what they still said, and `Lost` for who was gone before. With `patience`, first
-        see who else ends within so many seconds: who ended first may not be the first to be heard of."""
+    def end(self, grace_seconds: float = 0.0) -> Replies:
+        """Kill all workers and return their last replies, with `Lost` for each that had ended by itself.
+
+        Before that, `grace_seconds` are left for others to end: the rank that ended first, which is the cause, may not
+        be the first that was noticed.
+        """
         ...
 
     def close(self, farewell: bytes, timeout: float) -> None:
-        """Tell all to end and wait until they have; by force after `timeout` seconds."""
+        """Send all workers the command `farewell` and wait until they have ended; kill them after `timeout` seconds."""
         ...
 
 
-class TeamExecutor:
+class WorkersExecutor:
     runs_beside_host = True
 
     def __init__(
-        self, crew: Crew, config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int
+        self, workers: Workers, config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int
     ) -> None:
-        self._crew = crew
-        self._everyone = range(crew.size)
+        self._workers = workers
+        self._all_ranks = range(workers.size)
         self._timeout = config.worker_timeout
         self._places = [
             Place(
                 rank=rank,
                 tensor_parallel_size=config.tensor_parallel_size,
                 pipeline_parallel_size=config.pipeline_parallel_size,
-                local_rank=crew.local_ranks[rank],
+                local_rank=workers.local_ranks[rank],
             )
-            for rank in self._everyone
+            for rank in self._all_ranks
         ]
         self._failure: NanoError | None = None
         self._closed = False
         self._started = False
         self._num_launched = 0
         self._num_calls = 0
-        self._answers: defaultdict[int, dict[int, Answer]] = defaultdict(dict)  # by call and rank, until asked for
-        self._last_step: weakref.ref[TeamStep] | None = None
+        self._answers: defaultdict[int, dict[int, Answer]] = defaultdict(dict)  # by call and rank, until read
+        self._last_step: weakref.ref[WorkersStep] | None = None
         self._last_launch: tuple[StepPlan | None, bytes] = (None, b"")
         try:
             ready = self._start(config, model_config, path, max_model_len)
         except BaseException:
-            crew.end()
+            workers.end()
             raise
         self._started = True
         self.num_blocks = min(answer.num_blocks for answer in ready)
         self.startup_seconds = ready[0].startup_seconds
 
     def _start(self, config: Config, model_config: ModelConfig, path: Path, max_model_len: int) -> list[Ready]:
-        crew = self._crew
-        self._send(Open(crew.host), [0])
+        workers = self._workers
+        self._send(Open(workers.host), [0])
         (opened,) = self._collect(Opened, [0])
         for place in self._places:
             start = Start(
                 place=place,
-                num_local=crew.num_local[place.rank],
-                host=crew.host,
+                num_local=workers.num_local[place.rank],
+                host=workers.host,
                 port=opened.port,
                 config=config,
                 model_config=model_config,
@@ -121,25 +126,26 @@ class TeamExecutor:
                 max_model_len=max_model_len,
             )
             self._send(start, [place.rank])
-        return self._collect(Ready, self._everyone)
+        return self._collect(Ready, self._all_ranks)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def launch(self, plan: StepPlan) -> "TeamStep":
+    def launch(self, plan: StepPlan) -> "WorkersStep":
         self._check_open()
         last_plan, frame = self._last_launch
         if plan is not last_plan:
             frame = to_frame(Launch(lean(plan)))
             self._last_launch = (plan, frame)
-        question = self._ask_ahead()
+        wait_command = self._wait_ahead()
         self._num_launched += 1
-        step = TeamStep(self, self._num_launched, sampled=not plan.guided_rows)
+        step = WorkersStep(self, self._num_launched, sampled=not plan.guided_rows)
         self._last_step = weakref.ref(step)
-        self._crew.send(frame + question, self._everyone)
+        self._workers.send(frame + wait_command, self._all_ranks)
         return step
 
-    def _ask_ahead(self) -> bytes:
-        """The question for the step before the one to be launched, which is waited for next: it saves a message."""
+    def _wait_ahead(self) -> bytes:
+        """The `Wait` command for the step before the one being launched, which will be waited for next. Sent with the
+        launch, it saves a message."""
         before = None if self._last_step is None else self._last_step()
         if before is None or before.call is not None or not before.sampled:
             return b""
@@ -148,13 +154,13 @@ class TeamExecutor:
 
     def sample(self, masks: Mapping[int, bytes]) -> None:
         self._check_open()
-        self._send(Sample(dict(masks)), self._everyone)
+        self._send(Sample(dict(masks)), self._all_ranks)
 
-    def wait(self, step: "TeamStep") -> StepResult:
+    def wait(self, step: "WorkersStep") -> StepResult:
         self._check_open()
         if step.call is None:
             step.call = self._next_call()
-            self._send(Wait(step.call, behind=self._num_launched - step.number), self._everyone)
+            self._send(Wait(step.call, behind=self._num_launched - step.number), self._all_ranks)
         result = self._answer(step.call).result
         assert result is not None
         return result
@@ -162,7 +168,7 @@ class TeamExecutor:
     def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
         self._check_open()
         call = self._next_call()
-        self._send(Embed(call, token_ids, block_table, pooling), self._everyone)
+        self._send(Embed(call, token_ids, block_table, pooling), self._all_ranks)
         embedding = self._answer(call).embedding
         assert embedding is not None
         return embedding
@@ -172,18 +178,18 @@ class TeamExecutor:
         return self._num_calls
 
     def _answer(self, call: int) -> Answer:
-        """The reporting rank's answer, once all have answered and agree."""
+        """The answer of the rank that returns results, once all ranks have answered with the same checksum."""
         deadline = time.monotonic() + self._timeout
-        while len(self._answers[call]) < self._crew.size:
+        while len(self._answers[call]) < self._workers.size:
             self._take(self._receive(deadline - time.monotonic()))
-            if time.monotonic() >= deadline and (silent := set(self._everyone) - self._answers[call].keys()):
+            if time.monotonic() >= deadline and (silent := set(self._all_ranks) - self._answers[call].keys()):
                 self._give_up([], f"{_named(silent)} not answered for {self._timeout:g} s")
         answers = self._answers.pop(call)
         for old in [number for number in self._answers if number < call - MAX_CALLS]:
             del self._answers[old]
         if any(answer.checksum != answers[0].checksum for answer in answers.values()):
-            told = ", ".join(f"rank {rank}: {answers[rank].checksum:08x}" for rank in self._everyone)
-            self._fail(EngineError(f"the ranks disagree about the tokens they have sampled; checksums: {told}"))
+            checksums = ", ".join(f"rank {rank}: {answers[rank].checksum:08x}" for rank in self._all_ranks)
+            self._fail(EngineError(f"the ranks disagree about the tokens that were sampled; checksums: {checksums}"))
         return next(answers[place.rank] for place in self._places if place.carries_result)
 
     def _take(self, replies: Replies) -> None:
@@ -192,25 +198,25 @@ class TeamExecutor:
                 self._answers[reply.call][rank] = reply
 
     def _collect(self, kind: type[Kind], ranks: Sequence[int]) -> list[Kind]:
-        """The next reply of each of these ranks, which is of this kind."""
+        """The next reply of each of these ranks; `kind` is its type."""
         found: dict[int, Kind] = {}
         while len(found) < len(ranks):
             found |= {rank: reply for rank, reply in self._receive(None) if isinstance(reply, kind)}
         return [found[rank] for rank in ranks]
 
     def _receive(self, timeout: float | None) -> Replies:
-        replies = self._crew.receive(None if timeout is None else max(0.0, timeout))
+        replies = self._workers.receive(None if timeout is None else max(0.0, timeout))
         if any(isinstance(reply, Failed | Lost) for _, reply in replies):
             self._give_up(replies)
         return replies
 
     def _send(self, command: Command, ranks: Iterable[int]) -> None:
-        self._crew.send(to_frame(command), ranks)
+        self._workers.send(to_frame(command), ranks)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """EngineError if a worker has failed or is gone; also notices what happened while nothing was asked."""
+        """Raise EngineError if a worker has failed or is gone, also if that happened between steps."""
         self._check_open()
         self._take(self._receive(0))
 
@@ -219,17 +225,20 @@ class TeamExecutor:
             return
         self._closed = True
         if self._failure is None:
-            self._crew.close(to_frame(Stop()), SECONDS_TO_STOP)
+            self._workers.close(to_frame(Stop()), SECONDS_TO_STOP)
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise EngineClosedError(f"the workers were ended by an earlier failure: {self._failure}") from self._failure
+            raise EngineClosedError(
+                f"the workers were stopped by an earlier failure: {self._failure}"
+            ) from self._failure
         if self._closed:
-            raise EngineClosedError("the workers were ended")
+            raise EngineClosedError("the workers were stopped")
 
     def _give_up(self, replies: Replies, otherwise: str = "") -> NoReturn:
-        """End all ranks and raise the cause: a rank that vanished, or the first that failed; others may follow it."""
-        last_words = replies + self._crew.end(PATIENCE)
+        """Stop all ranks and raise the cause: a rank that ended without a reply, else the rank that failed first. Other
+        ranks often fail as a consequence."""
+        last_words = replies + self._workers.end(GRACE_SECONDS)
         failures = {rank: reply for rank, reply in last_words if isinstance(reply, Failed)}
         lost = {rank: reply for rank, reply in last_words if isinstance(reply, Lost) and rank not in failures}
         for rank, reply in lost.items():
@@ -239,7 +248,7 @@ class TeamExecutor:
         self._fail(EngineError(otherwise))
 
     def _as_raised(self, rank: int, failed: Failed) -> NanoError:
-        """What a rank raised: as it is while the engine starts, then as the end of the engine."""
+        """The error that a rank raised: the same class during the start, an EngineError after it."""
         where = f"rank {rank}"
         error = raised_elsewhere(failed.kind, failed.message, failed.traceback, where=where)
         if not self._started:
@@ -250,25 +259,25 @@ class TeamExecutor:
 
     def _fail(self, error: NanoError) -> NoReturn:
         self._failure = error
-        self._crew.end()
+        self._workers.end()
         raise error
 
 
-class TeamStep:
-    """A step under way."""
+class WorkersStep:
+    """A step that was launched."""
 
-    def __init__(self, team: TeamExecutor, number: int, *, sampled: bool) -> None:
-        self._team = team
-        self.number = number  # of all that were launched
-        self.sampled = sampled  # or told what it may sample
-        self.call: int | None = None  # by which its result was asked for
+    def __init__(self, executor: WorkersExecutor, number: int, *, sampled: bool) -> None:
+        self._executor = executor
+        self.number = number  # counts launches
+        self.sampled = sampled  # no masks are missing
+        self.call: int | None = None  # of the `Wait` command, once sent
 
     def sample(self, masks: Mapping[int, bytes]) -> None:
-        self._team.sample(masks)
+        self._executor.sample(masks)
         self.sampled = True
 
     def wait(self) -> StepResult:
-        return self._team.wait(self)
+        return self._executor.wait(self)
 
 
 def _named(ranks: Iterable[int]) -> str:

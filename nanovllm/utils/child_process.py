@@ -1,5 +1,4 @@
-"""Parts of this package that run as child processes at the other end of a socket: how a parent starts one, and how it
-begins."""
+"""Child processes that run a part of this package and talk to their parent over a socket."""
 
 import os
 import select
@@ -13,26 +12,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def start(
+def start_child(
     command: Sequence[str], sock: socket.socket, more_environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a program that is told its socket's file descriptor as the last argument; what it prints goes to this
-    process's stderr. `sock` is closed here."""
+    """Start a program that inherits `sock` and gets its file descriptor as the last argument.
+
+    The child's standard output goes to this process's stderr. `sock` is closed in this process. `more_environment` is
+    added to the environment that the child inherits.
+    """
     with sock:
         return subprocess.Popen(
             [*command, str(sock.fileno())],
             pass_fds=[sock.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=sys.__stderr__,
-            env={**environment(), **(more_environment or {})},
+            env={**child_environment(), **(more_environment or {})},
         )
 
 
-def environment() -> dict[str, str]:
-    """This process's, and in it the package is found where this process found it, installed or not."""
+def child_environment() -> dict[str, str]:
+    """This process's environment, with a PYTHONPATH by which a child imports this same copy of the package."""
     home = str(Path(__file__).parents[2])
     if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return dict(os.environ)  # where Python looks anyway
+        return dict(os.environ)  # installed: Python finds it without help
     known = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": home if not known else os.pathsep.join([home, known])}
 
@@ -40,9 +42,12 @@ def environment() -> dict[str, str]:
 # --- in the child -----------------------------------------------------------------------------------------------------
 
 
-def parents_socket() -> socket.socket:
-    """A child's first act: the socket it was given. From now on it ends when its parent does, and at no signal that
-    reaches all processes of a group, Ctrl-C or a service manager's: what becomes of it is for the parent to decide."""
+def parent_socket() -> socket.socket:
+    """The socket that the parent passed on; to be called first in the child's main thread.
+
+    From now on the child exits when its parent does. It ignores SIGINT and SIGTERM, which Ctrl-C and service managers
+    send to all processes of a group: the parent decides when the child ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[-1]))
@@ -52,8 +57,8 @@ def parents_socket() -> socket.socket:
 
 
 def _exit_with_parent(sock: socket.socket) -> None:
-    """End this process when the other end of the socket is gone, whatever it is doing: loading, or stuck in a step."""
+    """Exit when the parent closes its end of the socket, even if the main thread is loading or stuck in a step."""
     poll = select.poll()
-    poll.register(sock, 0)  # a hang-up is reported unasked
+    poll.register(sock, 0)  # a hang-up is always reported
     poll.poll()
     os._exit(1)
