@@ -1,6 +1,7 @@
 """Every option of the engine: flat and frozen as users write it, checked here, handed on in small parts."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,6 +14,21 @@ KV_CACHE_DTYPES = (*DTYPES, "fp8")
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton")
 DISTRIBUTED_EXECUTOR_BACKENDS = ("mp", "ray")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+# Earlier spellings of options, still accepted by LLM(...), the command line, the Ray app and remote engines.
+OPTION_ALIASES = {"kvcache_block_size": "kv_cache_block_size", "num_kvcache_blocks": "num_kv_cache_blocks"}
+
+
+def replace_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options under their current names. Two spellings with different values are refused."""
+    renamed: dict[str, Any] = {}
+    for given, value in options.items():
+        name = OPTION_ALIASES.get(given, given)
+        if name in renamed and renamed[name] != value:
+            spellings = [spelling for spelling in options if OPTION_ALIASES.get(spelling, spelling) == name]
+            both = " and ".join(f"{spelling}={options[spelling]!r}" for spelling in spellings)
+            raise ConfigError(f"{both}: two spellings of one option with different values; give {name} only")
+        renamed[name] = value
+    return renamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +80,10 @@ class Config:
         "Size of the KV cache in bytes (units K, M, G, T are understood on the command line). It overrides "
         "gpu_memory_utilization and cpu_memory_utilization.",
     )
-    num_kvcache_blocks: int = option(
+    num_kv_cache_blocks: int = option(
         -1, "Number of KV cache blocks. It overrides all other memory options; -1 means that they decide."
     )
-    kvcache_block_size: int = option(32, "Number of tokens in one KV cache block, a multiple of 16.")
+    kv_cache_block_size: int = option(32, "Number of tokens in one KV cache block, a multiple of 16.")
     enable_prefix_caching: bool = option(
         True, "Keep the KV cache blocks of earlier prompts and reuse them for prompts that begin with the same tokens."
     )
@@ -122,7 +138,9 @@ class Config:
     seed: int = option(0, "Random seed of requests that set none, and of dummy weights.")
 
     @classmethod
-    def from_options(cls, model: str | None, options: dict[str, Any]) -> "Config":
+    def from_options(cls, model: str | None, options: Mapping[str, Any]) -> "Config":
+        """Make a Config from options by name; an earlier spelling counts as the current one."""
+        options = replace_aliases(options)
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
@@ -135,7 +153,7 @@ class Config:
         for name in ("model", "tokenizer"):
             if getattr(self, name) is not None:
                 self._check_type(name, str)
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kv_cache_block_size"):
             self._check_int(name, 1)
         for name in ("gpu_memory_utilization", "cpu_memory_utilization"):
             self._check_share(name)
@@ -162,10 +180,10 @@ class Config:
             self._refuse("worker_timeout", "must be a number of seconds above 0")
 
     def _check_sizes(self) -> None:
-        if self.kvcache_block_size % 16:
-            self._refuse("kvcache_block_size", "must be a multiple of 16")
-        if self.num_kvcache_blocks != -1:
-            self._check_int("num_kvcache_blocks", 1)
+        if self.kv_cache_block_size % 16:
+            self._refuse("kv_cache_block_size", "must be a multiple of 16")
+        if self.num_kv_cache_blocks != -1:
+            self._check_int("num_kv_cache_blocks", 1)
         if self.kv_cache_memory_bytes is not None:
             self._check_int("kv_cache_memory_bytes", 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -205,7 +223,7 @@ class Config:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
-            block_size=self.kvcache_block_size,
+            block_size=self.kv_cache_block_size,
             num_blocks=num_blocks,
             enable_prefix_caching=self.enable_prefix_caching,
         )

@@ -206,8 +206,8 @@ def open_llm(name: str | Path, **options: Any) -> LLM:
         "dtype": "float32",
         "max_model_len": 256,
         "max_num_seqs": 8,
-        "kvcache_block_size": BLOCK_SIZE,
-        "num_kvcache_blocks": 64,
+        "kv_cache_block_size": BLOCK_SIZE,
+        "num_kv_cache_blocks": 64,
         "skip_tokenizer_init": not (folder / "tokenizer.json").exists(),
     }
     return LLM(folder, **(small | options))

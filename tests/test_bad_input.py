@@ -29,7 +29,7 @@ NAN = float("nan")
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with open_llm(TEXT_MODEL, num_kvcache_blocks=4) as llm:
+    with open_llm(TEXT_MODEL, num_kv_cache_blocks=4) as llm:
         yield llm
 
 
@@ -228,9 +228,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": 0}, "max_num_seqs=0: must be an integer of at least 1"),
     ({"max_model_len": "long"}, "max_model_len='long': must be an integer"),
     ({"max_num_batched_tokens": 4}, "max_num_batched_tokens=4: must be at least max_num_seqs=8"),
-    ({"kvcache_block_size": 24}, "kvcache_block_size=24: must be a multiple of 16"),
-    ({"num_kvcache_blocks": 0}, "num_kvcache_blocks=0: must be an integer of at least 1"),
-    ({"num_kvcache_blocks": -1, "kv_cache_memory_bytes": 100}, "no memory for the KV cache: one block of 16 tokens"),
+    ({"kv_cache_block_size": 24}, "kv_cache_block_size=24: must be a multiple of 16"),
+    ({"num_kv_cache_blocks": 0}, "num_kv_cache_blocks=0: must be an integer of at least 1"),
+    ({"num_kv_cache_blocks": -1, "kv_cache_memory_bytes": 100}, "no memory for the KV cache: one block of 16 tokens"),
     ({"kv_cache_memory_bytes": -5}, "kv_cache_memory_bytes=-5: must be"),
     ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization=1.5: must be a number in \(0, 1\]"),
     ({"gpu_memory_utilization": NAN}, "gpu_memory_utilization=nan"),

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import ATTENTION_BACKENDS, DEVICES, DTYPES, LOAD_FORMATS, Config, SchedulerConfig
+from nanovllm.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DTYPES,
+    LOAD_FORMATS,
+    OPTION_ALIASES,
+    Config,
+    SchedulerConfig,
+)
 from nanovllm.errors import ConfigError, NanoError
 
 NAN, INF = math.nan, math.inf
@@ -25,14 +33,14 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("tokenizer", 5, "must be str"),
     ("max_model_len", 0, "integer of at least 1"),
     ("max_model_len", 4096.0, "integer"),
-    ("kvcache_block_size", 0, "integer of at least 1"),
-    ("kvcache_block_size", 8, "multiple of 16"),
-    ("kvcache_block_size", 100, "multiple of 16"),
-    ("kvcache_block_size", 16.0, "integer"),
-    ("num_kvcache_blocks", 0, "integer of at least 1"),
-    ("num_kvcache_blocks", -2, "integer of at least 1"),
-    ("num_kvcache_blocks", 1.5, "integer"),
-    ("num_kvcache_blocks", None, "integer"),
+    ("kv_cache_block_size", 0, "integer of at least 1"),
+    ("kv_cache_block_size", 8, "multiple of 16"),
+    ("kv_cache_block_size", 100, "multiple of 16"),
+    ("kv_cache_block_size", 16.0, "integer"),
+    ("num_kv_cache_blocks", 0, "integer of at least 1"),
+    ("num_kv_cache_blocks", -2, "integer of at least 1"),
+    ("num_kv_cache_blocks", 1.5, "integer"),
+    ("num_kv_cache_blocks", None, "integer"),
     ("kv_cache_memory_bytes", 0, "integer of at least 1"),
     ("kv_cache_memory_bytes", -1, "integer of at least 1"),
     ("kv_cache_memory_bytes", 1e9, "integer"),
@@ -102,10 +110,10 @@ ACCEPTED: list[dict[str, Any]] = [
     {"max_num_batched_tokens": 512},
     {"max_num_batched_tokens": 1, "max_num_seqs": 1},
     {"max_model_len": 1},
-    {"kvcache_block_size": 16},
-    {"kvcache_block_size": 48},
-    {"num_kvcache_blocks": -1},
-    {"num_kvcache_blocks": 1},
+    {"kv_cache_block_size": 16},
+    {"kv_cache_block_size": 48},
+    {"num_kv_cache_blocks": -1},
+    {"num_kv_cache_blocks": 1},
     {"kv_cache_memory_bytes": 1},
     {"gpu_memory_utilization": 1},
     {"gpu_memory_utilization": 1e-6},
@@ -142,7 +150,7 @@ def test_the_defaults_users_rely_on() -> None:
     config = Config()
     assert config.model is None
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) == (16896, 512, 4096)
-    assert (config.gpu_memory_utilization, config.num_kvcache_blocks) == (0.9, -1)
+    assert (config.gpu_memory_utilization, config.num_kv_cache_blocks) == (0.9, -1)
     assert (config.tensor_parallel_size, config.enforce_eager, config.seed) == (1, False, 0)
     assert (config.device, config.dtype, config.attention_backend, config.load_format) == ("auto",) * 4
 
@@ -155,7 +163,8 @@ def test_the_defaults_users_rely_on() -> None:
         ("gpu_memory_utilisation", "gpu_memory_utilization"),
         ("tensor_parallel", "tensor_parallel_size"),
         ("enforce_eagr", "enforce_eager"),
-        ("kv_cache_block_size", "kvcache_block_size"),
+        ("kv_cache_blocksize", "kv_cache_block_size"),
+        ("kvcache_blocksize", "kv_cache_block_size"),
         ("Seed", "seed"),
     ],
 )
@@ -172,13 +181,37 @@ def test_an_unknown_option_like_no_other_gets_the_list() -> None:
     assert all(field.name in str(error.value) for field in fields(Config))
 
 
+@pytest.mark.parametrize("old, new", OPTION_ALIASES.items())
+def test_an_earlier_spelling_counts_as_the_current_one(old: str, new: str) -> None:
+    assert Config.from_options(None, {old: 48}) == Config.from_options(None, {new: 48}) == Config(**{new: 48})
+    assert Config.from_options(None, {old: 48, new: 48}) == Config(**{new: 48})
+    with pytest.raises(ConfigError) as error:
+        Config.from_options(None, {old: -7})
+    assert str(error.value).startswith(f"{new}=-7: ")
+
+
+@pytest.mark.parametrize("old, new", OPTION_ALIASES.items())
+def test_two_spellings_with_different_values_are_refused(old: str, new: str) -> None:
+    for options in ({old: 16, new: 32}, {new: 32, old: 16}):
+        with pytest.raises(ConfigError) as error:
+            Config.from_options(None, options)
+        both = " and ".join(f"{name}={value}" for name, value in options.items())
+        assert str(error.value) == f"{both}: two spellings of one option with different values; give {new} only"
+
+
+def test_aliases_are_of_options_that_exist() -> None:
+    names = {field.name for field in fields(Config)}
+    assert set(OPTION_ALIASES.values()) <= names
+    assert not OPTION_ALIASES.keys() & names
+
+
 def test_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         Config().seed = 1
 
 
 def test_the_control_plane_gets_plain_numbers() -> None:
-    config = Config(max_num_batched_tokens=100, max_num_seqs=7, kvcache_block_size=32, enable_prefix_caching=False)
+    config = Config(max_num_batched_tokens=100, max_num_seqs=7, kv_cache_block_size=32, enable_prefix_caching=False)
     assert config.scheduler_config(max_model_len=50, num_blocks=9) == SchedulerConfig(
         max_num_batched_tokens=100,
         max_num_seqs=7,

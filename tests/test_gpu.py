@@ -41,7 +41,7 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
         overlap=bool(overlap),
         enable_prefix_caching=bool(prefix_cache),
         max_num_batched_tokens=8 if chunked else 512,
-        num_kvcache_blocks=7 if tight else 64,
+        num_kv_cache_blocks=7 if tight else 64,
     )
     with llm:
         for _ in range(1 + prefix_cache):
@@ -58,7 +58,7 @@ def test_a_graph_a_launched_step_and_a_step_ahead_draw_the_same_tokens(dtype: st
     prompts = [prompt_of(length, seed=5) for length in (3, 40, 17, 90)]
     seen = []
     for eager, overlap in [(False, True), (True, True), (False, False), (True, False)]:
-        options = {"dtype": dtype, "kvcache_block_size": block_size, "enforce_eager": eager, "overlap": overlap}
+        options = {"dtype": dtype, "kv_cache_block_size": block_size, "enforce_eager": eager, "overlap": overlap}
         with open_on_gpu("qwen3", **options) as llm:
             seen.append(tokens_of(llm, prompts, MIXED_PARAMS))
     assert all(tokens == seen[0] for tokens in seen)
@@ -69,7 +69,7 @@ def test_dependent_launches_change_nothing(monkeypatch: pytest.MonkeyPatch, fami
     """A kernel that starts before its predecessor ends reads nothing early that it writes; 16 rows to 1."""
     prompts = [prompt_of(5 + 6 * i, seed=13) for i in range(16)]
     params = [SamplingParams(temperature=0.9, seed=i, max_tokens=8 + 4 * i, ignore_eos=True) for i in range(16)]
-    options = {"dtype": "bfloat16", "max_num_seqs": 16, "num_kvcache_blocks": 256}
+    options = {"dtype": "bfloat16", "max_num_seqs": 16, "num_kv_cache_blocks": 256}
     users = [module for name, module in sys.modules.items() if name.startswith("nanovllm.")]
     for eager in (False, True):
         seen = []
@@ -133,7 +133,7 @@ def test_deterministic_means_the_same_bits_in_any_company(family: str) -> None:
         "crowd": ({}, busy),
         "reversed": ({}, busy[::-1]),
         "chunked": ({"max_num_batched_tokens": 16}, busy),
-        "tight": ({"num_kvcache_blocks": 14}, busy),
+        "tight": ({"num_kv_cache_blocks": 14}, busy),
         "eager": ({"enforce_eager": True, "overlap": False}, busy),
     }
     answers = {}
@@ -165,7 +165,7 @@ def test_fp8_keeps_to_the_point() -> None:
 def test_ten_thousand_requests_leave_nothing_behind() -> None:
     """Random lengths, aborts and a cache that is always too small: free blocks and memory end where they began."""
     choose = random.Random(0)
-    with open_on_gpu("qwen3", num_kvcache_blocks=40, max_num_seqs=32, max_num_batched_tokens=128) as llm:
+    with open_on_gpu("qwen3", num_kv_cache_blocks=40, max_num_seqs=32, max_num_batched_tokens=128) as llm:
         warm = greedy_params(4)
         tokens_of(llm, PROMPTS, [warm] * len(PROMPTS))
         torch.cuda.synchronize()
@@ -200,7 +200,7 @@ def test_the_cache_is_sized_from_free_memory_and_given_back() -> None:
     before = torch.cuda.memory_allocated()
     free, total = torch.cuda.mem_get_info()
     share = 0.2 + 1 - free / total
-    with open_on_gpu("llama", num_kvcache_blocks=-1, gpu_memory_utilization=share, max_num_seqs=2) as llm:
+    with open_on_gpu("llama", num_kv_cache_blocks=-1, gpu_memory_utilization=share, max_num_seqs=2) as llm:
         # at most two sequences of 256 tokens run, so no more blocks are allocated than they need
         assert scheduler_of(llm).config.num_blocks == 2 * 256 // 16
         llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
@@ -213,10 +213,10 @@ def test_other_tenants_are_respected() -> None:
     free, total = torch.cuda.mem_get_info()
     tenant = torch.empty(int(0.5 * total), dtype=torch.uint8, device="cuda")
     try:
-        with open_on_gpu("llama", num_kvcache_blocks=-1, gpu_memory_utilization=0.7, max_num_seqs=512) as llm:
+        with open_on_gpu("llama", num_kv_cache_blocks=-1, gpu_memory_utilization=0.7, max_num_seqs=512) as llm:
             assert llm.llm_engine._core.executor._runner.cache_size.num_bytes <= 0.2 * total
         with pytest.raises(ConfigError, match="gpu_memory_utilization"):
-            open_on_gpu("llama", num_kvcache_blocks=-1, gpu_memory_utilization=0.3)
+            open_on_gpu("llama", num_kv_cache_blocks=-1, gpu_memory_utilization=0.3)
     finally:
         del tenant
         torch.cuda.empty_cache()
@@ -224,5 +224,5 @@ def test_other_tenants_are_respected() -> None:
 
 def test_out_of_memory_names_what_to_lower() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
-        open_on_gpu("llama", num_kvcache_blocks=10**9)
+        open_on_gpu("llama", num_kv_cache_blocks=10**9)
     assert torch.cuda.memory_allocated() < 2**30

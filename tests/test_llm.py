@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from nanovllm import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from nanovllm.errors import RequestError
+from nanovllm.errors import ConfigError, RequestError
 from tests.helpers import (
     TEXT_MODEL,
     TOKENIZER,
@@ -172,7 +172,7 @@ def test_token_ids_only() -> None:
 def test_a_tokenizer_from_elsewhere(tmp_path: Path, free: RequestOutput) -> None:
     folder = copy_of(TEXT_MODEL, tmp_path)
     (folder / "tokenizer.json").unlink()
-    with LLM(folder, tokenizer=str(TOKENIZER), device="cpu", max_model_len=128, num_kvcache_blocks=4) as llm:
+    with LLM(folder, tokenizer=str(TOKENIZER), device="cpu", max_model_len=128, num_kv_cache_blocks=4) as llm:
         assert one(llm, TEXT, greedy_params(40))["text"] == free["text"]
 
 
@@ -245,7 +245,7 @@ def test_length(llm: LLM) -> None:
 
 
 def test_without_max_tokens_the_cache_is_the_limit() -> None:
-    with open_llm(TEXT_MODEL, num_kvcache_blocks=2) as llm:
+    with open_llm(TEXT_MODEL, num_kv_cache_blocks=2) as llm:
         output = one(llm, prompt_of(20), SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     assert len(output["token_ids"]) == 13  # the last of 33 tokens needs no slot in the 2 blocks
     assert_greedy(TEXT_MODEL, prompt_of(20), output["token_ids"])
@@ -551,14 +551,25 @@ def test_a_beam_of_one_is_greedy(llm: LLM, free: RequestOutput) -> None:
 
 def test_plan_tells_what_opening_takes(capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 10**6}
-    plan = LLM.plan(model_dir("llama"), kvcache_block_size=16, max_model_len=128, **options)
+    plan = LLM.plan(model_dir("llama"), kv_cache_block_size=16, max_model_len=128, **options)
     assert capsys.readouterr().out == f"{plan}\n"
     files = model_dir("llama").glob("*.safetensors")
     assert plan.weight_bytes <= sum(file.stat().st_size for file in files) < plan.weight_bytes + 20_000
     assert plan.kv_cache_bytes <= 10**6 < plan.kv_cache_bytes + plan.kv_bytes_per_token * 16
     assert "kv_cache_memory_bytes" in str(plan) and f"{plan.num_tokens:,} tokens" in str(plan)
-    with open_llm("llama", num_kvcache_blocks=-1, max_model_len=128, **options) as llm:
+    with open_llm("llama", num_kv_cache_blocks=-1, max_model_len=128, **options) as llm:
         assert scheduler_of(llm).config.num_blocks == plan.num_blocks
+
+
+def test_earlier_spellings_of_options_are_keywords_of_llm() -> None:
+    old: dict[str, Any] = {"kvcache_block_size": 16, "num_kvcache_blocks": 8}
+    with LLM(model_dir(TEXT_MODEL), device="cpu", max_model_len=128, **old) as llm:
+        config = scheduler_of(llm).config
+        assert (config.block_size, config.num_blocks) == (16, 8)
+    plan = LLM.plan(model_dir(TEXT_MODEL), device="cpu", max_model_len=128, **old)
+    assert (plan.block_size, plan.num_blocks) == (16, 8)
+    with pytest.raises(ConfigError, match="two spellings"):
+        LLM(model_dir(TEXT_MODEL), device="cpu", kv_cache_block_size=32, **old)
 
 
 def test_length_is_limited_by_the_model() -> None:

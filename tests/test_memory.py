@@ -104,7 +104,7 @@ def test_loading_takes_one_models_worth(tmp_path: Path, sharded: bool) -> None:
         (tmp_path / "model.safetensors").unlink()
         model.save_pretrained(tmp_path, max_shard_size="40MB")
         assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    options = {"max_model_len": 64, "num_kvcache_blocks": 4, "kvcache_block_size": 16, "max_num_seqs": 4}
+    options = {"max_model_len": 64, "num_kv_cache_blocks": 4, "kv_cache_block_size": 16, "max_num_seqs": 4}
     command = [sys.executable, "-c", textwrap.dedent(MEASURE_LOADING), str(tmp_path), json.dumps(options)]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root, check=False)
@@ -115,7 +115,7 @@ def test_loading_takes_one_models_worth(tmp_path: Path, sharded: bool) -> None:
 def test_two_engines_at_once() -> None:
     """Two engines of different families and sizes, with interleaved steps."""
     prompts = [prompt_of(20), prompt_of(33)]
-    with open_llm("qwen3") as one, open_llm("mistral", overlap=True, kvcache_block_size=32) as two:
+    with open_llm("qwen3") as one, open_llm("mistral", overlap=True, kv_cache_block_size=32) as two:
         done: dict[str, list[list[int]]] = {"qwen3": [], "mistral": []}
         for llm in (one, two):
             for prompt in prompts:

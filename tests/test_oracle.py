@@ -43,7 +43,7 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
         overlap=bool(overlap),
         enable_prefix_caching=bool(prefix_cache),
         max_num_batched_tokens=8 if chunked else 512,
-        num_kvcache_blocks=7 if tight else 64,
+        num_kv_cache_blocks=7 if tight else 64,
     )
     with llm:
         for round_ in range(1 + prefix_cache):  # the second round finds the blocks of the first
@@ -72,7 +72,7 @@ def test_the_loop_of_transformers_agrees(family: str) -> None:
 WAYS = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 8},
-    "overlapped, chunked, preempted": {"overlap": True, "max_num_batched_tokens": 8, "num_kvcache_blocks": 7},
+    "overlapped, chunked, preempted": {"overlap": True, "max_num_batched_tokens": 8, "num_kv_cache_blocks": 7},
 }
 
 

@@ -48,7 +48,7 @@ def answers(default_model_path: Path) -> list[RequestOutput]:
     """Generated with chunked prefill, overlapped steps, shared prefixes and preemption for lack of blocks."""
     greedy = SamplingParams(temperature=0.0, max_tokens=28, logprobs=0)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=28, logprobs=0)
-    options = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_kvcache_blocks": 20, "overlap": True}
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_kv_cache_blocks": 20, "overlap": True}
     with open_real(default_model_path, **options) as llm:
         conversations = [as_messages(question) for question in [*QUESTIONS, *QUESTIONS[:2]]]
         outputs = llm.chat(conversations, [greedy] * 5 + [sampled] * 2, use_tqdm=False)
@@ -59,12 +59,12 @@ def answers(default_model_path: Path) -> list[RequestOutput]:
 
 @pytest.fixture(scope="module")
 def cold_llm(default_model_path: Path) -> Iterator[LLM]:
-    with open_real(default_model_path, enable_prefix_caching=False, num_kvcache_blocks=64) as llm:
+    with open_real(default_model_path, enable_prefix_caching=False, num_kv_cache_blocks=64) as llm:
         yield llm
 
 
 def open_real(path: Path, **options: object) -> LLM:
-    return LLM(path, device="cpu", dtype="float32", max_model_len=512, kvcache_block_size=16, **options)
+    return LLM(path, device="cpu", dtype="float32", max_model_len=512, kv_cache_block_size=16, **options)
 
 
 @torch.inference_mode()

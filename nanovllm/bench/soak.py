@@ -370,7 +370,7 @@ def own_server(model: str | None) -> Iterator[OwnServer]:
         options = ["--max-num-seqs", str(MAX_NUM_SEQS), "--max-queued-requests", str(MAX_QUEUED)]
         if model is None:
             write_tiny_model(Path(folder))
-            model, options = folder, [*options, "--load-format", "dummy", "--num-kvcache-blocks", "128"]
+            model, options = folder, [*options, "--load-format", "dummy", "--num-kv-cache-blocks", "128"]
         command = [sys.executable, "-m", "nanovllm", "serve", model, "--port", "0", *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
             assert process.stdout is not None

@@ -8,12 +8,12 @@ import argparse
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from nanovllm.bench.arguments import json_object
 from nanovllm.cli.parser import Parser
-from nanovllm.config import Config
+from nanovllm.config import OPTION_ALIASES, Config, replace_aliases
 from nanovllm.errors import ConfigError
 from nanovllm.option import option_help
 from nanovllm.sampling_params import SamplingParams
@@ -31,13 +31,17 @@ METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
 def add_engine_options(parser: Parser) -> None:
-    add_fields(parser.add_argument_group("engine options"), Config, [field.name for field in fields(Config)], {})
+    names = [field.name for field in fields(Config)]
+    add_fields(parser.add_argument_group("engine options"), Config, names, {}, aliases=OPTION_ALIASES)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was set of `Config`'s fields, checked before anything heavy is loaded; keyword arguments of `LLM`."""
-    options = chosen_fields(args, Config)
+    """The fields of `Config` that are on the command line, as keyword arguments of `LLM`.
+
+    They are checked here, before anything heavy is loaded.
+    """
     try:
+        options = replace_aliases(chosen_fields(args, Config))
         Config.from_options(options.get("model"), {name: options[name] for name in options if name != "model"})
     except ConfigError as error:
         args.parser.error(str(error))
@@ -72,17 +76,34 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> Sa
 # --- fields to options and back ---------------------------------------------------------------------------------------
 
 
-def add_fields(group: argparse._ArgumentGroup, cls: type, names: Collection[str], defaults: Mapping[str, Any]) -> None:
+def add_fields(
+    group: argparse._ArgumentGroup,
+    cls: type,
+    names: Collection[str],
+    defaults: Mapping[str, Any],
+    *,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Add the fields `names` of the dataclass `cls` as options.
+
+    `defaults` are the values that the help shows where they differ from the dataclass's. `aliases` maps further
+    spellings, which the help does not list, to field names.
+    """
     hints = get_type_hints(cls)
     for field in fields(cls):
         if field.name in names:
-            group.add_argument(
-                "--" + field.name.replace("_", "-"),
-                dest=_dest(cls, field.name),
-                default=argparse.SUPPRESS,
-                help=_help(option_help(field), defaults.get(field.name, field.default)),
-                **_reading(field.name, hints[field.name]),
-            )
+            shown = _help(option_help(field), defaults.get(field.name, field.default))
+            spellings = {field.name: shown} | {
+                alias: argparse.SUPPRESS for alias in aliases if aliases[alias] == field.name
+            }
+            for spelling, help in spellings.items():
+                group.add_argument(
+                    "--" + spelling.replace("_", "-"),
+                    dest=_dest(cls, spelling),
+                    default=argparse.SUPPRESS,
+                    help=help,
+                    **_reading(field.name, hints[field.name]),
+                )
 
 
 def _dest(cls: type, name: str) -> str:
@@ -90,8 +111,9 @@ def _dest(cls: type, name: str) -> str:
 
 
 def chosen_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    found = vars(args)
-    return {f.name: found[_dest(cls, f.name)] for f in fields(cls) if _dest(cls, f.name) in found}
+    """The values that the command line gives for fields of `cls`, by the spelling that was used."""
+    prefix = _dest(cls, "")
+    return {dest.removeprefix(prefix): value for dest, value in vars(args).items() if dest.startswith(prefix)}
 
 
 def _reading(name: str, hint: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.arguments import count, positive_finite, whole_number
 from nanovllm.bench.shapes import shape_folder, shape_names
-from nanovllm.config import Config
+from nanovllm.cli.options import add_fields, engine_options
+from nanovllm.config import OPTION_ALIASES, Config
 from nanovllm.errors import ConfigError
 from nanovllm.simulate import POLICIES
 from nanovllm.simulate.step_time import H200, H200_MEMORY, H200_OVERHEAD
@@ -38,6 +39,12 @@ A trace is a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens, or has 
 """
 DEFAULT_RATE, DEFAULT_NUM_REQUESTS = 10.0, 1000
 DEVICE_OPTIONS = ("bandwidth", "tflops", "overhead_ms")
+# Options of each simulated engine.
+ENGINE_OPTIONS = (
+    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_block_size", "num_kv_cache_blocks"),
+    "enable_prefix_caching",
+)
+SHOWN_DEFAULTS = {"max_model_len": "the longest request", "num_kv_cache_blocks": "as many as fit into --memory-gib"}
 FIND_COLUMNS = (
     *("replicas", "ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms", "requests_per_s", "cache_hit_percent", "busy_percent"),
     "refused",
@@ -98,27 +105,7 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-ratio", type=_ratio, metavar="X", help="prefix: or this factor, if that is more; default: 1.5"
     )
-    own = "a replica's; default: %(default)s"
-    group.add_argument("--max-num-seqs", type=count, default=Config.max_num_seqs, metavar="N", help=own)
-    group.add_argument(
-        "--max-num-batched-tokens", type=count, default=Config.max_num_batched_tokens, metavar="N", help=own
-    )
-    group.add_argument(
-        "--max-model-len", type=count, metavar="N", help="longer requests are refused; default: all are taken"
-    )
-    group.add_argument(
-        "--kvcache-block-size",
-        type=count,
-        default=Config.kvcache_block_size,
-        metavar="N",
-        help="tokens; default: %(default)s",
-    )
-    group.add_argument(
-        "--num-kvcache-blocks", type=count, metavar="N", help="a replica's; default: what the memory holds"
-    )
-    group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="default: True"
-    )
+    add_fields(group, Config, ENGINE_OPTIONS, SHOWN_DEFAULTS, aliases=OPTION_ALIASES)
 
 
 def _add_device(group: argparse._ArgumentGroup) -> None:
@@ -287,27 +274,18 @@ def _arrivals(args: argparse.Namespace) -> "list[Arrival]":
 
 def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple[Settings, Row]":
     """What each replica is, and the same in words."""
-    from nanovllm.config import SchedulerConfig
     from nanovllm.models.registry import describe
     from nanovllm.remote.routing import MAX_LEAD, MAX_RATIO
     from nanovllm.simulate.runs import Settings
 
     model = describe(shape_folder(args.model_shape)).config
-    num_blocks = args.num_kvcache_blocks or _blocks_in_memory(args, model)
+    options = engine_options(args)
+    engine = Config.from_options(None, options)
+    num_blocks = options.get("num_kv_cache_blocks", -1)
+    if num_blocks == -1:
+        num_blocks = _blocks_in_memory(args, model, engine.kv_cache_block_size)
     longest = max(arrival.input_len + arrival.output_len for arrival in arrivals)
-    config = SchedulerConfig(
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len or longest,
-        block_size=args.kvcache_block_size,
-        num_blocks=num_blocks,
-        enable_prefix_caching=args.enable_prefix_caching,
-    )
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least "
-            f"--max-num-seqs {config.max_num_seqs}: every sequence may advance in every step"
-        )
+    config = engine.scheduler_config(max_model_len=options.get("max_model_len", longest), num_blocks=num_blocks)
     settings = Settings(config, _step_time(args, model), args.max_lead or MAX_LEAD, args.max_ratio or MAX_RATIO)
     described: Row = {
         "model": args.model_shape,
@@ -317,14 +295,14 @@ def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple
     return settings, described
 
 
-def _blocks_in_memory(args: argparse.Namespace, model: "ModelConfig") -> int:
+def _blocks_in_memory(args: argparse.Namespace, model: "ModelConfig", block_size: int) -> int:
     memory = H200_MEMORY if args.memory_gib is None else args.memory_gib * 2**30
     left = Config.gpu_memory_utilization * memory - 2 * model.num_parameters()
-    num_blocks = int(left // (model.kv_bytes_per_token("bfloat16") * args.kvcache_block_size))
+    num_blocks = int(left // (model.kv_bytes_per_token("bfloat16") * block_size))
     if num_blocks < 1:
         raise ConfigError(
             f"{args.model_shape} does not fit into {memory / 2**30:g} GiB: raise --memory-gib, or give "
-            "--num-kvcache-blocks for what the devices of a replica hold together"
+            "--num-kv-cache-blocks for what the devices of a replica hold together"
         )
     return num_blocks
 

@@ -57,7 +57,7 @@ class Replicas(AsyncLLM):
         def launch(number: int) -> Awaitable[EngineClient]:
             return EngineClient.start(str(path), shared, stall_seconds=stall_seconds, environment=environments[number])
 
-        fleet = Fleet.start(launch, count, block_size=config.kvcache_block_size, max_num_seqs=config.max_num_seqs)
+        fleet = Fleet.start(launch, count, block_size=config.kv_cache_block_size, max_num_seqs=config.max_num_seqs)
         engine = await cls._over(fleet, config, path)
         engine.max_num_seqs *= count
         return engine

@@ -46,10 +46,10 @@ def size_kv_cache(
 
     `activation_bytes`: what the largest step was seen to take; None = estimate it.
     """
-    block_size = config.kvcache_block_size
+    block_size = config.kv_cache_block_size
     block_bytes = model.kv_bytes_per_token(str(dtype).removeprefix("torch.")) * block_size
-    if config.num_kvcache_blocks != -1:
-        num_blocks, reason = config.num_kvcache_blocks, f"num_kvcache_blocks={config.num_kvcache_blocks}"
+    if config.num_kv_cache_blocks != -1:
+        num_blocks, reason = config.num_kv_cache_blocks, f"num_kv_cache_blocks={config.num_kv_cache_blocks}"
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block_bytes
         reason = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
@@ -65,7 +65,7 @@ def size_kv_cache(
     if num_blocks < 1:
         raise ConfigError(
             f"no memory for the KV cache: one block of {block_size} tokens takes {block_bytes / GIB:.3f} GiB, and "
-            f"{reason} leaves less; raise it, or lower kvcache_block_size, max_num_batched_tokens or the model"
+            f"{reason} leaves less; raise it, or lower kv_cache_block_size, max_num_batched_tokens or the model"
         )
     return CacheSize(num_blocks=num_blocks, block_size=block_size, block_bytes=block_bytes, reason=reason)
 

@@ -96,7 +96,7 @@ class ModelRunner:
             num_heads=share.model.num_heads,
             num_kv_heads=share.model.num_kv_heads,
             head_dim=share.model.head_dim,
-            block_size=config.kvcache_block_size,
+            block_size=config.kv_cache_block_size,
             windows=share.model.windows,
             dtype=dtype,
             cache_dtype=resolve_cache_dtype(config.kv_cache_dtype, dtype),
@@ -119,7 +119,7 @@ class ModelRunner:
         self.table = RequestTable(
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
-            block_size=config.kvcache_block_size,
+            block_size=config.kv_cache_block_size,
             device=self.device,
         )
         capacity = step_capacity(max_num_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)

@@ -82,7 +82,7 @@ def app(args: dict[str, Any]) -> serve.Application:
         max_ongoing_requests=config.max_num_seqs,
         request_router_config={
             "request_router_class": f"{__name__}:{PrefixRouter.__name__}",
-            "request_router_kwargs": {"block_size": config.kvcache_block_size},
+            "request_router_kwargs": {"block_size": config.kv_cache_block_size},
         },
     )(EngineReplica)
     if arguments.replicas is not None:

@@ -203,7 +203,7 @@ def test_plan_prints_what_the_api_says(cli: Cli, tiny_model: Path) -> None:
 
 
 def test_plan_as_json(cli: Cli, tiny_model: Path) -> None:
-    done = cli("plan", "--model", tiny_model, "--num-kvcache-blocks", "8", "--kvcache-block-size", "32", "--json")
+    done = cli("plan", "--model", tiny_model, "--num-kv-cache-blocks", "8", "--kv-cache-block-size", "32", "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0
     assert (found["num_blocks"], found["block_size"], found["num_tokens"]) == (8, 32, 256)

@@ -157,3 +157,17 @@ def test_sizes_may_carry_a_unit(text: str, size: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(plan, "run", lambda args: seen.append(engine_options(args)) or 0)
     assert main(["plan", "--kv-cache-memory-bytes", text, "--no-enable-prefix-caching"]) == 0
     assert seen == [{"kv_cache_memory_bytes": size, "enable_prefix_caching": False}]
+
+
+def test_earlier_spellings_of_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from nanovllm.cli import plan
+    from nanovllm.cli.options import engine_options
+
+    seen = []
+    monkeypatch.setattr(plan, "run", lambda args: seen.append(engine_options(args)) or 0)
+    assert main(["plan", "--kvcache-block-size", "64", "--num-kvcache-blocks=9", "--num-kv-cache-blocks", "9"]) == 0
+    assert seen == [{"kv_cache_block_size": 64, "num_kv_cache_blocks": 9}]
+    assert main(["plan", "--kvcache-block-size", "64", "--kv-cache-block-size", "32"]) == 2
+    assert "kvcache_block_size=64 and kv_cache_block_size=32: two spellings" in capsys.readouterr().err
+    assert main(["plan", "--help"]) == 0
+    assert "kvcache" not in capsys.readouterr().out

@@ -61,8 +61,8 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
             "dtype": "float32",
             "max_num_seqs": 8,
             "max_num_batched_tokens": 4096,
-            "kvcache_block_size": 16,
-            "num_kvcache_blocks": 64,
+            "kv_cache_block_size": 16,
+            "num_kv_cache_blocks": 64,
         }
         | case.get("options", {})
     )
@@ -85,7 +85,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
             found.append([[list(one.token_ids), list(one.logprobs), one.rank] for one in scores])
         seen.num_preemptions += seq.num_preemptions
     for text in case.get("embed", ()):
-        blocks = list(range(-(-len(text) // config.kvcache_block_size)))
+        blocks = list(range(-(-len(text) // config.kv_cache_block_size)))
         seen.embeddings += [runner.embed(text, blocks, pooling) for pooling in ("last", "mean")]
     runner.close()
     return seen

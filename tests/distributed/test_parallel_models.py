@@ -41,7 +41,7 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
     """The cases besides the families, by name; `splits` if a case does not run with all of them."""
     guided = greedy((20, 21), max_tokens=6)
     guided[0]["allowed"] = [5, 7, 11]
-    tight = {"num_kvcache_blocks": 10, "max_num_seqs": 8}
+    tight = {"num_kv_cache_blocks": 10, "max_num_seqs": 8}
     small = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
     gguf = folder / "tiny.gguf"
     write_model(gguf, "llama")

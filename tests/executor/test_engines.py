@@ -166,7 +166,7 @@ def test_a_start_that_fails_raises_what_one_process_raises(tmp_path: Path) -> No
 PARENT = """
 import sys
 from nanovllm import LLM, SamplingParams
-options = dict(device="cpu", max_model_len=256, max_num_seqs=8, num_kvcache_blocks=64, tensor_parallel_size=2)
+options = dict(device="cpu", max_model_len=256, max_num_seqs=8, num_kv_cache_blocks=64, tensor_parallel_size=2)
 llm = LLM(sys.argv[1], **options)
 print(*llm.llm_engine._core.executor._workers.pids, flush=True)
 while True:
@@ -190,7 +190,7 @@ def test_the_workers_end_with_their_parent() -> None:
 def test_a_killed_worker_makes_an_async_engine_unhealthy(idle: bool) -> None:
     async def scenario() -> None:
         engine = await AsyncLLM.start(
-            model_dir(TEXT_MODEL), device="cpu", max_model_len=256, num_kvcache_blocks=64, tensor_parallel_size=2
+            model_dir(TEXT_MODEL), device="cpu", max_model_len=256, num_kv_cache_blocks=64, tensor_parallel_size=2
         )
         try:
             await engine.check_health()

@@ -84,7 +84,7 @@ def test_dummy_weights(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model_dir(name) / "config.json").read_text())
 
     def run(seed: int) -> list[int]:
-        options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64, "num_kvcache_blocks": 4}
+        options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 64, "num_kv_cache_blocks": 4}
         with LLM(tmp_path, device="cpu", seed=seed, **options) as llm:
             return llm.generate(PROMPT, greedy_params(16), use_tqdm=False)[0]["token_ids"]
 

@@ -36,8 +36,8 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 256,
     "max_num_seqs": 8,
-    "kvcache_block_size": 16,
-    "num_kvcache_blocks": 64,
+    "kv_cache_block_size": 16,
+    "num_kv_cache_blocks": 64,
 }
 ENDLESS = greedy_params(200)
 PATIENCE = 20.0  # seconds for what takes milliseconds
@@ -333,7 +333,7 @@ def test_stats_count(host: Host) -> None:
     after = host.run(host.engine.stats())
     assert after.num_generation_tokens - before.num_generation_tokens == 9
     assert after.num_prompt_tokens - before.num_prompt_tokens == len(output.prompt_token_ids)
-    assert after.num_blocks == OPTIONS["num_kvcache_blocks"]
+    assert after.num_blocks == OPTIONS["num_kv_cache_blocks"]
 
 
 def test_view(host: Host) -> None:
@@ -519,7 +519,7 @@ import asyncio, sys
 from nanovllm import AsyncLLM
 
 async def main():
-    engine = await AsyncLLM.start(sys.argv[1], device="cpu", max_model_len=256, num_kvcache_blocks=64)
+    engine = await AsyncLLM.start(sys.argv[1], device="cpu", max_model_len=256, num_kv_cache_blocks=64)
     print(engine.pid, flush=True)
     await asyncio.Event().wait()
 

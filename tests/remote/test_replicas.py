@@ -33,8 +33,8 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 256,
     "max_num_seqs": 8,
-    "kvcache_block_size": BLOCK_SIZE,
-    "num_kvcache_blocks": 64,
+    "kv_cache_block_size": BLOCK_SIZE,
+    "num_kv_cache_blocks": 64,
 }
 ENDLESS = greedy_params(200)
 PATIENCE = 30.0  # seconds for what takes milliseconds
@@ -566,7 +566,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "nanovllm", "serve", str(model_dir(TEXT_MODEL)), "--port", "0", "--replicas", "2"]
-    small = ["--device", "cpu", "--dtype", "float32", "--num-kvcache-blocks", "64", "--max-model-len", "256"]
+    small = ["--device", "cpu", "--dtype", "float32", "--num-kv-cache-blocks", "64", "--max-model-len", "256"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [*command, *small], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

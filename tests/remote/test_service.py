@@ -46,8 +46,8 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 256,
     "max_num_seqs": 8,
-    "kvcache_block_size": 16,
-    "num_kvcache_blocks": 16,
+    "kv_cache_block_size": 16,
+    "num_kv_cache_blocks": 16,
 }
 
 
@@ -240,7 +240,7 @@ def test_views_come_only_while_watched(peer: Peer) -> None:
 
 
 def test_block_states() -> None:
-    with open_llm(TEXT_MODEL, num_kvcache_blocks=8) as llm:
+    with open_llm(TEXT_MODEL, num_kv_cache_blocks=8) as llm:
         assert block_states(scheduler_of(llm)) == (bytes(8), [0] * 8)
         llm.add_request(prompt_of(20), greedy_params(8, n=2))
         llm.step()
@@ -286,8 +286,19 @@ def test_a_failed_step_is_told_with_its_traceback(peer: Peer, monkeypatch: pytes
 
 
 def test_an_engine_that_cannot_start_says_why() -> None:
-    peer = Peer(num_kvcache_blocks=0)
+    peer = Peer(num_kv_cache_blocks=0)
     event = peer.receive()
-    assert isinstance(event, Failed) and event.kind == "ConfigError" and "num_kvcache_blocks" in event.message
+    assert isinstance(event, Failed) and event.kind == "ConfigError" and "num_kv_cache_blocks" in event.message
+    assert peer.join() == 1
+    peer.close()
+
+
+def test_start_takes_earlier_spellings_of_options() -> None:
+    peer = Peer(num_kvcache_blocks=OPTIONS["num_kv_cache_blocks"], kvcache_block_size=OPTIONS["kv_cache_block_size"])
+    assert isinstance(peer.receive(), Ready)
+    peer.close()
+    peer = Peer(num_kvcache_blocks=17)
+    event = peer.receive()
+    assert isinstance(event, Failed) and event.kind == "ConfigError" and "two spellings" in event.message
     assert peer.join() == 1
     peer.close()

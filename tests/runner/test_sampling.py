@@ -60,8 +60,8 @@ def alone() -> list[list[int]]:
         {},
         {"overlap": True},
         {"max_num_batched_tokens": 8},
-        {"num_kvcache_blocks": 6, "overlap": True},
-        {"num_kvcache_blocks": 6, "max_num_batched_tokens": 8},
+        {"num_kv_cache_blocks": 6, "overlap": True},
+        {"num_kv_cache_blocks": 6, "max_num_batched_tokens": 8},
     ],
     ids=str,
 )
@@ -72,7 +72,7 @@ def test_a_seeded_request_draws_the_same_in_any_company(options: dict[str, Any],
             prompts = [PROMPTS[i] for i in order] + [SHARED, prompt_of(3)]
             outputs = tokens_of(llm, prompts, [SEEDED[i] for i in order] + [strangers] * 2)
             assert outputs[:6] == [alone[i] for i in order]
-        assert (scheduler_of(llm).num_preemptions > 0) == ("num_kvcache_blocks" in options)
+        assert (scheduler_of(llm).num_preemptions > 0) == ("num_kv_cache_blocks" in options)
 
 
 def test_seeds_differ_and_completions_of_one_request_differ() -> None:
@@ -122,7 +122,7 @@ def test_what_amounts_to_greedy(settings: dict[str, Any]) -> None:
 def test_first_and_second_tokens_are_distributed_as_the_model_says(settings: dict[str, Any]) -> None:
     prompt = prompt_of(6)
     params = [SamplingParams(n=128, seed=seed, max_tokens=2, ignore_eos=True, **settings) for seed in range(10)]
-    with open_llm(FAMILY, max_num_seqs=256, num_kvcache_blocks=512) as llm:
+    with open_llm(FAMILY, max_num_seqs=256, num_kv_cache_blocks=512) as llm:
         outputs = llm.generate([prompt] * len(params), params, use_tqdm=False)
     draws = np.array([completion.token_ids for output in outputs for completion in output.outputs])
     logits = reference_logits(FAMILY, prompt)[-1] / settings.get("temperature", 1.0)
@@ -208,7 +208,7 @@ def shaped() -> list[list[int]]:
     return [plain_loop(FAMILY, prompt, 16, edit) for prompt, edit in zip(SHAPED_PROMPTS, edits, strict=True)]
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True, "num_kvcache_blocks": 6}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": True, "num_kv_cache_blocks": 6}], ids=str)
 def test_stages_in_one_batch_and_no_trace_of_them_afterwards(options: dict[str, Any], shaped: list[list[int]]) -> None:
     """Two rounds in the same rows: first all sets of parameters at once, then plain requests."""
     params = [greedy_params(16, **settings) for settings, _ in SHAPED.values()]
@@ -245,7 +245,7 @@ def test_bad_words_of_one_and_of_several_tokens() -> None:
 
 def test_logprobs_of_a_preempted_seeded_request_are_those_of_its_tokens() -> None:
     params = [params.clone(logprobs=1) for params in SEEDED]
-    with open_llm(FAMILY, num_kvcache_blocks=6, overlap=True) as llm:
+    with open_llm(FAMILY, num_kv_cache_blocks=6, overlap=True) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         assert scheduler_of(llm).num_preemptions > 0
     for prompt, output in zip(PROMPTS, outputs, strict=True):

@@ -23,7 +23,7 @@ OPTIONS = {
     "--device": "cpu",
     "--dtype": "float32",
     "--max-model-len": str(CONTEXT),
-    "--num-kvcache-blocks": "1024",
+    "--num-kv-cache-blocks": "1024",
     "--max-num-seqs": "64",
 }
 

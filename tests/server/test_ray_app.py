@@ -30,8 +30,8 @@ OPTIONS = {
     "dtype": "float32",
     "max_model_len": 512,
     "max_num_seqs": 8,
-    "num_kvcache_blocks": 256,
-    "kvcache_block_size": 16,
+    "num_kv_cache_blocks": 256,
+    "kv_cache_block_size": 16,
 }
 LONG = 400  # tokens
 PATIENCE = 120.0  # seconds; a replica takes ten to start on a busy machine
@@ -191,6 +191,8 @@ def test_an_engine_that_ends_is_replaced(served: Application) -> None:
         ({"modle": "x"}, "modle"),
         ({"replicas": "many"}, "replicas"),
         ({"engine": {"max_seqs": 3}}, "max_num_seqs"),
+        ({"engine": {"kvcache_block_size": 8}}, "kv_cache_block_size=8: must be a multiple of 16"),
+        ({"engine": {"kvcache_block_size": 16, "kv_cache_block_size": 32}}, "two spellings"),
         ({"server": {"port": 80}}, "port"),
         ({"server": {"colour": "red"}}, "colour"),
         ({"server": {"max_body_bytes": 0}}, "max_body_bytes"),

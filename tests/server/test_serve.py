@@ -27,7 +27,7 @@ ENDLESS = {**HELLO, "ignore_eos": True, "max_tokens": 200, "stream": True}
 class Process:
     def __init__(self, *options: str) -> None:
         command = [sys.executable, "-m", "nanovllm", "serve", str(model_dir(TEXT_MODEL)), "--port", "0", *options]
-        small = ["--device", "cpu", "--dtype", "float32", "--num-kvcache-blocks", "64", "--max-model-len", "256"]
+        small = ["--device", "cpu", "--dtype", "float32", "--num-kv-cache-blocks", "64", "--max-model-len", "256"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             [*command, *small], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -139,15 +139,15 @@ def test_answers_have_their_form(expected: list[list[tuple[str, str | None]]]) -
     [
         {"overlap": True},
         {"overlap": True, "max_num_batched_tokens": 16, "enable_prefix_caching": False},
-        {"overlap": True, "num_kvcache_blocks": 16},
-        {"num_kvcache_blocks": 16},
+        {"overlap": True, "num_kv_cache_blocks": 16},
+        {"num_kv_cache_blocks": 16},
     ],
     ids=str,
 )
 def test_answers_depend_on_no_schedule(options: dict[str, Any], expected: list[list[tuple[str, str | None]]]) -> None:
     texts, num_preemptions = run(options)
     assert texts == expected
-    assert bool(num_preemptions) == ("num_kvcache_blocks" in options)
+    assert bool(num_preemptions) == ("num_kv_cache_blocks" in options)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
