@@ -14,8 +14,13 @@ KV_CACHE_DTYPES = (*DTYPES, "fp8")
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton")
 DISTRIBUTED_EXECUTOR_BACKENDS = ("mp", "ray")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+QUANTIZATIONS: tuple[str, ...] = ()  # weight formats that can be made while loading
 # Earlier spellings of options, still accepted by LLM(...), the command line, the Ray app and remote engines.
 OPTION_ALIASES = {"kvcache_block_size": "kv_cache_block_size", "num_kvcache_blocks": "num_kv_cache_blocks"}
+
+
+class AdjustableInt(int):
+    """A default that is changed to fit if it contradicts an option that the user set."""
 
 
 def replace_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,12 +62,15 @@ class Config:
     # limits
     # The default is 128 rows for each of an H200's 132 multiprocessors, which fills whole waves of matrix tiles.
     max_num_batched_tokens: int = option(
-        16896,
+        AdjustableInt(16896),
         "Maximum number of tokens computed in one step, prompt and generated tokens together. Longer prompts are "
-        "computed in chunks over several steps. A larger value speeds up prompts and takes more memory.",
+        "computed in chunks over several steps. A larger value speeds up prompts and takes more memory. The default is "
+        "raised to max_num_seqs.",
     )
     max_num_seqs: int = option(
-        512, "Maximum number of sequences that run at the same time. Further requests wait in the queue."
+        AdjustableInt(512),
+        "Maximum number of sequences that run at the same time. Further requests wait in the queue. The default is "
+        "lowered to max_num_batched_tokens.",
     )
     max_model_len: int = option(
         4096,
@@ -134,6 +142,9 @@ class Config:
         "Format of the weights: safetensors, gguf, or dummy (random weights, no files read but the config). auto "
         "means that the file name decides.",
     )
+    quantization: str | None = option(
+        None, "Weight format made while loading: int8 = 8-bit weights with one scale per output row."
+    )
     skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts and outputs are token ids only.")
     seed: int = option(0, "Random seed of requests that set none, and of dummy weights.")
 
@@ -166,6 +177,8 @@ class Config:
         self._check_choice("kv_cache_dtype", KV_CACHE_DTYPES)
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            self._refuse("quantization", f"must be {' or '.join(['None', *map(repr, QUANTIZATIONS)])}")
         self._check_int("seed", 0)
         self._check_parallel()
         self._check_sizes()
@@ -186,12 +199,23 @@ class Config:
             self._check_int("num_kv_cache_blocks", 1)
         if self.kv_cache_memory_bytes is not None:
             self._check_int("kv_cache_memory_bytes", 1)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        self._fit_step_limits()
+
+    def _fit_step_limits(self) -> None:
+        """A step must have room for one token of each running sequence: change a default that contradicts this."""
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if isinstance(seqs, AdjustableInt):
+            seqs = min(seqs, tokens)
+        elif isinstance(tokens, AdjustableInt):
+            tokens = max(tokens, seqs)
+        elif tokens < seqs:
             self._refuse(
                 "max_num_batched_tokens",
-                f"must be at least max_num_seqs={self.max_num_seqs}, or not every running sequence could decode in a "
-                "step; raise the one or lower the other",
+                f"must be at least max_num_seqs={seqs}, because a step computes one token of each running sequence; "
+                "raise max_num_batched_tokens or lower max_num_seqs",
             )
+        object.__setattr__(self, "max_num_batched_tokens", int(tokens))
+        object.__setattr__(self, "max_num_seqs", int(seqs))
 
     def _refuse(self, name: str, rule: str) -> None:
         raise ConfigError(f"{name}={getattr(self, name)!r}: {rule}")

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("max_num_batched_tokens", 1.5, "integer"),
     ("max_num_batched_tokens", True, "integer"),
     ("max_num_batched_tokens", "64", "integer"),
-    ("max_num_batched_tokens", 511, "at least max_num_seqs=512"),
     ("max_num_seqs", 0, "integer of at least 1"),
     ("max_num_seqs", -1, "integer of at least 1"),
     ("max_num_seqs", None, "integer"),
@@ -73,6 +72,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("attention_backend", "spda", "did you mean 'sdpa'?"),
     ("load_format", "pickle", "one of auto, safetensors, gguf, dummy"),
     ("load_format", "safetensor", "did you mean 'safetensors'?"),
+    ("quantization", "int3", "must be None"),
+    ("quantization", 8, "must be None"),
     ("seed", -1, "integer of at least 0"),
     ("seed", 0.5, "integer"),
     ("seed", None, "integer"),
@@ -153,6 +154,33 @@ def test_the_defaults_users_rely_on() -> None:
     assert (config.gpu_memory_utilization, config.num_kv_cache_blocks) == (0.9, -1)
     assert (config.tensor_parallel_size, config.enforce_eager, config.seed) == (1, False, 0)
     assert (config.device, config.dtype, config.attention_backend, config.load_format) == ("auto",) * 4
+
+
+@pytest.mark.parametrize(
+    "given, effective",
+    [
+        ({}, (16896, 512)),
+        ({"max_num_batched_tokens": 37}, (37, 37)),
+        ({"max_num_batched_tokens": 511}, (511, 511)),
+        ({"max_num_batched_tokens": 20000}, (20000, 512)),
+        ({"max_num_seqs": 20000}, (20000, 20000)),
+        ({"max_num_seqs": 37}, (16896, 37)),
+        ({"max_num_batched_tokens": 37, "max_num_seqs": 37}, (37, 37)),
+    ],
+)
+def test_a_default_gives_way_to_what_the_user_set(given: dict[str, int], effective: tuple[int, int]) -> None:
+    config = Config.from_options(None, given)
+    limits = (config.max_num_batched_tokens, config.max_num_seqs)
+    assert limits == effective
+    assert [type(limit) for limit in limits] == [int, int]
+    assert Config(**given) == config == replace(config)
+
+
+@pytest.mark.parametrize("tokens, seqs", [(37, 512), (511, 512), (16896, 20000), (1, 2)])
+def test_limits_that_the_user_set_and_that_contradict_are_refused(tokens: int, seqs: int) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    assert str(error.value).startswith(f"max_num_batched_tokens={tokens}: must be at least max_num_seqs={seqs}, ")
 
 
 @pytest.mark.parametrize(
