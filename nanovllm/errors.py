@@ -43,9 +43,9 @@ def raised_elsewhere(kind: str, message: str, traceback: str, *, where: str) -> 
 
     It gets the class named `kind` if that is one of the classes above, else EngineError. Its cause has the traceback.
     """
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, NanoError):
-        error = found(message)
+    error_class = globals().get(kind)
+    if isinstance(error_class, type) and issubclass(error_class, NanoError):
+        error = error_class(message)
     else:
         error = EngineError(f"{kind}: {message}")
     error.__cause__ = EngineError(f"in {where}:\n{traceback}")

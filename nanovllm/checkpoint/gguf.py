@@ -230,7 +230,7 @@ class GGUFFile:
         self._read(info.offset, memoryview(raw))
         factors = list(struct.unpack(f"<{head_dim // 2}f", raw))
         if not all(math.isfinite(factor) and factor > 0 for factor in factors):
-            raise self._refuse(f"tensor {info.name} holds {short(factors)}; every factor must be finite and above 0")
+            raise self._refuse(f"tensor {info.name} is {short(factors)}; every factor must be finite and above 0")
         return factors
 
     def _moe_config(self, architecture: str) -> dict[str, Any]:

@@ -103,4 +103,4 @@ def _errors_name_file(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: damaged or incomplete: {error}") from error
+        raise CheckpointError(f"{file}: damaged or incomplete: {error}; download it again") from error

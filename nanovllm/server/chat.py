@@ -45,9 +45,9 @@ async def chat(service: Service, call: Call, body: dict[str, Any]) -> dict[str, 
 
 def _conversation(request: ChatRequest, service: Service) -> Conversation:
     if request.top_logprobs is not None and not request.logprobs:
-        raise refuse("top_logprobs", "needs logprobs: true")
+        raise refuse("top_logprobs", "needs logprobs: true; set it, or leave top_logprobs out")
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
-        raise refuse("max_tokens", "differs from max_completion_tokens; give one of them")
+        raise refuse("max_tokens", "differs from max_completion_tokens; set only one of them")
     sampling = sampling_fields(request, service.settings)
     sampling["max_tokens"] = (
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -176,14 +176,14 @@ class ChatResponder:
             running_usage=self._call.usage if request.continuous_usage else None,
         )
         templates = [self._template(writer, index) for index in range(len(self._choices))]
-        begun: set[int] = set()
+        started: set[int] = set()
         async with aclosing(self._deltas) as deltas:
             async for _, delta in deltas:
                 index = delta.index
                 frames = b""
-                if index not in begun:
-                    frames = self._first_frame(writer, index, first_of_all=not begun)
-                    begun.add(index)
+                if index not in started:
+                    frames = self._first_frame(writer, index, first_of_all=not started)
+                    started.add(index)
                 template = templates[index]
                 only_text = delta.finish_reason is None and delta.text and self._choices[index].parser.rest_is_content
                 if template is not None and only_text:

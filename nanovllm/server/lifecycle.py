@@ -29,8 +29,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def listen(settings: ServerSettings) -> socket.socket:
     """Bind the port, or raise a ConfigError with the reason."""
     try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -97,7 +97,7 @@ def web_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
     try:
         config.load()
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"the TLS files cannot be used: {error.strerror or error}") from None
+        raise ConfigError(f"ssl_certfile or ssl_keyfile cannot be used: {error.strerror or error}") from None
     return config
 
 

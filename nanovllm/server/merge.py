@@ -31,13 +31,13 @@ async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator
     try:
         num_open = len(tasks)
         while num_open:
-            found = await queue.get()
-            if found is None:
+            item = await queue.get()
+            if item is None:
                 num_open -= 1
-            elif isinstance(found, Exception):
-                raise found
+            elif isinstance(item, Exception):
+                raise item
             else:
-                yield found
+                yield item
     finally:
         for task in tasks:
             task.cancel()

@@ -118,7 +118,7 @@ async def render_chat(
         raise refuse("chat_template_kwargs", f"{len(extra)} entries; at most {MAX_TEMPLATE_KWARGS} are accepted")
     for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message"):
         if name in extra:
-            raise refuse("chat_template_kwargs", f"{name} cannot be set here")
+            raise refuse("chat_template_kwargs", f"{name} is a reserved name and cannot be set here")
 
     def render() -> tuple[str, list[int]]:
         text = tokenizer.render_chat(

@@ -36,13 +36,14 @@ def check_limits(request: GenerationRequest, settings: ServerSettings) -> None:
     if request.logit_bias and len(request.logit_bias) > settings.max_logit_bias:
         raise refuse("logit_bias", f"{len(request.logit_bias)} entries; at most {settings.max_logit_bias} are accepted")
     for name in ("stop_token_ids", "bad_words"):
-        if len(getattr(request, name) or ()) > settings.max_logit_bias:
-            raise refuse(name, f"at most {settings.max_logit_bias} entries are accepted")
+        num_entries = len(getattr(request, name) or ())
+        if num_entries > settings.max_logit_bias:
+            raise refuse(name, f"{num_entries} entries; at most {settings.max_logit_bias} are accepted")
     if request.stream_options is not None:
         if not request.stream:
-            raise refuse("stream_options", "needs stream: true")
+            raise refuse("stream_options", "needs stream: true; set it, or leave stream_options out")
         if request.stream_options.include_obfuscation:
-            raise refuse("stream_options", "include_obfuscation is not supported")
+            raise refuse("stream_options", "include_obfuscation is not supported; leave it out")
     if request.prompt_logprobs is not None and request.stream:
         raise refuse("prompt_logprobs", "cannot be streamed; set stream to false")
 

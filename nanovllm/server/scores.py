@@ -96,11 +96,11 @@ def prompt_logprobs(entries: "Sequence[TokenScores | None] | None") -> list[dict
 
 
 def _by_id(scores: "TokenScores") -> dict[int, Any]:
-    found: dict[int, Any] = {}
+    candidates: dict[int, Any] = {}
     for position, token_id in enumerate(scores.token_ids):
         rank = position or scores.rank
         text = scores.tokens[position] if scores.tokens else None
-        found.setdefault(
+        candidates.setdefault(
             token_id, {"logprob": max(scores.logprobs[position], MIN_LOGPROB), "rank": rank, "decoded_token": text}
         )
-    return found
+    return candidates

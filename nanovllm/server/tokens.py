@@ -16,7 +16,7 @@ async def tokenize(service: Service, call: Call, body: dict[str, Any]) -> dict[s
     service.check_model(request.model)
     engine, tokenizer = service.engine, require_tokenizer(service.engine)
     if (request.prompt is None) == (request.messages is None):
-        raise refuse("prompt", "set either prompt or messages")
+        raise refuse("prompt", "set exactly one of prompt and messages")
     if request.messages is not None:
         check_tools(request.tools or [])
         continued = bool(request.continue_final_message)

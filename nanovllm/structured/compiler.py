@@ -49,16 +49,16 @@ class Compiler:
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
         """The grammar for `spec`, from the cache if possible. A RequestError names what is not supported."""
-        found = self._cache.get(spec.source)
-        if found is None:
+        result = self._cache.get(spec.source)
+        if result is None:
             try:
-                found = self._build(*spec.source)
+                result = self._build(*spec.source)
             except RequestError as error:
-                found = str(error)
-            self._cache.put(spec.source, found)
-        if isinstance(found, str):
-            raise RequestError(found)
-        return found
+                result = str(error)
+            self._cache.put(spec.source, result)
+        if isinstance(result, str):
+            raise RequestError(result)
+        return result
 
     def _build(self, kind: str, text: str) -> Grammar:
         if kind == "json":
@@ -105,33 +105,33 @@ class GrammarCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._found: OrderedDict[tuple[str, str], Grammar | str] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], Grammar | str] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._entries)
 
     @property
     def num_bytes(self) -> int:
         """The estimated size of all entries, keys included."""
         return sum(
-            len(kind) + len(text) + (len(found) if isinstance(found, str) else found.num_bytes)
-            for (kind, text), found in self._found.items()
+            len(kind) + len(text) + (len(result) if isinstance(result, str) else result.num_bytes)
+            for (kind, text), result in self._entries.items()
         )
 
     def get(self, source: tuple[str, str]) -> Grammar | str | None:
         with self._lock:
-            if source in self._found:
-                self._found.move_to_end(source)
+            if source in self._entries:
+                self._entries.move_to_end(source)
                 self._trim()
-            return self._found.get(source)
+            return self._entries.get(source)
 
-    def put(self, source: tuple[str, str], found: Grammar | str) -> None:
+    def put(self, source: tuple[str, str], result: Grammar | str) -> None:
         with self._lock:
-            self._found[source] = found
-            self._found.move_to_end(source)
+            self._entries[source] = result
+            self._entries.move_to_end(source)
             self._trim()
 
     def _trim(self) -> None:
         """Evict the least recently used entries until the limit holds. Also called by `get`: grammars grow with use."""
-        while len(self._found) > 1 and self.num_bytes > self._max_bytes:
-            self._found.popitem(last=False)
+        while len(self._entries) > 1 and self.num_bytes > self._max_bytes:
+            self._entries.popitem(last=False)

@@ -145,7 +145,7 @@ def cut_after_final_message(rendered: str, final_text: str) -> str:
     end = rendered.rfind(_END_MARK.rstrip())
     if end < 0 or final_text.strip() not in rendered:
         raise RequestError(
-            "continue_final_message=True: the model's chat template does not write the last message as given, "
+            "continue_final_message=True: the model's chat template does not render the last message unchanged, "
             "so it cannot be continued; set it to False"
         )
     return rendered[:end] if rendered.startswith(_END_MARK, end) else rendered[:end].rstrip()

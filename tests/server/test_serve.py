@@ -142,7 +142,7 @@ def test_a_port_in_use_is_said_plainly() -> None:
     [
         (["--port", "99999"], "port=99999"),
         (["--ssl-keyfile", "key.pem"], "ssl_certfile"),
-        (["--port", "0", "--ssl-certfile", "no-such-file.pem"], "TLS files"),
+        (["--port", "0", "--ssl-certfile", "no-such-file.pem"], "ssl_certfile or ssl_keyfile cannot be used"),
         (["--port", "0", "--tool-call-parser", "morse"], "morse"),
         (["--request-timeout", "nan"], "request_timeout"),
         (["a", "--model", "b"], "two models"),

@@ -432,7 +432,7 @@ def test_nothing_to_continue(small, message, problem):
 
 def test_continuing_what_the_template_leaves_out(small):
     tokenizer = Tokenizer(small.backend, chat_template="{{ messages[0].content }}")
-    with pytest.raises(RequestError, match="does not write the last message as given"):
+    with pytest.raises(RequestError, match="does not render the last message unchanged"):
         tokenizer.render_chat([USER, ASSISTANT], add_generation_prompt=False, continue_final_message=True)
 
 
