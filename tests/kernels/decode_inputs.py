@@ -1,4 +1,4 @@
-"""What the kernels of decode attention are tested with: sequences in a paged cache that is NaN where none may read."""
+"""Inputs for the decode attention tests: sequences in a paged cache that is NaN wherever nothing may be read."""
 
 import random
 from collections.abc import Callable
@@ -20,7 +20,7 @@ NO_BLOCK = 10**6
 
 @dataclass(frozen=True)
 class Sequences:
-    """One call's shape; `lengths` counts the newest token, 0 is padding."""
+    """The shape of one call; `lengths` include the newest token, 0 is padding."""
 
     lengths: tuple[int, ...]
     heads: int = 2
@@ -31,7 +31,7 @@ class Sequences:
     cache_dtype: torch.dtype | None = None
     norm: bool = True
     window: int | None = None
-    reads_ahead: bool = False  # of a table, whose end then leads to somebody else's block instead of nowhere
+    reads_ahead: bool = False  # the kernel reads past a table's end, which then holds an unused block
 
     def workspace(self, num_programs: int) -> DecodeWorkspace:
         return DecodeWorkspace(
@@ -78,7 +78,7 @@ class Inputs:
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE)
 
     def arguments(self) -> dict[str, Any]:
-        """Those that every way to attend takes."""
+        """The arguments that all attention functions take."""
         names = ("positions", "q_norm", "k_norm", "cos_sin")
         return {name: getattr(self, name) for name in names} | {"eps": 1e-6}
 
@@ -92,7 +92,7 @@ class Inputs:
 
 
 def check_decode(case: Sequences, seed: int, workspace: DecodeWorkspace, run: Callable[[Inputs, Tensor], None]) -> None:
-    """What `run` gives, [batch, heads * head_dim], and writes to the cache, against the reference."""
+    """Compare what `run` returns, [batch, heads * head_dim], and writes to the cache with the reference."""
     inputs, before, reference = Inputs(case, seed), Inputs(case, seed), Inputs(case, seed)
     expected = paged_decode_reference(
         inputs.qkv,
@@ -110,7 +110,7 @@ def check_decode(case: Sequences, seed: int, workspace: DecodeWorkspace, run: Ca
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     assert not workspace.arrived.any()
-    # The new slots agree up to the rounding of the norm; nothing else may change at all.
+    # The new slots are equal up to the rounding of the norm; nothing else may change.
     written = inputs.newest_slots(case)
     assert torch.equal(_bits(inputs.cache)[~written], _bits(before.cache)[~written])
     rounding = tolerance if inputs.scales is None else 0.07

@@ -1,4 +1,4 @@
-"""Where kernels are tested: on the GPU, or without one on the CPU through Triton's interpreter."""
+"""The device for kernel tests: the GPU, or without one the CPU with Triton's interpreter."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 def with_halves(sizes: Sequence[int]) -> list[tuple[torch.dtype, int]]:
-    """Each size with both types of 16 bits; in the interpreter, which is slow, with one of them in turn."""
+    """Each size with both 16-bit types; in the slow interpreter, with one of them alternately."""
     if DEVICE == "cuda":
         return [(dtype, size) for dtype in HALVES for size in sizes]
     return [(HALVES[turn % 2], size) for turn, size in enumerate(sizes)]

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: each kind once, by children, beside other work, and none run."""
+"""Kernels compiled ahead of time: each variant once, by child processes, in the background; none is run."""
 
 import os
 import queue
@@ -19,7 +19,7 @@ HERE = os.getpid()
 
 
 class Compiled:
-    """Whose launcher must not be loaded while another is."""
+    """A compiled kernel whose launcher must not be loaded while another is being loaded."""
 
     src = metadata = None
     being_loaded = threading.Lock()
@@ -27,12 +27,12 @@ class Compiled:
     @property
     def run(self) -> None:
         assert self.being_loaded.acquire(blocking=False), "two are loaded at a time"
-        threading.Event().wait(0.02)  # long enough for others to come, if they may
+        threading.Event().wait(0.02)  # long enough for other threads to enter, if they are allowed to
         self.being_loaded.release()
 
 
 class FakeKernel:
-    """Leaves on disk who compiled it, as Triton leaves what it compiled."""
+    """Writes to disk which process compiled it, as Triton writes what it compiled."""
 
     def __init__(self, folder: Path, name: str = "fake") -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Paged decode attention against plain torch: output, what it writes to the cache, and the counters it leaves."""
+"""Paged decode attention against plain torch: output, writes to the cache, and counters reset to zero."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Blocks and newest positions gathered for a small batch equal plain indexing."""
+"""Gathered block tables and newest positions of a small batch equal plain indexing."""
 
 import pytest
 import torch

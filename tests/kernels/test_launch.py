@@ -1,4 +1,4 @@
-"""Launches: what was compiled once serves all launches of its kind, and no other."""
+"""Launches: a compiled kernel is reused for all launches of its variant, and for no other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ class Compiled:
 
 
 class FakeKernel:
-    """As Triton's: compiles at the first launch of a kind, gives back what it compiled."""
+    """Like Triton's: compiles at the first launch of a variant and returns the compiled kernel."""
 
     device_caches: dict = {}
     arg_names = ["x", "bias", "eps", "n", "BLOCK", "PDL"]
@@ -47,7 +47,7 @@ def test_the_second_launch_finds_what_the_first_compiled(kernel: FakeKernel) -> 
     x, other = torch.zeros(8), torch.ones(64)
     launch(kernel, (3, 2), x, None, 1e-6, 32, BLOCK=64, PDL=True, num_warps=4, pdl=True)
     launch(kernel, (5,), other, None, 1e-5, 48, PDL=True, BLOCK=64, num_warps=4, pdl=True)
-    assert len(kernel.compiled) == 2  # options in another order: not worth a look that costs every launch
+    assert len(kernel.compiled) == 2  # options in another order count as another variant
     launch(kernel, (5,), other, None, 1e-5, 48, BLOCK=64, PDL=True, num_warps=4, pdl=True)
     assert len(kernel.compiled) == 2
     assert kernel.compiled[0].runs == [((5, 1, 1), other.data_ptr(), None, 1e-5, 48, 64, True)]

@@ -1,4 +1,4 @@
-"""The linears for one row, few rows and gates against plain torch: odd sizes, and everything that folds in."""
+"""The linears for one row and few rows and the gates against plain torch: odd sizes, and everything fused into them."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_few_rows(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None
         )
         expected = linear_reference(x, weight, **options)
         actual = few_rows_linear.few_rows_linear(x, weight, pdl=pdl, **options)
-        check(actual, expected, 2 if norm else 1)  # x is rounded once more when the norm's weight is folded in
+        check(actual, expected, 2 if norm else 1)  # with the norm's weight fused, x is rounded once more
         assert residual is None or actual is residual
         assert torch.equal(buffer[m:], before[m:]), "a row past the end was written"
 
@@ -77,7 +77,7 @@ def test_few_rows(dtype: torch.dtype, n: int, k: int, m: int, pdl: bool) -> None
 @pytest.mark.parametrize("name", ["MANY_OUTPUTS", "FEW_OUTPUTS", "LONG_ROWS"])
 @pytest.mark.parametrize("k", [8, 104, 512, 1024, 1104, 1536, 2048, 3000])
 def test_few_rows_read_ahead_of_any_width(monkeypatch: pytest.MonkeyPatch, name: str, k: int) -> None:
-    """Fewer steps than are read ahead, as many, more, and a last one that is not full."""
+    """Fewer steps than are prefetched, as many, more, and an incomplete last one."""
     monkeypatch.setattr(few_rows_linear, "_tiles", lambda *_: getattr(few_rows_linear, name))
     x, weight, bias = few_rows_case(3, 20, k, torch.bfloat16)
     for gated in (False, True):

@@ -1,4 +1,4 @@
-"""The linear for thousands of rows: against plain torch on a Hopper GPU, and compiled for one anywhere."""
+"""The linear for thousands of rows: compared to plain torch on a Hopper GPU; elsewhere only compiled for one."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ for m, k, gated in ((2048, 512, False), (2048, 512, True), (8192, 4096, True)):
     x, weight = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(1024, k, dtype=torch.bfloat16)
     print(many_rows_linear.many_rows_linear(x, weight, gated=gated).shape)
 """
-SHARED_MEMORY = 232_448  # bytes that a program may have on Hopper
+SHARED_MEMORY = 232_448  # bytes that one program may use on Hopper
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:

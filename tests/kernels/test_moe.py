@@ -1,4 +1,4 @@
-"""The experts in a fixed number of launches give what a loop over tokens and their experts gives."""
+"""The experts in a fixed number of launches equal a loop over tokens and their experts."""
 
 from typing import NamedTuple
 
@@ -14,10 +14,10 @@ from nanovllm.kernels.moe.weights import ExpertWeights
 from nanovllm.layers.moe import MoE
 from tests.kernels.support import DEVICE
 
-# Triton 3.6's interpreter of a loop up to an argument
+# from Triton 3.6's interpreter, for a loop whose bound is an argument
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's tl.dot takes bfloat16 for integers
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's tl.dot reads bfloat16 as integers
 TILES = [moe_tiles.DECODE_TILES, moe_tiles.MEDIUM_TILES, moe_tiles.LARGE_TILES, moe_tiles.PREFILL_TILES]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -65,7 +65,7 @@ def check(actual: Tensor, case: Case, residual: Tensor | None = None) -> None:
         (7, 8, 16, HALF),
         (40, 1, 6, torch.float16),
         (37, 4, 6, HALF),
-        (80, 4, 4, HALF),  # several blocks an expert
+        (80, 4, 4, HALF),  # several blocks per expert
         (40, 6, 6, torch.float32),  # every expert has every token
     ],
 )
@@ -137,7 +137,7 @@ def test_deterministic_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("num_pairs, num_experts, block_m", [(1, 6, 16), (33, 16, 16), (1500, 6, 64), (2048, 128, 16)])
 def test_groups(num_pairs: int, num_experts: int, block_m: int) -> None:
-    """Each pair once, in a block of its expert, an expert's pairs in their order, in as few blocks as can be."""
+    """Each (token, expert) pair once, in a block of its expert, in order, in as few blocks as possible."""
     if DEVICE == "cpu":
         num_experts = min(num_experts, 32)
     experts = torch.randint(0, num_experts, (num_pairs,), generator=torch.Generator().manual_seed(num_pairs))

@@ -1,4 +1,4 @@
-"""Paged prefill attention against plain torch, and bit for bit against itself under other ways to cut a prompt."""
+"""Paged prefill attention against plain torch, and bit for bit the same for every chunking of a prompt."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from nanovllm.kernels.attention.prefill import (
 from tests.kernels.support import DEVICE
 
 FP8, HALF = torch.float8_e4m3fn, torch.float16
-BRAIN = torch.bfloat16 if DEVICE == "cuda" else HALF  # the interpreter's dot products take bfloat16 for integers
+BRAIN = torch.bfloat16 if DEVICE == "cuda" else HALF  # the interpreter's dot products read bfloat16 as integers
 SMALL = PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
 UNTOUCHED = 7.0
 
@@ -52,7 +52,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Memory:
-    """Sequences of given lengths in a cache that is NaN wherever nothing was stored, and what turns their queries."""
+    """Sequences of given lengths in a cache that is NaN wherever nothing was stored, and their rotary tables."""
 
     cache: Tensor
     scales: Tensor | None
@@ -87,13 +87,13 @@ class Memory:
         )
 
     def without_nan(self) -> "Memory":
-        """For the reference, which multiplies with what it masks."""
+        """The cache for the reference, which multiplies with masked values."""
         cache = self.cache.float().nan_to_num().to(self.cache.dtype)
         return replace(self, cache=cache, scales=None if self.scales is None else self.scales.nan_to_num())
 
 
 def attend(model: Model, memory: Memory, chunks: list[Chunk], qkv: Tensor, config: PrefillConfig | None) -> Tensor:
-    """One launch over all chunks, whose tokens lie one after the other; without a config, the reference."""
+    """One launch over all chunks, with their tokens one after the other; without a config, the reference."""
     num_new = np.array([chunk.num_new for chunk in chunks])
     out = torch.full((qkv.shape[0], model.heads * model.head_dim), UNTOUCHED, dtype=model.dtype, device=DEVICE)
 
@@ -210,7 +210,7 @@ def test_same_bits_however_a_prompt_is_cut(model):
         config,
     )
     assert torch.equal(among[33 : 33 + length], whole)
-    # alone: only the last token, as a decode
+    # only the last token, as in a decode step
     last = attend(model, memory, [Chunk(1, length - 1, 1)], qkv[-1:].contiguous(), config)
     assert torch.equal(last[0], whole[-1])
 

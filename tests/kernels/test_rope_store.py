@@ -8,7 +8,7 @@ from tests.kernels.support import DEVICE
 
 FP8 = torch.float8_e4m3fn
 POSITIONS = [0, 15, 16, 47, -1, 48, 95, 96, 31, -1]
-ROWS = [1, 1, 1, 1, 0, 1, 1, 1, 2, 2]  # of a padding token anything may stand here
+ROWS = [1, 1, 1, 1, 0, 1, 1, 1, 2, 2]  # the row of a padding token may be anything
 NUM_BLOCKS, MAX_POSITION = 32, 128
 
 
@@ -18,14 +18,14 @@ def cos_sin_table(head_dim: int) -> torch.Tensor:
 
 
 def quarter_turns(head_dim: int) -> torch.Tensor:
-    """A table of rotations that only swap the halves and change signs, so nothing is rounded."""
+    """Rotations that only swap the halves and change signs, so that nothing is rounded."""
     turns = torch.randint(4, (MAX_POSITION, head_dim // 2))
     cos, sin = torch.tensor([1.0, 0, -1, 0]), torch.tensor([0.0, 1, 0, -1])
     return torch.cat([cos[turns], sin[turns]], dim=-1)
 
 
 def run_both(qkv, cache_dtype, table, *, heads, kv_heads, block_size, norm=None):
-    """(cache, scales) after the kernel, and the same after the reference; both start from the same noise."""
+    """(cache, scales) after the kernel and after the reference; both start from the same random values."""
     head_dim = qkv.shape[2]
     cache = torch.randn(2, NUM_BLOCKS, kv_heads, block_size, head_dim).to(cache_dtype)
     scales = torch.randn(cache.shape[:4]).bfloat16() if cache_dtype == FP8 else None
@@ -67,10 +67,10 @@ def test_against_reference(heads, kv_heads, head_dim, block_size, dtype, normed)
     norm = torch.randn(head_dim).to(dtype) if normed else None
     shape = {"heads": heads, "kv_heads": kv_heads, "block_size": block_size}
     (cache_1, _), (cache_2, _) = run_both(qkv, dtype, cos_sin_table(head_dim), norm=norm, **shape)
-    # one unit in the last place (the interpreter cuts bfloat16 off instead of rounding)
+    # one unit in the last place (the interpreter truncates to bfloat16 instead of rounding)
     tolerance = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(cache_1, cache_2, rtol=tolerance, atol=1e-6)
-    # what is only moved is moved exactly; what is nobody's stays
+    # copied values are equal; slots of no token are unchanged
     assert torch.equal(cache_1[1], cache_2[1])
 
 
@@ -84,11 +84,11 @@ def test_without_rounding_every_bit_is_the_references(dtype):
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_fp8_cache_without_rounding(head_dim):
-    """Values that fp8 holds exactly, times a power of two for a scale: the interpreter's own rounding stays out."""
+    """Values that fp8 represents exactly, times a power of two as the scale, so that the interpreter rounds nothing."""
     torch.manual_seed(2)
     kv_heads, heads = 2, 4
     qkv = torch.randn(len(POSITIONS), heads + 2 * kv_heads, head_dim).clamp(-400, 400).to(FP8).float()
-    qkv[:, heads:, head_dim // 2] = 448.0  # the largest of its head, so that the scale is 1 before the next line
+    qkv[:, heads:, head_dim // 2] = 448.0  # the largest of its head: the scale is 1 before the next line
     qkv *= torch.exp2(torch.randint(-6, 3, qkv.shape[:2])).unsqueeze(-1)
     kernel, reference = run_both(
         qkv.bfloat16(), FP8, quarter_turns(head_dim), heads=heads, kv_heads=kv_heads, block_size=32

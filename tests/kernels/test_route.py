@@ -1,4 +1,4 @@
-"""A router's choice in one launch against sorting all experts."""
+"""The MoE router in one launch against sorting all experts."""
 
 import pytest
 import torch

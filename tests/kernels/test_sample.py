@@ -1,4 +1,4 @@
-"""The kernels draw what layers.sampler draws, and cut where a sort in float64 cuts."""
+"""The kernels sample the tokens of layers.sampler, and apply top-k and top-p as a sort in float64 does."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,7 +19,7 @@ MAX_LEN = 64
 
 @dataclass
 class Table:
-    """A request table whose row i belongs to batch entry i - 1, until `rows` says otherwise."""
+    """A request table whose row i belongs to batch entry i - 1, unless `rows` says otherwise."""
 
     tokens: Tensor
     length: Tensor
@@ -34,7 +34,7 @@ class Table:
 def make_table(count: int, *, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0) -> Table:
     def column(value: Any, dtype: torch.dtype) -> Tensor:
         values = torch.as_tensor(value, dtype=dtype).expand(count)
-        return torch.cat([torch.full((1,), -1, dtype=dtype), values])  # row 0 is not to be used
+        return torch.cat([torch.full((1,), -1, dtype=dtype), values])  # row 0 must not be used
 
     low, high = INT64_SEEDS[torch.arange(count + 1) % len(INT64_SEEDS)].view(torch.int32).reshape(-1, 2).T.contiguous()
     table = Table(
@@ -51,7 +51,7 @@ def make_table(count: int, *, temperature: Any = 1.0, top_k: Any = 0, top_p: Any
 
 
 def make_logits(count: int, vocab_size: int, dtype: torch.dtype, *, spread: float = 2.5) -> Tensor:
-    """Rows of a wider matrix, as lm_head leaves them where the vocabulary is padded."""
+    """Rows of a wider matrix, as from an lm_head with a padded vocabulary."""
     wide = torch.randn(count, vocab_size + 13, generator=torch.Generator().manual_seed(vocab_size)) * spread
     wide[:, vocab_size:] = 100.0
     return wide.to(DEVICE, dtype)[:, :vocab_size]
@@ -82,7 +82,7 @@ def draw(
     *,
     thresholds: Tensor | None = None,
 ) -> Tensor:
-    """Run the kernel and give back `out`, -1 where it wrote nothing."""
+    """Run the kernel and return `out`, -1 where it wrote nothing."""
     out = torch.full((len(logits),), -1, dtype=torch.int32, device=DEVICE)
     scratch = torch.zeros(len(logits) + 2, 2, dtype=torch.int64, device=DEVICE)
     sample(
@@ -208,11 +208,11 @@ def test_frequencies_follow_the_softmax() -> None:
     assert_distributed(tokens.cpu().numpy(), (logits.double() / 0.8).softmax(dim=-1).cpu().numpy())
 
 
-# --- cuts -------------------------------------------------------------------------------------------------------------
+# --- top-k, top-p, min-p ----------------------------------------------------------------------------------------------
 
 
 def kept_by_sorting(logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Which of [vocab] logits stay: in float64, on all tokens, with ties."""
+    """Which of [vocab] logits are kept, computed in float64 over all tokens, ties included."""
     x = logits.double().cpu() / temperature
     kept = torch.ones_like(x, dtype=torch.bool)
     if 0 < top_k < len(x):
@@ -251,7 +251,7 @@ def make_cut_table(vocab_size: int, temperature: float) -> tuple[Table, list[dic
     return make_table(len(settings), **columns), settings
 
 
-# so few groups that their best four do not settle it, or enough of them
+# too few groups for their best four to decide, or enough of them
 GROUPED = [
     (160, torch.float32, 1, 0.3),
     (151, torch.bfloat16, 1, 1.0),
@@ -276,7 +276,7 @@ def test_cuts_are_those_of_sorting(
     thresholds = thresholds_of(logits, table, all_rows(logits))
     for row, threshold, chosen in zip(logits.float().cpu(), thresholds.cpu(), settings, strict=True):
         differs = (row >= threshold) ^ kept_by_sorting(row, **chosen)
-        # a sum of a hundred thousand masses may fall on either side of what is asked for
+        # a sum of a hundred thousand probabilities may round to either side of the limit
         assert (row / temperature).softmax(dim=-1)[differs].sum() < 1e-6, chosen
 
 

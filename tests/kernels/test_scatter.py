@@ -1,4 +1,4 @@
-"""Scattered writes reach exactly their places."""
+"""Scattered writes change exactly the given elements."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 @pytest.mark.parametrize(("m", "n"), [(1, 8), (3, 1024), (5, 1544), (MANY_ROWS + 1, 40)])
 def test_against_torch(m: int, n: int, dtype: torch.dtype) -> None:
     if DEVICE == "cpu" and m > MANY_ROWS and dtype != torch.float32:
-        m = 6  # the interpreter takes one program after the other
+        m = 6  # the interpreter runs one program after the other
     torch.manual_seed(m)
     gate_up = (torch.randn(m, 2 * n, device=DEVICE) * 3).to(dtype)
     torch.testing.assert_close(silu_and_mul(gate_up), silu_and_mul_reference(gate_up), rtol=TOLERANCE[dtype], atol=1e-6)

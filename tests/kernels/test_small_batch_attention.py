@@ -1,4 +1,4 @@
-"""Decode attention for a few sequences against plain torch: output, what it writes to the cache, and the counters."""
+"""Decode attention for few sequences against plain torch: output, writes to the cache, and the counters."""
 
 from dataclasses import dataclass, replace
 
@@ -36,7 +36,7 @@ def check(case: Case, workspace: DecodeWorkspace | None = None, seed: int = 0, p
     def run(inputs: Inputs, out: Tensor) -> None:
         tables = inputs.blocks.index_select(0, inputs.rows)
         if pdl:
-            torch.cuda.synchronize()  # the kernel reads ahead of the one before
+            torch.cuda.synchronize()  # the kernel reads before the previous kernel has ended
         small_batch_decode(
             inputs.qkv,
             inputs.cache,
@@ -59,7 +59,7 @@ def test_lengths_at_block_and_tile_edges(splits: int, heads: int) -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
 def test_groups(group: int) -> None:
-    """One tile held or two, and programs with any number of tiles."""
+    """One tile prefetched or two, and programs with any number of tiles."""
     check(Case(lengths=(40, 0, 70, 130), heads=2 * group, kv_heads=2))
 
 
