@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.option import option
+from nanovllm.state import BlockGroup
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -44,8 +45,17 @@ class SchedulerConfig:
     max_num_seqs: int
     max_model_len: int
     block_size: int
-    num_blocks: int
+    groups: tuple[BlockGroup, ...]  # of paged state
     enable_prefix_caching: bool
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(group.num_blocks for group in self.groups)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most tokens of one sequence that can be computed when it runs alone."""
+        return int(min([self.max_model_len, *(group.max_num_tokens(self.block_size) for group in self.groups)]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,12 +252,12 @@ class Config:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         self._refuse(name, f"must be one of {', '.join(choices)}{hint}")
 
-    def scheduler_config(self, *, max_model_len: int, num_blocks: int) -> SchedulerConfig:
+    def scheduler_config(self, *, max_model_len: int, groups: tuple[BlockGroup, ...]) -> SchedulerConfig:
         return SchedulerConfig(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             block_size=self.kv_cache_block_size,
-            num_blocks=num_blocks,
+            groups=groups,
             enable_prefix_caching=self.enable_prefix_caching,
         )

@@ -16,7 +16,8 @@ class NewRow:
     row: int
     token_ids: tuple[int, ...]  # prompt, and after a preemption also what was generated before it
     num_prompt_tokens: int
-    block_table: tuple[int, ...]
+    # one per paged group; blocks that have left a group's window are 0 and must not be read
+    block_tables: tuple[tuple[int, ...], ...]
     params: SamplingParams
     seed: int  # of this completion; the noise of position p depends on (seed, p) alone
     stop_token_ids: tuple[int, ...]  # not to be sampled before min_tokens
@@ -30,6 +31,7 @@ class NewBlocks:
     row: int
     index: int
     blocks: tuple[int, ...]
+    group: int = 0  # of the paged groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,36 @@ LayerState = PagedState | RowState
 
 
 @dataclass(frozen=True)
+class BlockGroup:
+    """A paged group as the control plane sees it."""
+
+    num_blocks: int
+    window: int | None = None
+
+    def first_block(self, position: int, block_size: int) -> int:
+        """The first block that a token at this position reads."""
+        if self.window is None:
+            return 0
+        return max(position - self.window + 1, 0) // block_size
+
+    def most_blocks(self, block_size: int) -> int:
+        """With a window: the most blocks that a sequence needs at once, one of them for the token being computed."""
+        assert self.window is not None
+        return -(-(self.window - 1) // block_size) + 1
+
+    def blocks_needed(self, num_tokens: int, block_size: int) -> int:
+        """The most blocks that a sequence needs at once on its way to this many computed tokens."""
+        blocks = -(-num_tokens // block_size)
+        return blocks if self.window is None else min(blocks, self.most_blocks(block_size))
+
+    def max_num_tokens(self, block_size: int) -> float:
+        """How many tokens of one sequence can be computed at most; infinity if a window never fills the blocks."""
+        if self.window is not None and self.num_blocks >= self.most_blocks(block_size):
+            return math.inf
+        return self.num_blocks * block_size
+
+
+@dataclass(frozen=True)
 class StateGroup:
     """Layers whose state is allocated and freed together."""
 

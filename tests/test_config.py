@@ -17,6 +17,7 @@ from nanovllm.config import (
     SchedulerConfig,
 )
 from nanovllm.errors import ConfigError, NanoError
+from nanovllm.state import BlockGroup
 
 NAN, INF = math.nan, math.inf
 
@@ -240,11 +241,11 @@ def test_frozen() -> None:
 
 def test_the_control_plane_gets_plain_numbers() -> None:
     config = Config(max_num_batched_tokens=100, max_num_seqs=7, kv_cache_block_size=32, enable_prefix_caching=False)
-    assert config.scheduler_config(max_model_len=50, num_blocks=9) == SchedulerConfig(
+    assert config.scheduler_config(max_model_len=50, groups=(BlockGroup(9),)) == SchedulerConfig(
         max_num_batched_tokens=100,
         max_num_seqs=7,
         max_model_len=50,
         block_size=32,
-        num_blocks=9,
+        groups=(BlockGroup(9),),
         enable_prefix_caching=False,
     )

@@ -26,6 +26,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import StepResult
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.state import BlockGroup
 
 PROMPT_LEN = 100
 SMALL_BLOCK = 16
@@ -40,7 +41,7 @@ def decoding_scheduler(*, num_seqs: int, num_steps: int, block_size: int) -> Sch
             max_num_seqs=num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
-            num_blocks=num_seqs * -(-max_model_len // block_size),
+            groups=(BlockGroup(num_seqs * -(-max_model_len // block_size)),),
             enable_prefix_caching=True,
         )
     )

@@ -11,6 +11,7 @@ from nanovllm.config import OPTION_ALIASES, Config
 from nanovllm.errors import ConfigError
 from nanovllm.simulate import POLICIES
 from nanovllm.simulate.step_time import H200, H200_MEMORY, H200_OVERHEAD
+from nanovllm.state import BlockGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -285,7 +286,8 @@ def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple
     if num_blocks == -1:
         num_blocks = _blocks_in_memory(args, model, engine.kv_cache_block_size)
     longest = max(arrival.input_len + arrival.output_len for arrival in arrivals)
-    config = engine.scheduler_config(max_model_len=options.get("max_model_len", longest), num_blocks=num_blocks)
+    groups = (BlockGroup(num_blocks),)
+    config = engine.scheduler_config(max_model_len=options.get("max_model_len", longest), groups=groups)
     settings = Settings(config, _step_time(args, model), args.max_lead or MAX_LEAD, args.max_ratio or MAX_RATIO)
     described: Row = {
         "model": args.model_shape,

@@ -1,100 +1,150 @@
-"""Who owns which block of the paged KV cache, and which blocks hold a known prefix.
+"""Which sequence holds which blocks of the paged cache, group by group, and which prefixes can be reused.
 
-A block is free, in use (reference count > 0), or cached: nobody uses it, but its content is still findable. Cached
-blocks are handed out again only when no free one is left, least recently used first.
+A group with full attention keeps every block of a sequence; they are allocated when the sequence is admitted. A group
+with a window keeps the blocks that the next token can still read; they are allocated chunk by chunk, and blocks that
+have left the window are freed.
 
-The prefix cache is exact. A full block's identity is a number that stands for (its parent's identity, its tokens, the
-salt). Identities are never reused, block numbers are; a dictionary compares whole keys, so no hash collision and no
-crafted prompt can hand over another sequence's KV.
+The prefix cache is exact: `prefix.py` says how a block is identified. A prefix is reused if every group can serve it: a
+group with full attention needs all its blocks, a group with a window only those that the next token reads.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import count
-from struct import Struct
-from typing import NamedTuple
+from collections.abc import Sequence as Seq
 
-from nanovllm.engine.sequence import Sequence
-
-ROOT = 0  # the identity before the first block
-
-
-class BlockKey(NamedTuple):
-    parent: int  # identity of the block before
-    token_ids: bytes
-    salt: str | None
+from nanovllm.engine.block_pool import BlockPool
+from nanovllm.engine.prefix import Digest, PrefixNode, PrefixTable, blake2b_256
+from nanovllm.engine.sequence import BlockTable, Sequence
+from nanovllm.plan import NewBlocks
+from nanovllm.state import BlockGroup
 
 
 class BlockManager:
     def __init__(
         self,
         *,
-        num_blocks: int,
+        groups: Seq[BlockGroup],
         block_size: int,
         enable_prefix_caching: bool = True,
-        key_type: type[BlockKey] = BlockKey,
+        digest: Digest = blake2b_256,
     ) -> None:
-        self.num_blocks = num_blocks
+        self.groups = tuple(groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._key_type = key_type
-        self._packed = Struct(f"{block_size}q").pack  # a full block's tokens as bytes
-        self._ref_count = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # content unknown; the last freed is reused first, still warm
-        self._cached: OrderedDict[int, None] = OrderedDict()  # content known, nobody uses it; oldest first
-        self._identities = count(ROOT + 1)
-        self._key_of: dict[int, BlockKey] = {}  # block -> key, for every findable block
-        self._found: dict[BlockKey, tuple[int, int]] = {}  # key -> (block, identity)
+        self.prefixes = PrefixTable(block_size=block_size, digest=digest)
+        self.pools = tuple(BlockPool(group, self.prefixes) for group in groups)
+        self.has_windows = any(group.window is not None for group in groups)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
     @property
+    def num_blocks(self) -> int:
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now."""
-        return len(self._free) + len(self._cached)
+        """Blocks of all groups that can be handed out now."""
+        return sum(pool.num_available for pool in self.pools)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # --- a sequence comes, grows and goes -----------------------------------------------------------------------------
+    # --- a sequence is admitted, grows and leaves ---------------------------------------------------------------------
 
     def allocate(self, seq: Sequence) -> bool:
-        """Give a waiting sequence blocks for all its known tokens, sharing its cached prefix; False if they lack.
+        """Admit a waiting sequence: reuse its cached prefix and allocate blocks. False if too few are available.
 
+        Groups with full attention get blocks for all known tokens; groups with a window get theirs with each `cover`.
         On success `num_computed_tokens` says how many tokens need no computing. At least one always does, since the
         next token is sampled from the last one's hidden state.
         """
         hits = self._match(seq)
-        num_new = self.blocks_for(seq.num_tokens) - len(hits)
-        num_revived = sum(self._ref_count[block] == 0 for block, _ in hits)
-        if num_new > self.num_available - num_revived:
-            return False
-        for block, _ in hits:
-            self._acquire(block)
-        seq.block_table = [block for block, _ in hits]
-        seq.block_table += [self._take() for _ in range(num_new)]
+        plans = [self._admission(group, seq, len(hits)) for group in self.groups]
+        for pool, (first, _, needed) in zip(self.pools, plans, strict=True):
+            if needed > pool.num_available - pool.num_idle(hits[first:]):
+                return False
+        seq.prefix = hits[-1] if hits else self.prefixes.root
+        seq.prefix.num_uses += 1  # before blocks are taken, which may evict it
+        seq.block_tables = []
+        for pool, (first, num_new, _) in zip(self.pools, plans, strict=True):
+            blocks = [0] * first + [pool.acquire(node) for node in hits[first:]]
+            blocks += [pool.take() for _ in range(num_new)]
+            seq.block_tables.append(BlockTable(blocks, first))
         seq.num_computed_tokens = len(hits) * self.block_size
         seq.num_cached_blocks = len(hits)
-        seq.last_cached_block = hits[-1][1] if hits else ROOT
         self.num_queried_tokens += seq.num_tokens
         self.num_hit_tokens += seq.num_computed_tokens
         return True
 
-    def append(self, seq: Sequence) -> bool:
-        """One more block at the end of the sequence's table; False if none is left."""
-        if not self.num_available:
-            return False
-        seq.block_table.append(self._take())
-        return True
+    def _admission(self, group: BlockGroup, seq: Sequence, num_hits: int) -> tuple[int, int, int]:
+        """For a sequence whose first `num_hits` blocks are reused: the first of them that is needed, how many blocks to
+        allocate now, and how many must be available so that the prompt can be computed."""
+        num_new = self.blocks_for(seq.num_tokens) - num_hits
+        if group.window is None:
+            return 0, num_new, num_new
+        first = group.first_block(num_hits * self.block_size, self.block_size)
+        num_kept = num_hits - first
+        return first, 0, min(num_new, group.most_blocks(self.block_size) - num_kept)
+
+    def cover(self, seq: Sequence, end: int) -> int:
+        """Before the tokens [num_computed_tokens, end) are computed: free what has left the windows, and allocate
+        blocks for them as far as there are any. Returns up to which token there are."""
+        if not self.has_windows:
+            return end  # all blocks were allocated when the sequence was admitted
+        self._slide(seq)
+        for pool, table in zip(self.pools, seq.block_tables, strict=True):
+            end = min(end, (len(table.blocks) + pool.num_available) * self.block_size)
+        for pool, table in zip(self.pools, seq.block_tables, strict=True):
+            table.blocks += [pool.take() for _ in range(self.blocks_for(end) - len(table.blocks))]
+        return end
+
+    def is_covered(self, seq: Sequence) -> bool:
+        """Whether every group has a block for the sequence's next token."""
+        return all(len(table.blocks) * self.block_size > seq.num_computed_tokens for table in seq.block_tables)
+
+    def append(self, seq: Sequence) -> list[NewBlocks] | None:
+        """Blocks for the sequence's next token in every group that lacks them; None if one cannot be had."""
+        if self.has_windows:
+            self._slide(seq)
+        num_needed = seq.num_computed_tokens // self.block_size + 1
+        lacking = []
+        for group, pool in enumerate(self.pools):
+            blocks = seq.block_tables[group].blocks
+            num_new = num_needed - len(blocks)
+            if num_new > 0:
+                if num_new > pool.num_available:
+                    return None
+                lacking.append((group, pool, blocks, num_new))
+        appended = []
+        for group, pool, blocks, num_new in lacking:
+            new = tuple([pool.take() for _ in range(num_new)])
+            appended.append(NewBlocks(seq.row, len(blocks), new, group))
+            blocks += new
+        return appended
+
+    def _slide(self, seq: Sequence) -> None:
+        """Free the blocks that neither the next token nor any later one can read.
+
+        Steps in flight may still read them. The device runs steps in order, so a later step that writes a freed block
+        does so after them. For the same reason these blocks can already be found: who reuses them runs later.
+        """
+        for group, pool, table in zip(self.groups, self.pools, seq.block_tables, strict=True):
+            first = group.first_block(seq.num_computed_tokens, self.block_size)
+            if first > table.first:
+                self.cache_full_blocks(seq, first * self.block_size)
+                for block in table.blocks[table.first : first]:
+                    pool.release(block)
+                table.first = first
 
     def free(self, seq: Sequence) -> None:
-        """Give all blocks back, the last ones first: they are then also reused first."""
-        for block in reversed(seq.block_table):
-            self._release(block)
-        seq.block_table = []
+        """Give all blocks back, the last ones first: they are then also evicted first."""
+        for pool, table in zip(self.pools, seq.block_tables, strict=True):
+            for block in reversed(table.held):
+                pool.release(block)
+        self.prefixes.release(seq.prefix)
+        seq.block_tables = []
         seq.num_computed_tokens = 0
         seq.num_cached_blocks = 0
-        seq.last_cached_block = ROOT
+        seq.prefix = self.prefixes.root
 
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 
@@ -103,81 +153,72 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         for index in range(seq.num_cached_blocks, num_tokens // self.block_size):
-            key = self._key(seq, index, seq.last_cached_block)
-            known = self._found.get(key)
-            if known is None:
-                block = seq.block_table[index]
-                known = self._found[key] = (block, next(self._identities))
-                self._key_of[block] = key
-            seq.last_cached_block = known[1]
+            start = index * self.block_size
+            node = self.prefixes.extend(seq.prefix, seq.token_ids[start : start + self.block_size], seq.extras)
+            node.num_uses += 1
+            seq.prefix.num_uses -= 1  # the node keeps its parent in use
+            for pool, table in zip(self.pools, seq.block_tables, strict=True):
+                pool.register(node, table.blocks[index])
+            seq.prefix = node
             seq.num_cached_blocks = index + 1
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. Blocks in use stay in use but are no longer findable."""
-        self._found.clear()
-        self._key_of.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
+        for pool in self.pools:
+            pool.forget_prefixes()
 
-    def _match(self, seq: Sequence) -> list[tuple[int, int]]:
-        """The longest cached prefix, as (block, identity) pairs, leaving at least one token to compute."""
+    def _match(self, seq: Sequence) -> list[PrefixNode]:
+        """The longest prefix that every group can serve, block by block, leaving at least one token to compute."""
         wants_prompt_scores = seq.params.prompt_logprobs is not None and not seq.prompt_logprobs
         if not self.enable_prefix_caching or wants_prompt_scores:
             return []
-        hits: list[tuple[int, int]] = []
-        parent = ROOT
+        nodes: list[PrefixNode] = []
+        parent = self.prefixes.root
         for index in range((seq.num_tokens - 1) // self.block_size):
-            known = self._found.get(self._key(seq, index, parent))
-            if known is None:
+            start = index * self.block_size
+            node = self.prefixes.find(parent, seq.token_ids[start : start + self.block_size], seq.extras)
+            if node is None:
                 break
-            hits.append(known)
-            parent = known[1]
-        return hits
+            nodes.append(node)
+            parent = node
+        return nodes[: self._num_served(nodes)]
 
-    def _key(self, seq: Sequence, index: int, parent: int) -> BlockKey:
-        start = index * self.block_size
-        token_ids = seq.token_ids[start : start + self.block_size]
-        return self._key_type(parent, self._packed(*token_ids), seq.cache_salt)
+    def _num_served(self, nodes: list[PrefixNode]) -> int:
+        """How many blocks the longest prefix has that every group can serve."""
+        length = len(nodes)
+        while True:
+            limits = [
+                self._limit(group, pool, nodes[:length]) for group, pool in zip(self.groups, self.pools, strict=True)
+            ]
+            if all(limit == length for limit in limits):
+                return length
+            length = min(limits)
 
-    # --- single blocks ------------------------------------------------------------------------------------------------
+    def _limit(self, group: BlockGroup, pool: BlockPool, nodes: list[PrefixNode]) -> int:
+        """len(nodes) if the group can serve this prefix, else the most blocks that a prefix it serves may have."""
+        if group.window is None:
+            return next((index for index, node in enumerate(nodes) if pool.find(node) is None), len(nodes))
+        first = group.first_block(len(nodes) * self.block_size, self.block_size)
+        read = range(len(nodes) - 1, first - 1, -1)
+        return next((index for index in read if pool.find(nodes[index]) is None), len(nodes))
 
-    def _take(self) -> int:
-        """A block nobody uses: one without known content if there is one, else the least recently used cached one."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            del self._found[self._key_of.pop(block)]
-        self._ref_count[block] = 1
-        return block
-
-    def _acquire(self, block: int) -> None:
-        if self._ref_count[block] == 0:
-            del self._cached[block]
-        self._ref_count[block] += 1
-
-    def _release(self, block: int) -> None:
-        self._ref_count[block] -= 1
-        if self._ref_count[block]:
-            return
-        if block in self._key_of:
-            self._cached[block] = None
-        else:
-            self._free.append(block)
-
-    # --- what must always hold ----------------------------------------------------------------------------------------
+    # --- consistency --------------------------------------------------------------------------------------------------
 
     def check(self, live: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless free + cached + in use = all, and reference counts are those of the tables."""
-        uses = [0] * self.num_blocks
+        """Raise AssertionError unless every block and every prefix is accounted for. `live`: the running sequences."""
+        live = list(live)
+        uses: dict[PrefixNode, int] = {}
         for seq in live:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq} holds a block twice"
-            for block in seq.block_table:
-                uses[block] += 1
-        assert uses == self._ref_count, "reference counts differ from the block tables"
-        idle = self._free + list(self._cached)
-        assert len(set(idle)) == len(idle), "a block is idle twice"
-        assert sorted(idle) == [b for b in range(self.num_blocks) if not uses[b]], "free + cached + in use != all"
-        assert all(block in self._key_of for block in self._cached), "a cached block cannot be found"
-        assert not any(block in self._key_of for block in self._free), "a free block can still be found"
-        assert {key: block for block, key in self._key_of.items()} == {k: b for k, (b, _) in self._found.items()}
+            assert len(seq.block_tables) == len(self.pools)
+            uses[seq.prefix] = uses.get(seq.prefix, 0) + 1
+        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            tables = [seq.block_tables[index] for seq in live]
+            pool.check([table.held for table in tables])
+            for node in pool.known_nodes():
+                uses[node] = uses.get(node, 0) + 1
+            for seq, table in zip(live, tables, strict=True):
+                needed = group.first_block(seq.num_computed_tokens, self.block_size)
+                assert table.first <= needed, "a block was freed that the next token reads"
+                if self.enable_prefix_caching:
+                    assert table.first <= seq.num_cached_blocks, "a block was freed before it could be found"
+        self.prefixes.check(uses)

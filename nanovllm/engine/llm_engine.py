@@ -18,6 +18,7 @@ from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.state import BlockGroup
 from nanovllm.text.prompts import Prompt, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.collector import collector_paused
@@ -56,7 +57,7 @@ class LLMEngine:
             self.tokenizer,
             self.model_config,
             max_num_tokens=self.max_model_len,
-            num_cache_tokens=sizes.num_blocks * sizes.block_size,
+            num_cache_tokens=sizes.max_cached_tokens,
             seed=self.config.seed,
         )
         self._num_added = 0
@@ -71,7 +72,8 @@ class LLMEngine:
         if executor.runs_beside_host:
             gc.freeze()  # what is here now stays: the collector need not look at it while steps of a millisecond run
         overlap = executor.runs_beside_host if self.config.overlap is None else self.config.overlap
-        sizes = self.config.scheduler_config(max_model_len=self.max_model_len, num_blocks=executor.num_blocks)
+        groups = (BlockGroup(executor.num_blocks),)
+        sizes = self.config.scheduler_config(max_model_len=self.max_model_len, groups=groups)
         return EngineCore(Scheduler(sizes), executor, depth=int(overlap))
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -252,7 +254,7 @@ class LLMEngine:
         if not blocks.allocate(seq):
             return None
         try:
-            return self._core.executor.embed(token_ids, seq.block_table, pooling)
+            return self._core.executor.embed(token_ids, seq.block_tables[0].blocks, pooling)
         except EngineError as error:
             self._fail(error)
             raise

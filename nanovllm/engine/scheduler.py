@@ -42,7 +42,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager | None = None) -> None:
         self.config = config
         self.block_manager = block_manager or BlockManager(
-            num_blocks=config.num_blocks,
+            groups=config.groups,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
@@ -69,13 +69,16 @@ class Scheduler:
                 "least one new token: shorten the prompt or raise max_model_len"
             )
         # the last token's KV is never computed, but all of the prompt's is
-        needed = self.block_manager.blocks_for(max(seq.num_tokens, seq.max_num_tokens - 1))
-        if needed > config.num_blocks:
-            raise RequestError(
-                f"the prompt of {seq.num_tokens} tokens and up to {max(1, seq.max_num_tokens - seq.num_tokens)} new "
-                f"ones need {needed} KV blocks of {config.block_size} tokens, and there are {config.num_blocks}: "
-                "shorten the prompt, lower max_tokens or give the KV cache more memory"
-            )
+        num_computed = max(seq.num_tokens, seq.max_num_tokens - 1)
+        for group in config.groups:
+            needed = group.blocks_needed(num_computed, config.block_size)
+            if needed > group.num_blocks:
+                window = "" if group.window is None else f" for a window of {group.window} tokens"
+                raise RequestError(
+                    f"the prompt of {seq.num_tokens} tokens and up to {max(1, seq.max_num_tokens - seq.num_tokens)} "
+                    f"new ones need {needed} KV blocks of {config.block_size} tokens{window}, and there are "
+                    f"{group.num_blocks}: shorten the prompt, lower max_tokens or give the KV cache more memory"
+                )
         insort(self.waiting, seq, key=lambda seq: seq.order)
 
     def abort(self, seq: Sequence) -> None:
@@ -113,12 +116,17 @@ class Scheduler:
             return self._steady.plan
 
         num_preemptions = self.num_preemptions
+        if self.block_manager.has_windows and self.prefilling:  # whose blocks are allocated chunk by chunk
+            at_event += [seq for seq in self.prefilling if not self.block_manager.is_covered(seq)]
+            at_event.sort(key=lambda seq: seq.order)
         resting, new_blocks = self._handle_events(at_event)
         decodes = tuple(seq for seq in self.decoding if seq not in resting) if resting else tuple(self.decoding)
         self._advance(decodes, 1)
         chunks, new_rows = self._prefill(
             budget=self.config.max_num_batched_tokens - len(decodes),
             may_admit=num_preemptions == self.num_preemptions or not decodes,
+            resting=resting,
+            new_blocks=new_blocks,
         )
         if not decodes and not chunks:
             return None
@@ -149,25 +157,24 @@ class Scheduler:
         for seq in at_event:
             if seq.status is not SequenceStatus.RUNNING:
                 continue  # preempted for an older one just now
-            if seq.num_computed_tokens >= seq.max_num_tokens - 1:
+            if seq.num_computed_tokens >= seq.max_num_tokens - 1 and seq.has_token_in_flight:
                 resting.add(seq)  # its last token is in flight
-            elif self._grow(seq, resting):
-                index = len(seq.block_table) - 1
-                new_blocks.append(NewBlocks(seq.row, index, (seq.block_table[index],)))
+            else:
+                new_blocks += self._grow(seq, resting)
         return {seq for seq in resting if seq.status is SequenceStatus.RUNNING}, new_blocks
 
-    def _grow(self, seq: Sequence, resting: set[Sequence]) -> bool:
-        """One more block for `seq`, preempting the newest sequences for it if need be."""
-        while not self.block_manager.append(seq):
+    def _grow(self, seq: Sequence, resting: set[Sequence]) -> list[NewBlocks]:
+        """Blocks for the next token of `seq`, preempting the newest sequences for them if need be."""
+        while (new_blocks := self.block_manager.append(seq)) is None:
             victim = max(self.running, key=lambda seq: seq.order)
             if victim.has_token_in_flight:
                 resting.update((victim, seq))
-                return False
+                return []
             self.preempt(victim)
             if victim is seq:
-                return False
+                return []
         self._set_event(seq)
-        return True
+        return new_blocks
 
     def preempt(self, seq: Sequence) -> None:
         """Take everything from a running sequence; it starts over from its known tokens."""
@@ -180,34 +187,41 @@ class Scheduler:
             seq.prompt_logprobs = []
         insort(self.waiting, seq, key=lambda seq: seq.order)
 
-    def _prefill(self, *, budget: int, may_admit: bool) -> tuple[list[ScheduledChunk], list[NewRow]]:
+    def _prefill(
+        self, *, budget: int, may_admit: bool, resting: set[Sequence], new_blocks: list[NewBlocks]
+    ) -> tuple[list[ScheduledChunk], list[NewRow]]:
+        """Chunks of running sequences and of those that are admitted; their blocks are added to `new_blocks`."""
         chunks: list[ScheduledChunk] = []
         new_rows: list[NewRow] = []
         for seq in list(self.prefilling):
-            if budget:
+            if budget and seq not in resting:
+                lengths = [len(table.blocks) for table in seq.block_tables]
                 chunks.append(self._chunk(seq, budget))
+                new_blocks += _appended(seq, lengths)
                 budget -= chunks[-1].plan.num_new
         while budget and may_admit and self.waiting and self._rows and self.block_manager.allocate(self.waiting[0]):
             seq = self.waiting.pop(0)
-            new_rows.append(self._admit(seq))
+            self._admit(seq)
             chunks.append(self._chunk(seq, budget))
+            new_rows.append(self._new_row(seq))
             budget -= chunks[-1].plan.num_new
         return chunks, new_rows
 
-    def _admit(self, seq: Sequence) -> NewRow:
+    def _admit(self, seq: Sequence) -> None:
         if not seq.num_preemptions:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
         seq.row = self._rows.pop()
         self._num_guided += seq.guide is not None
-        self._set_event(seq)
         self._set_check(seq)
         insort(self.prefilling, seq, key=lambda seq: seq.order)
+
+    def _new_row(self, seq: Sequence) -> NewRow:
         return NewRow(
             row=seq.row,
             token_ids=tuple(seq.token_ids),
             num_prompt_tokens=seq.num_prompt_tokens,
-            block_table=tuple(seq.block_table),
+            block_tables=tuple([tuple(table.blocks) for table in seq.block_tables]),
             params=seq.params,
             seed=seq.seed,
             stop_token_ids=tuple(sorted(seq.stop_token_ids)),
@@ -215,12 +229,17 @@ class Scheduler:
         )
 
     def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk:
-        """As many of the sequence's uncomputed tokens as the budget allows; with the last one it starts to decode."""
+        """As many of the sequence's uncomputed tokens as the budget and the blocks allow; with the last one it starts
+        to decode."""
         start = seq.num_computed_tokens
         num_new = min(seq.num_tokens - start, budget)
+        num_new = self.block_manager.cover(seq, start + num_new) - start
         self._advance((seq,), num_new)
         samples = seq.num_computed_tokens == seq.num_tokens
         if samples:
+            self._set_event(seq)
+            if self.block_manager.has_windows:
+                seq.event_at = seq.num_computed_tokens  # the next step frees what has left the windows with this chunk
             self.prefilling.remove(seq)
             insort(self.decoding, seq, key=lambda seq: seq.order)
         unscored = len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1
@@ -323,7 +342,9 @@ class Scheduler:
             seq.num_computed_tokens += num_tokens
 
     def _set_event(self, seq: Sequence) -> None:
-        seq.event_at = min(len(seq.block_table) * self.config.block_size, seq.max_num_tokens - 1)
+        # every group has as many blocks, since all of them cover the same tokens
+        covered = len(seq.block_tables[0].blocks) * self.config.block_size if seq.block_tables else seq.max_num_tokens
+        seq.event_at = min(covered, seq.max_num_tokens - 1)
 
     def _set_check(self, seq: Sequence) -> None:
         seq.check_at = seq.max_num_tokens
@@ -350,10 +371,20 @@ class Scheduler:
         running = self.running
         for queue in (self.waiting, self.prefilling, self.decoding):
             assert queue == sorted(queue, key=lambda seq: seq.order), "a queue is out of order"
-        assert all(seq.status is SequenceStatus.WAITING and not seq.block_table for seq in self.waiting)
+        assert all(seq.status is SequenceStatus.WAITING and not seq.block_tables for seq in self.waiting)
         assert all(seq.status is SequenceStatus.RUNNING for seq in running)
         rows = sorted([seq.row for seq in running] + self._rows)
         assert rows == list(range(1, self.config.max_num_seqs + 1)), "a row is lost or used twice"
         for seq in running:
-            assert len(seq.block_table) >= self.block_manager.blocks_for(seq.num_computed_tokens)
+            for table in seq.block_tables:
+                assert len(table.blocks) >= self.block_manager.blocks_for(seq.num_computed_tokens)
         self.block_manager.check(running)
+
+
+def _appended(seq: Sequence, lengths: list[int]) -> list[NewBlocks]:
+    """The blocks by which the sequence's tables are longer than these `lengths`."""
+    return [
+        NewBlocks(seq.row, length, tuple(table.blocks[length:]), group)
+        for group, (table, length) in enumerate(zip(seq.block_tables, lengths, strict=True))
+        if len(table.blocks) > length
+    ]

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from typing import Protocol
 
+from nanovllm.engine.prefix import NO_EXTRAS, PrefixNode, encode_extras
 from nanovllm.plan import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,6 +28,20 @@ class Guide(Protocol):
         ...
 
 
+class BlockTable:
+    """The blocks of a sequence in one group, by position // block_size."""
+
+    __slots__ = ("blocks", "first")
+
+    def __init__(self, blocks: list[int], first: int = 0) -> None:
+        self.blocks = blocks
+        self.first = first  # index of the first block that is held: those before have left the window
+
+    @property
+    def held(self) -> list[int]:
+        return self.blocks[self.first :]
+
+
 class Sequence:
     """Tokens, counts, block table and row of one completion.
 
@@ -40,15 +55,15 @@ class Sequence:
     __slots__ = (
         "arrival",
         "bad_words",
-        "block_table",
+        "block_tables",
         "cache_salt",
         "check_at",
         "event_at",
+        "extras",
         "finish_reason",
         "followers",
         "guide",
         "index",
-        "last_cached_block",
         "logprobs",
         "max_num_tokens",
         "num_cached_blocks",
@@ -57,6 +72,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "prefix",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -97,19 +113,21 @@ class Sequence:
         self.priority = priority  # smaller runs first
         self.arrival = arrival
         self.cache_salt = cache_salt
+        # what the content of its blocks depends on beside the tokens, as block digests read it
+        self.extras = NO_EXTRAS if cache_salt is None else encode_extras(("cache_salt", cache_salt))
         self.followers: list[Sequence] = []  # siblings that wait for this one's prompt to be in the cache
 
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.row = 0  # of the device tables while running; 0 is the padding row
-        self.block_table: list[int] = []
+        self.block_tables: list[BlockTable] = []  # one per paged group while running
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        # the chain of full blocks known to the prefix cache: how many, and the identity of the last
+        # the full blocks known to the prefix cache: how many, and the last of them, while running
         self.num_cached_blocks = 0
-        self.last_cached_block = 0
+        self.prefix: PrefixNode
         # `num_computed_tokens` at which scheduling needs a look (new block, length reached), and `num_tokens` at
         # which updating does (block full, length reached): one comparison a step each
         self.event_at = 0

@@ -56,16 +56,19 @@ class ViewRecorder:
 
 
 def block_states(scheduler: Scheduler) -> tuple[bytes, list[int]]:
-    """The state of each block, and the row of the first sequence that uses it (0 if none does)."""
+    """The state of each block, and the row of the first sequence that uses it (0 if none does); group after group."""
     manager = scheduler.block_manager
     states = bytearray(manager.num_blocks)
     owners = [0] * manager.num_blocks
-    for block in manager._cached:
-        states[block] = BLOCK_CACHED
-    for seq in scheduler.running:
-        for block in seq.block_table:
-            states[block] = BLOCK_SHARED if owners[block] else BLOCK_IN_USE
-            owners[block] = owners[block] or seq.row
+    begin = 0  # of the group's blocks
+    for index, pool in enumerate(manager.pools):
+        for block in pool.cached:
+            states[begin + block] = BLOCK_CACHED
+        for seq in scheduler.running:
+            for block in seq.block_tables[index].held:
+                states[begin + block] = BLOCK_SHARED if owners[begin + block] else BLOCK_IN_USE
+                owners[begin + block] = owners[begin + block] or seq.row
+        begin += pool.num_blocks
     return bytes(states), owners
 
 

@@ -70,9 +70,10 @@ class RequestTable:
             self._requests[new.row] = new
             self.host_length[new.row] = len(new.token_ids)
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
-            self.host_blocks[new.row, : len(new.block_table)] = new.block_table
             self._write("tokens", new.row, new.token_ids)
-            self._write("blocks", new.row, new.block_table)
+            for blocks in new.block_tables:
+                self.host_blocks[new.row, : len(blocks)] = blocks
+                self._write("blocks", new.row, blocks)
         params = [new.params for new in new_rows]
         seeds = np.array([new.seed for new in new_rows], dtype=np.int64).view(np.int32).reshape(-1, 2)  # low half first
         columns: dict[str, np.ndarray | list[int] | list[float]] = {

@@ -36,7 +36,7 @@ def _step(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> StepPla
                 row=row,
                 token_ids=(0,) * length,
                 num_prompt_tokens=length,
-                block_table=(),
+                block_tables=(),
                 params=params,
                 seed=0,
                 stop_token_ids=(),

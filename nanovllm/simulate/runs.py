@@ -67,7 +67,7 @@ def pooled(config: SchedulerConfig, num_replicas: int) -> SchedulerConfig:
     """One replica with the cache, the rows and the token budget of all."""
     return replace(
         config,
-        num_blocks=config.num_blocks * num_replicas,
+        groups=tuple(replace(group, num_blocks=group.num_blocks * num_replicas) for group in config.groups),
         max_num_seqs=config.max_num_seqs * num_replicas,
         max_num_batched_tokens=config.max_num_batched_tokens * num_replicas,
     )

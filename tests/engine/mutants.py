@@ -15,7 +15,9 @@ import pytest
 
 from nanovllm.config import SchedulerConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_pool import BlockPool
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.state import BlockGroup
 
 from .oracle import VOCABULARY, Harness, Request
 
@@ -24,12 +26,14 @@ from .oracle import VOCABULARY, Harness, Request
 
 def random_config(rng: random.Random) -> SchedulerConfig:
     max_num_seqs = rng.randint(1, 6)
+    num_blocks = rng.randint(3, 12)
+    windows = rng.choice(((None,), (None,), (3,), (9,), (None, 4), (7, 2)))
     return SchedulerConfig(
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 3, 8, 64)),
         max_num_seqs=max_num_seqs,
         max_model_len=rng.choice((40, 40, 10)),
         block_size=rng.choice((1, 1, 2, 2, 4, 16)),
-        num_blocks=rng.randint(3, 12),
+        groups=tuple(BlockGroup(num_blocks + 2 * index, window) for index, window in enumerate(windows)),
         enable_prefix_caching=rng.random() < 0.85,
     )
 
@@ -44,7 +48,8 @@ def random_prompt(rng: random.Random, harness: Harness) -> tuple[int, ...]:
         text = [*seq.token_ids[: seq.num_prompt_tokens], *expected.token_ids]
     else:
         text = [rng.randrange(2)] * rng.choice((1, 2, 4)) + [1, 0, 1, 1, 0] * 4
-    room = min(harness.config.num_blocks * harness.config.block_size, harness.config.max_model_len)
+    config = harness.config
+    room = min(config.groups[0].num_blocks * config.block_size, config.max_model_len)
     text = text[: rng.randint(1, max(1, room * rng.choice((2, 2, 2, 2, 3)) // 3))]
     return (*text, *(rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 0, 1, 2)))))
 
@@ -117,10 +122,16 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "a hit on the full prompt leaves no token to compute": (
         Edit(BlockManager, "_match", "(seq.num_tokens - 1) // self.block_size", "seq.num_tokens // self.block_size"),
     ),
-    "a block's key lacks its parent": (Edit(BlockManager, "_key", "self._key_type(parent,", "self._key_type(ROOT,"),),
-    "a block's key lacks the salt": (Edit(BlockManager, "_key", "seq.cache_salt)", "None)"),),
-    "a block's number is its identity": (
-        Edit(BlockManager, "cache_full_blocks", "next(self._identities)", "block + 1"),
+    "a prefix lacks its parent": (
+        Edit(BlockManager, "_match", "find(parent,", "find(self.prefixes.root,"),
+        Edit(BlockManager, "cache_full_blocks", "extend(seq.prefix,", "extend(self.prefixes.root,"),
+    ),
+    "a prefix lacks the salt": (
+        Edit(BlockManager, "_match", "seq.extras)", 'b"")'),
+        Edit(BlockManager, "cache_full_blocks", "seq.extras)", 'b"")'),
+    ),
+    "a prefix is forgotten while a sequence extends it": (
+        Edit(BlockManager, "allocate", "seq.prefix.num_uses += 1", "pass"),
     ),
     "a block that is not full is cached": (
         Edit(BlockManager, "cache_full_blocks", "num_tokens // self.block_size", "self.blocks_for(num_tokens)"),
@@ -139,31 +150,66 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "prompt scores are wanted, but the cache is read": (Edit(BlockManager, "_match", "or wants_prompt_scores", ""),),
-    "a reset leaves blocks with a key": (Edit(BlockManager, "reset_prefix_cache", "self._key_of.clear()", "pass"),),
+    "a reset leaves blocks with a prefix": (Edit(BlockPool, "forget_prefixes", "self._node_of.clear()", "pass"),),
     # blocks
-    "an evicted block can still be found": (
-        Edit(BlockManager, "_take", "del self._found[self._key_of.pop(block)]", "self._key_of.pop(block)"),
-    ),
+    "an evicted block can still be found": (Edit(BlockPool, "take", "del self._block_of[node]", "pass"),),
     "a block is given back while another sequence shares it": (
-        Edit(BlockManager, "_release", "if self._ref_count[block]:", "if self._ref_count[block] < 0:"),
+        Edit(BlockPool, "release", "if self._ref_count[block]:", "if self._ref_count[block] < 0:"),
     ),
     "a cached block that is used again can be evicted": (
-        Edit(BlockManager, "_acquire", "del self._cached[block]", "pass"),
+        Edit(BlockPool, "acquire", "del self._cached[block]", "pass"),
     ),
     "a prefix hit is counted as available too": (
-        Edit(BlockManager, "allocate", "self.num_available - num_revived", "self.num_available"),
+        Edit(BlockManager, "allocate", "pool.num_available - pool.num_idle(hits[first:])", "pool.num_available"),
     ),
     "a shared block's count does not grow": (
-        Edit(BlockManager, "_acquire", "self._ref_count[block] += 1", "self._ref_count[block] = 1"),
+        Edit(BlockPool, "acquire", "self._ref_count[block] += 1", "self._ref_count[block] = 1"),
     ),
     "a request of one block too many is accepted": (
-        Edit(Scheduler, "add", "if needed > config.num_blocks:", "if needed > config.num_blocks + 1:"),
+        Edit(Scheduler, "add", "if needed > group.num_blocks:", "if needed > group.num_blocks + 1:"),
     ),
     "a prompt of one block too many is accepted if it asks for no length": (
         Edit(Scheduler, "add", "max(seq.num_tokens, seq.max_num_tokens - 1)", "seq.max_num_tokens - 1"),
     ),
     "a request that just fits is refused": (
         Edit(Scheduler, "add", "max(seq.num_tokens, seq.max_num_tokens - 1)", "seq.max_num_tokens"),
+    ),
+    # windows
+    "a block is freed one token early": (
+        Edit(BlockGroup, "first_block", "position - self.window + 1", "position - self.window + 2"),
+    ),
+    "a block that left the window is kept": (
+        Edit(BlockManager, "_slide", "if first > table.first:", "if first > table.first + 1:"),
+    ),
+    "a freed block is freed again with the sequence": (
+        Edit(BlockManager, "free", "reversed(table.held)", "reversed(table.blocks)"),
+    ),
+    "a block is freed before it can be found": (
+        Edit(BlockManager, "_slide", "self.cache_full_blocks(seq, first * self.block_size)", "pass"),
+    ),
+    "a prefix hit lacks a block of the window": (Edit(BlockManager, "_limit", "first - 1, -1)", "first, -1)"),),
+    "a prefix hit looks at one group alone": (
+        Edit(BlockManager, "_num_served", "length = min(limits)", "return limits[0]"),
+    ),
+    "a request that fills its window is accepted without a block for its next token": (
+        Edit(BlockGroup, "most_blocks", "// block_size) + 1", "// block_size)"),
+    ),
+    "a chunk gets more tokens than blocks": (
+        Edit(
+            BlockManager,
+            "cover",
+            "self.blocks_for(end) - len(table.blocks)",
+            "(end - 1) // self.block_size - len(table.blocks)",
+        ),
+    ),
+    "the device is not told of a chunk's blocks": (
+        Edit(Scheduler, "_prefill", "new_blocks += _appended(seq, lengths)", "pass"),
+    ),
+    "a sequence without a block for its next chunk runs": (
+        Edit(Scheduler, "schedule", "if not self.block_manager.is_covered(seq)", "if False"),
+    ),
+    "a sequence that has just been prefilled keeps its chunk's blocks": (
+        Edit(Scheduler, "_chunk", "seq.event_at = seq.num_computed_tokens", "pass"),
     ),
     # preemption
     "a preempted sequence keeps its count of computed tokens": (
@@ -208,7 +254,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     ),
     # lengths, budget, rows
     "a new block comes one token late": (
-        Edit(Scheduler, "_set_event", "* self.config.block_size,", "* self.config.block_size + 1,"),
+        Edit(Scheduler, "_set_event", "* self.config.block_size if", "* self.config.block_size + 1 if"),
     ),
     "the device is not told of a new block": (Edit(Scheduler, "schedule", "new_blocks=tuple(new_blocks),", ""),),
     "the length is noticed one token late": (

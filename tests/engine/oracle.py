@@ -1,9 +1,10 @@
 """The token oracle: a fake device whose tokens are hashes of everything it reads through the block table.
 
-The fake model has a KV cache like a real one: the entry of a position holds the position, the token and a digest of all
-entries before it. So a block with the right tokens after the wrong prefix differs, as in a transformer. A wrong slot, a
-stale table, a wrong start, a missing block or a block overwritten by another sequence raises an error or changes the
-tokens. `answer` computes the right tokens without an engine.
+The fake model has a state like a real one: the KV entry of a position is its number, its token and a digest of every
+entry that the position reads. So a block of the right tokens behind the wrong prefix differs, as it does in a
+transformer. Each group of layers has entries of its own and reads those in its window. A wrong slot, a stale table, a
+wrong start, a missing block, a freed block or a block overwritten by another sequence raises at once or changes the
+tokens; `answer` says, without an engine, what they should have been.
 """
 
 from collections import deque
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanovllm.config import SchedulerConfig
-from nanovllm.engine.block_manager import BlockKey, BlockManager
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.prefix import Digest, blake2b_256
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import RequestError
@@ -23,7 +25,13 @@ from nanovllm.sampling_params import SamplingParams
 VOCABULARY = 4  # small, so that stop tokens and equal continuations occur
 NOTHING_READ = 0
 
-# --- the model: four pure functions ---------------------------------------------------------------------------------
+
+def table_of(seq: Sequence, group: int = 0) -> list[int]:
+    """The blocks of a sequence in one group; none while it does not run."""
+    return seq.block_tables[group].blocks if seq.block_tables else []
+
+
+# --- the model: pure functions --------------------------------------------------------------------------------------
 
 
 def mix(*values: int) -> int:
@@ -37,6 +45,27 @@ def mix(*values: int) -> int:
 def entry_state(read: int, position: int, token: int) -> int:
     """The third part of a position's KV entry, after position and token: a digest of the entries before it."""
     return mix(1, read, position, token)
+
+
+Content = tuple[int, int, int]  # of a KV entry: position, token, state
+Windows = tuple[int | None, ...]  # one per group
+
+
+def before(position: int, windows: Windows, after: list[int], entry: Callable[[int, int], Content]) -> list[int]:
+    """By group, a digest of what a position reads of earlier ones. `after`: the same after the position before it."""
+    digests = []
+    for group, window in enumerate(windows):
+        digest = after[group]
+        if window is not None:
+            digest = NOTHING_READ
+            for earlier in range(max(0, position - window + 1), position):
+                digest = mix(digest, *entry(group, earlier))
+        digests.append(digest)
+    return digests
+
+
+def all_of(digests: list[int]) -> int:
+    return digests[0] if len(digests) == 1 else mix(*digests)
 
 
 def sample(
@@ -73,13 +102,14 @@ class Request:
 
     def max_num_tokens(self, config: SchedulerConfig) -> int:
         if self.max_tokens is None:
-            return min(config.num_blocks * config.block_size + 1, config.max_model_len)
+            room = [n for n in range(1, config.max_model_len + 1) if blocks_suffice(n - 1, config)]
+            return max(room)
         return min(len(self.prompt) + self.max_tokens, config.max_model_len)
 
     def fits(self, config: SchedulerConfig) -> bool:
         """Whether the request can run alone in an empty cache: every token but the last needs a slot."""
         num_computed = max(len(self.prompt), self.max_num_tokens(config) - 1)
-        return 0 < len(self.prompt) < config.max_model_len and num_computed <= config.num_blocks * config.block_size
+        return 0 < len(self.prompt) < config.max_model_len and blocks_suffice(num_computed, config)
 
     def sequences(self, number: int, config: SchedulerConfig) -> list[Sequence]:
         """The first sequence, with the other completions as its followers."""
@@ -109,6 +139,17 @@ class Request:
         return [leader, *followers]
 
 
+def blocks_suffice(num_computed: int, config: SchedulerConfig) -> bool:
+    """Whether every group has blocks for what each of these positions reads."""
+    size = config.block_size
+    for group in config.groups:
+        for position in range(num_computed):
+            first = 0 if group.window is None else max(0, position - group.window + 1)
+            if position // size - first // size + 1 > group.num_blocks:
+                return False
+    return True
+
+
 @dataclass(frozen=True)
 class Answer:
     token_ids: list[int]
@@ -124,9 +165,14 @@ def answer(request: Request, index: int, config: SchedulerConfig) -> Answer:
     num_prompt_tokens = len(token_ids)
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
-    read = NOTHING_READ
+    windows = tuple(group.window for group in config.groups)
+    entries: list[Content] = []
+    after = [NOTHING_READ] * len(windows)
     for position in range(request.max_num_tokens(config)):
-        read = mix(read, position, token_ids[position], entry_state(read, position, token_ids[position]))
+        seen = before(position, windows, after, lambda group, earlier: entries[earlier])
+        entries.append((position, token_ids[position], entry_state(all_of(seen), position, token_ids[position])))
+        after = [mix(digest, *entries[position]) for digest in seen]
+        read = all_of(after)
         if position + 1 < num_prompt_tokens:
             if request.prompt_logprobs is not None:
                 prompt_logprobs.append(score(read, token_ids[position + 1], request.prompt_logprobs))
@@ -169,11 +215,11 @@ class Row:
     new: NewRow
     tenant: str | None
     tokens: list[int] = field(init=False)
-    blocks: list[int] = field(init=False)
+    blocks: list[list[int]] = field(init=False)  # by group
 
     def __post_init__(self) -> None:
         self.tokens = list(self.new.token_ids)
-        self.blocks = list(self.new.block_table)
+        self.blocks = [list(blocks) for blocks in self.new.block_tables]
 
 
 class FakeHandle:
@@ -188,25 +234,36 @@ class FakeExecutor:
     """An executor without a device. Eager: a step runs when it is launched; lazy: when it is waited for."""
 
     def __init__(
-        self, config: SchedulerConfig, *, lazy: bool = False, tenant_of: Callable[[int], str | None] = lambda row: None
+        self,
+        config: SchedulerConfig,
+        *,
+        lazy: bool = False,
+        tenant_of: Callable[[int], str | None] = lambda row: None,
+        held_by: Callable[[int], list[list[int]]] | None = None,
     ) -> None:
         self.num_blocks = config.num_blocks
         self.num_launched = 0
         self.num_run = 0
         self._config = config
         self._lazy = lazy
-        self._tenant_of = tenant_of  # the salt of a row, read at launch; the plan does not contain it
+        # the salt of a row and the blocks it holds in each group, asked at launch; the plan does not carry them
+        self._tenant_of, self._held_by = tenant_of, held_by
+        self._held: dict[int, list[list[int]]] = {}  # by row, of the step that runs
+        self._windows = tuple(group.window for group in config.groups)
         self._rows: dict[int, Row] = {}
-        self._slots: list[list[Entry | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
+        self._slots: list[list[list[Entry | None]]] = [
+            [[None] * config.block_size for _ in range(group.num_blocks)] for group in config.groups
+        ]
 
     def launch(self, plan: StepPlan) -> FakeHandle:
         self._check(plan)
         self.num_launched += 1
         number = self.num_launched
         tenants = {new.row: self._tenant_of(new.row) for new in plan.new_rows}
+        held = self._check_held(plan)
         if self._lazy:
-            return FakeHandle(lambda: self._run(number, plan, tenants))
-        result = self._run(number, plan, tenants)
+            return FakeHandle(lambda: self._run(number, plan, tenants, held))
+        result = self._run(number, plan, tenants, held)
         return FakeHandle(lambda: result)
 
     def close(self) -> None:
@@ -222,13 +279,28 @@ class FakeExecutor:
         assert plan.num_tokens <= self._config.max_num_batched_tokens, "more tokens than the budget"
         assert {new.row for new in plan.new_rows} <= {chunk.row for chunk in plan.chunks}, "a new row that does not run"
 
-    def _run(self, number: int, plan: StepPlan, tenants: dict[int, str | None]) -> StepResult:
+    def _check_held(self, plan: StepPlan) -> dict[int, list[list[int]]]:
+        """The blocks that each row of the step holds: no more than its windows and its new tokens touch."""
+        if self._held_by is None:
+            return {}
+        num_new = dict.fromkeys(plan.decode_rows, 1) | {chunk.row: chunk.num_new for chunk in plan.chunks}
+        held = {row: self._held_by(row) for row in num_new}
+        for row, groups in held.items():
+            for window, blocks in zip(self._windows, groups, strict=True):
+                if window is not None:
+                    most = -(-(window + num_new[row] - 2) // self._config.block_size) + 1
+                    assert len(blocks) <= most, f"row {row} holds {len(blocks)} blocks; {most} are enough"
+        return held
+
+    def _run(
+        self, number: int, plan: StepPlan, tenants: dict[int, str | None], held: dict[int, list[list[int]]]
+    ) -> StepResult:
         assert number == self.num_run + 1, "steps must be waited for once and in order"
-        self.num_run = number
+        self.num_run, self._held = number, held
         for new in plan.new_rows:
             self._rows[new.row] = Row(new, tenants[new.row])
         for blocks in plan.new_blocks:
-            table = self._rows[blocks.row].blocks
+            table = self._rows[blocks.row].blocks[blocks.group]
             assert blocks.index == len(table), "new blocks do not continue the table"
             table.extend(blocks.blocks)
         result = StepResult()
@@ -246,13 +318,19 @@ class FakeExecutor:
         assert end <= len(row.tokens), "a chunk beyond the known tokens"
         assert chunk.samples == (end == len(row.tokens)), "a chunk samples if, and only if, it reaches the last token"
         assert end < self._config.max_model_len, "no room for the next token in the tables"
-        read = NOTHING_READ
-        for position in range(chunk.start):
-            read = self._read(read, chunk.row, position)
+        groups = range(len(self._windows))
+        after = [NOTHING_READ] * len(groups)
+        for group in groups:
+            if self._windows[group] is None:
+                for position in range(chunk.start):
+                    after[group] = mix(after[group], *self._read(chunk.row, group, position))
         scores: list[TokenLogprobs] = []
         for position in range(chunk.start, end):
-            self._write(read, chunk.row, position)
-            read = self._read(read, chunk.row, position)
+            seen = before(position, self._windows, after, lambda group, earlier: self._read(chunk.row, group, earlier))
+            for group in groups:
+                self._write(all_of(seen), chunk.row, group, position)
+            after = [mix(seen[group], *self._read(chunk.row, group, position)) for group in groups]
+            read = all_of(after)
             if chunk.num_prompt_logprobs is not None and position + 1 < row.new.num_prompt_tokens:
                 scores.append(score(read, row.tokens[position + 1], chunk.num_prompt_logprobs))
         if chunk.num_prompt_logprobs is not None:
@@ -273,27 +351,30 @@ class FakeExecutor:
             result.logprobs[len(result.tokens)] = [score(read, token, row.new.params.logprobs)]
         result.tokens.append([token])
 
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        return row.blocks[position // self._config.block_size], position % self._config.block_size
+    def _slot(self, number: int, group: int, position: int) -> tuple[int, int]:
+        block = self._rows[number].blocks[group][position // self._config.block_size]
+        if self._held:
+            assert block in self._held[number][group], f"row {number} uses a freed block for position {position}"
+        return block, position % self._config.block_size
 
-    def _write(self, read: int, number: int, position: int) -> None:
+    def _write(self, read: int, number: int, group: int, position: int) -> None:
         row = self._rows[number]
-        block, offset = self._slot(row, position)
+        block, offset = self._slot(number, group, position)
         token = row.tokens[position]
         state = entry_state(read, position, token)
-        self._slots[block][offset] = Entry(position, token, state, row.tenant, self.num_run, number)
+        self._slots[group][block][offset] = Entry(position, token, state, row.tenant, self.num_run, number)
 
-    def _read(self, read: int, number: int, position: int) -> int:
+    def _read(self, number: int, group: int, position: int) -> Content:
         row = self._rows[number]
-        block, offset = self._slot(row, position)
-        entry = self._slots[block][offset]
+        block, offset = self._slot(number, group, position)
+        entry = self._slots[group][block][offset]
         assert entry is not None, f"row {number} reads position {position} from a slot never written"
         assert (entry.position, entry.token) == (position, row.tokens[position]), (
             f"row {number} reads position {position} and finds {entry}"
         )
         assert entry.tenant == row.tenant, f"row {number} reads another tenant's KV at position {position}"
         assert entry.row == number or entry.step < self.num_run, f"row {number} reads what this very step computes"
-        return mix(read, entry.position, entry.token, entry.state)
+        return entry.position, entry.token, entry.state
 
 
 # --- the engine under test, watched -----------------------------------------------------------------------------------
@@ -303,17 +384,17 @@ class Harness:
     """An EngineCore with the fake device. After every operation all checks run."""
 
     def __init__(
-        self, config: SchedulerConfig, *, depth: int = 0, lazy: bool = False, key_type: type[BlockKey] = BlockKey
+        self, config: SchedulerConfig, *, depth: int = 0, lazy: bool = False, digest: Digest = blake2b_256
     ) -> None:
         self.config = config
         self.block_manager = BlockManager(
-            num_blocks=config.num_blocks,
+            groups=config.groups,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
-            key_type=key_type,
+            digest=digest,
         )
         self.scheduler = Scheduler(config, self.block_manager)
-        self.device = FakeExecutor(config, lazy=lazy, tenant_of=self._tenant_of)
+        self.device = FakeExecutor(config, lazy=lazy, tenant_of=self._tenant_of, held_by=self._held_by)
         self.core = EngineCore(self.scheduler, self.device, depth=depth)
         self.requests: list[Request] = []
         self.sequences: list[tuple[Sequence, Answer]] = []
@@ -322,6 +403,9 @@ class Harness:
 
     def _tenant_of(self, row: int) -> str | None:
         return next(seq.cache_salt for seq in self.scheduler.running if seq.row == row)
+
+    def _held_by(self, row: int) -> list[list[int]]:
+        return next([table.held for table in seq.block_tables] for seq in self.scheduler.running if seq.row == row)
 
     def add(self, request: Request) -> bool:
         """False if the request was refused; checks that it had to be."""

@@ -2,13 +2,16 @@
 
 import pytest
 
-from nanovllm.engine.block_manager import BlockKey, BlockManager
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.state import BlockGroup
+
+from .oracle import table_of
 
 
 def make_manager(num_blocks: int = 8, block_size: int = 4, **options: object) -> BlockManager:
-    return BlockManager(num_blocks=num_blocks, block_size=block_size, **options)
+    return BlockManager(groups=(BlockGroup(num_blocks),), block_size=block_size, **options)
 
 
 def make_seq(*token_ids: int, salt: str | None = None, prompt_logprobs: int | None = None) -> Sequence:
@@ -30,7 +33,7 @@ def run(manager: BlockManager, seq: Sequence) -> Sequence:
 
 def run_and_free(manager: BlockManager, *token_ids: int, salt: str | None = None) -> list[int]:
     seq = run(manager, make_seq(*token_ids, salt=salt))
-    blocks = seq.block_table
+    blocks = table_of(seq)
     manager.free(seq)
     return blocks
 
@@ -44,6 +47,12 @@ def num_hits(manager: BlockManager, *token_ids: int, salt: str | None = None) ->
     return hits
 
 
+def append(manager: BlockManager, seq: Sequence) -> bool:
+    """One more block, as if all positions of the others had been computed."""
+    seq.num_computed_tokens = len(table_of(seq)) * manager.block_size
+    return manager.append(seq) is not None
+
+
 def test_blocks_for_rounds_up() -> None:
     manager = make_manager(block_size=4)
     assert [manager.blocks_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
@@ -53,10 +62,10 @@ def test_allocate_takes_just_enough_and_free_gives_all_back() -> None:
     manager = make_manager(num_blocks=3)
     seq = make_seq(*range(9))
     assert manager.allocate(seq)
-    assert len(set(seq.block_table)) == 3 and manager.num_available == 0
+    assert len(set(table_of(seq))) == 3 and manager.num_available == 0
     manager.check([seq])
     manager.free(seq)
-    assert manager.num_available == 3 and seq.block_table == [] and seq.num_computed_tokens == 0
+    assert manager.num_available == 3 and table_of(seq) == [] and seq.num_computed_tokens == 0
     manager.check([])
 
 
@@ -65,7 +74,7 @@ def test_allocate_that_fails_changes_nothing() -> None:
     run_and_free(manager, *range(8))
     seq = make_seq(*range(13))
     assert not manager.allocate(seq)
-    assert seq.block_table == [] and manager.num_available == 3
+    assert table_of(seq) == [] and manager.num_available == 3
     manager.check([])
 
 
@@ -80,8 +89,8 @@ def test_a_hit_that_nobody_uses_is_not_counted_twice() -> None:
 def test_append_until_none_is_left() -> None:
     manager = make_manager(num_blocks=2)
     seq = make_seq(1)
-    assert manager.allocate(seq) and manager.append(seq) and not manager.append(seq)
-    assert sorted(seq.block_table) == [0, 1]
+    assert manager.allocate(seq) and append(manager, seq) and not append(manager, seq)
+    assert sorted(table_of(seq)) == [0, 1]
     manager.check([seq])
 
 
@@ -100,7 +109,7 @@ def test_a_shared_prefix_is_one_set_of_blocks() -> None:
     first = run(manager, make_seq(*range(8), 100))
     second = make_seq(*range(8), 200)
     assert manager.allocate(second)
-    assert second.block_table[:2] == first.block_table[:2] and second.block_table[2] != first.block_table[2]
+    assert table_of(second)[:2] == table_of(first)[:2] and table_of(second)[2] != table_of(first)[2]
     assert manager.num_available == 8 - 4
     manager.check([first, second])
     manager.free(first)
@@ -126,15 +135,15 @@ def test_two_sequences_that_computed_the_same_prefix_keep_their_own_blocks() -> 
     assert manager.allocate(first) and manager.allocate(second)
     compute(manager, first)
     compute(manager, second)
-    assert not set(first.block_table) & set(second.block_table)
-    assert first.last_cached_block == second.last_cached_block
+    assert not set(table_of(first)) & set(table_of(second))
+    assert first.prefix is second.prefix
     manager.check([first, second])
     second.token_ids += [8, 9, 10, 11]
-    assert manager.append(second)
+    assert append(manager, second)
     compute(manager, second)
     third = make_seq(*range(13))
     assert manager.allocate(third)
-    assert third.block_table[:3] == [*first.block_table, second.block_table[2]]
+    assert table_of(third)[:3] == [*table_of(first), table_of(second)[2]]
     manager.check([first, second, third])
 
 
@@ -152,14 +161,14 @@ def test_an_identity_is_never_used_again() -> None:
     first, second = make_seq(1), make_seq(1)
     assert manager.allocate(first) and manager.allocate(second)
     compute(manager, first)
-    compute(manager, second)  # the parent of the next block is the first sequence's block
-    parent = first.block_table[0]
+    compute(manager, second)  # the parent of what follows is the first one's block
+    parent = table_of(first)[0]
     second.token_ids.append(5)
-    assert manager.append(second)
+    assert append(manager, second)
     compute(manager, second)
     manager.free(first)
     other = run(manager, make_seq(2))
-    assert other.block_table == [parent], "the parent's block was evicted and holds another token now"
+    assert table_of(other) == [parent], "the parent's block was evicted and holds another token now"
     manager.free(second)
     prompt = make_seq(2, 5, 0)
     assert manager.allocate(prompt)
@@ -190,15 +199,8 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     assert num_hits(manager, *range(9)) == 0
 
 
-class CollidingKey(BlockKey):
-    __slots__ = ()
-
-    def __hash__(self) -> int:
-        return 0
-
-
-def test_a_hash_collision_hands_over_nothing() -> None:
-    manager = make_manager(num_blocks=12, key_type=CollidingKey)
+def test_a_digest_collision_hands_over_nothing() -> None:
+    manager = make_manager(num_blocks=12, digest=lambda content: b"the same")
     run_and_free(manager, *range(8))
     run_and_free(manager, *range(50, 58))
     assert num_hits(manager, *range(9)) == 8
@@ -208,7 +210,7 @@ def test_a_hash_collision_hands_over_nothing() -> None:
 
 
 def test_large_token_ids_are_told_apart() -> None:
-    """Keys hold whole integers: 1 and 1 + 2**32 differ, and so do (1, 256) and (256, 1)."""
+    """Digests read whole integers: 1 and 1 + 2**32 differ, and so do (1, 256) and (256, 1)."""
     manager = make_manager(block_size=2)
     run_and_free(manager, 1, 256)
     assert num_hits(manager, 1, 256, 0) == 2
@@ -216,7 +218,88 @@ def test_large_token_ids_are_told_apart() -> None:
     assert num_hits(manager, 256, 1, 0) == 0
 
 
-# --- eviction ---------------------------------------------------------------------------------------------------------
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def make_windowed(*groups: tuple[int, int | None], block_size: int = 4) -> BlockManager:
+    return BlockManager(groups=[BlockGroup(*group) for group in groups], block_size=block_size)
+
+
+def prefill(manager: BlockManager, seq: Sequence, chunk: int, *others: Sequence) -> list[int]:
+    """Compute a sequence's tokens chunk by chunk; how many blocks it then holds in the last group after each."""
+    assert manager.allocate(seq)
+    held = []
+    while seq.num_computed_tokens < seq.num_tokens:
+        end = manager.cover(seq, min(seq.num_computed_tokens + chunk, seq.num_tokens))
+        assert end > seq.num_computed_tokens
+        seq.num_computed_tokens = end
+        manager.cache_full_blocks(seq, end)
+        manager.check([seq, *others])
+        held.append(len(seq.block_tables[-1].held))
+    return held
+
+
+def test_a_prompt_longer_than_the_cache_runs_through_a_window() -> None:
+    manager = make_windowed((4, 8))  # 16 tokens
+    seq = make_seq(*range(50))
+    held = prefill(manager, seq, 50)
+    assert max(held) == 4 and len(table_of(seq)) == 13
+    for position in range(50, 90):
+        seq.token_ids.append(position)
+        assert manager.append(seq) is not None
+        assert len(seq.block_tables[0].held) <= BlockGroup(4, 8).most_blocks(4) == 3
+        seq.num_computed_tokens += 1
+    manager.check([seq])
+    manager.free(seq)
+    assert manager.num_available == 4
+    manager.check([])
+
+
+def test_blocks_that_left_the_window_serve_others() -> None:
+    manager = make_windowed((6, 8))
+    first, second = make_seq(*range(12)), make_seq(*range(100, 112))
+    prefill(manager, first, 4)
+    prefill(manager, second, 4, first)
+    manager.check([first, second])
+    assert not set(first.block_tables[0].held) & set(second.block_tables[0].held)
+
+
+@pytest.mark.parametrize("chunk", [3, 4, 8, 40])
+def test_a_windowed_prefix_is_found_from_its_last_window_alone(chunk: int) -> None:
+    manager = make_windowed((12, 8))
+    first = make_seq(*range(40))
+    prefill(manager, first, chunk)
+    assert num_hits(manager, *range(41)) == 40
+    manager.free(first)
+    assert num_hits(manager, *range(41)) == 40
+    second = make_seq(*range(41))
+    assert manager.allocate(second)
+    (table,) = second.block_tables
+    assert table.first == 8 and len(table.held) == 2, "position 40 reads from position 33 on"
+    manager.check([second])
+
+
+def test_a_hit_needs_every_group() -> None:
+    """Evicting one block of the last window moves the hit to the longest prefix whose window is whole."""
+    manager = make_windowed((10, None), (5, 4))
+    run = make_seq(*range(20))
+    prefill(manager, run, 20)
+    manager.free(run)
+    other = make_seq(100)  # takes the block that was freed first: of positions [16, 20)
+    assert manager.allocate(other) and manager.cover(other, 1) == 1
+    assert manager.pools[0].num_available == 9 and manager.pools[1].num_available == 4
+    assert num_hits(manager, *range(21)) == 16
+    manager.check([other])
+
+
+def test_the_door_knows_windows() -> None:
+    group = BlockGroup(3, window=9)
+    assert group.most_blocks(4) == 3 and group.blocks_needed(1000, 4) == 3 and group.blocks_needed(5, 4) == 2
+    assert group.max_num_tokens(4) == float("inf") and BlockGroup(2, window=9).max_num_tokens(4) == 8
+    assert BlockGroup(3, window=10).most_blocks(4) == 4 and BlockGroup(3, window=1).most_blocks(4) == 1
+
+
+# --- what is evicted --------------------------------------------------------------------------------------------------
 
 
 def test_unknown_content_goes_first_then_the_least_recently_used_last_blocks_first() -> None:
@@ -227,8 +310,8 @@ def test_unknown_content_goes_first_then_the_least_recently_used_last_blocks_fir
     seq = make_seq(9)
     assert manager.allocate(seq)
     for _ in range(4):
-        assert manager.append(seq)
-    assert seq.block_table == [free, old[1], old[0], young[1], young[0]]
+        assert append(manager, seq)
+    assert table_of(seq) == [free, old[1], old[0], young[1], young[0]]
 
 
 def test_a_hit_makes_a_block_young_again() -> None:
@@ -237,7 +320,7 @@ def test_a_hit_makes_a_block_young_again() -> None:
     assert num_hits(manager, 1, 7) == 1
     seq = make_seq(5, 6, 7)
     assert manager.allocate(seq)
-    assert young[0] in seq.block_table and old[0] not in seq.block_table
+    assert young[0] in table_of(seq) and old[0] not in table_of(seq)
     assert num_hits(manager, 1) == 0 and manager.num_available == 1
     manager.check([seq])
 
@@ -259,8 +342,8 @@ def test_a_block_still_shared_is_never_evicted() -> None:
     assert manager.allocate(second)
     manager.free(first)
     third = make_seq(1)
-    assert manager.allocate(third) and not manager.append(third)
-    assert not set(third.block_table) & set(second.block_table)
+    assert manager.allocate(third) and not append(manager, third)
+    assert not set(table_of(third)) & set(table_of(second))
     manager.check([second, third])
 
 
@@ -272,7 +355,7 @@ def test_reset_forgets_everything_and_frees_nothing_in_use() -> None:
     manager.check([seq])
     assert num_hits(manager, *range(9)) == 0 and num_hits(manager, *range(50, 59)) == 0
     seq.token_ids += range(58, 62)
-    assert manager.append(seq)
+    assert append(manager, seq)
     compute(manager, seq)
     manager.free(seq)
     assert manager.num_available == 8
@@ -300,9 +383,10 @@ def test_check_sees_a_block_given_back_twice() -> None:
     manager = make_manager()
     seq = make_seq(1)
     assert manager.allocate(seq)
-    table = list(seq.block_table)
+    tables = seq.block_tables
     manager.free(seq)
-    seq.block_table = table
+    seq.block_tables, seq.prefix = tables, manager.prefixes.root
+    seq.prefix.num_uses += 1
     manager.free(seq)
     with pytest.raises(AssertionError):
         manager.check([])

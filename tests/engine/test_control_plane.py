@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from nanovllm.config import SchedulerConfig
-from nanovllm.engine.block_manager import BlockKey
+from nanovllm.engine.prefix import Digest, blake2b_256
+from nanovllm.state import BlockGroup
 
 from .mutants import random_request
-from .oracle import Harness, Request
+from .oracle import Harness, Request, blocks_suffice
 
 EXAMPLES = os.environ.get("NANOVLLM_HYPOTHESIS_EXAMPLES")
 
@@ -29,13 +30,23 @@ settings.register_profile(
 )
 
 
-class CollidingKey(BlockKey):
-    """A key whose hash is always the same, so that only comparing whole keys distinguishes blocks."""
+def one_byte(content: bytes) -> bytes:
+    return blake2b_256(content)[:1]
 
-    __slots__ = ()
 
-    def __hash__(self) -> int:
-        return 0
+def nothing(content: bytes) -> bytes:
+    """Every block has this digest, so that only the comparison of their content tells them apart."""
+    return b""
+
+
+GROUPS: dict[str, tuple[int | None, ...]] = {
+    "full": (None,),
+    "windowed": (3,),
+    "wide": (9,),
+    "mixed": (None, 5),
+    "mixed with a narrow window": (None, 1),
+    "two windows": (8, 2),
+}
 
 
 class ControlPlane(RuleBasedStateMachine):
@@ -50,7 +61,9 @@ class ControlPlane(RuleBasedStateMachine):
         spare_budget=st.sampled_from((0, 1, 4, 64)),
         max_model_len=st.sampled_from((40, 8)),
         enable_prefix_caching=st.sampled_from((True, True, True, False)),
-        key_type=st.sampled_from((BlockKey, CollidingKey)),
+        digest=st.sampled_from((blake2b_256, one_byte, nothing)),
+        windows=st.sampled_from(list(GROUPS.values())),
+        more_blocks=st.integers(-2, 4),
         lazy=st.booleans(),
     )
     def open(
@@ -61,7 +74,9 @@ class ControlPlane(RuleBasedStateMachine):
         spare_budget: int,
         max_model_len: int,
         enable_prefix_caching: bool,
-        key_type: type[BlockKey],
+        digest: Digest,
+        windows: tuple[int | None, ...],
+        more_blocks: int,
         lazy: bool,
     ) -> None:
         self.config = SchedulerConfig(
@@ -69,11 +84,11 @@ class ControlPlane(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
-            num_blocks=num_blocks,
+            groups=tuple(BlockGroup(num_blocks + index * more_blocks, window) for index, window in enumerate(windows)),
             enable_prefix_caching=enable_prefix_caching,
         )
-        self.num_slots = num_blocks * block_size
-        self.engines = tuple(Harness(self.config, depth=depth, lazy=lazy, key_type=key_type) for depth in (0, 1))
+        self.num_slots = max(n for n in range(max_model_len + 1) if blocks_suffice(n, self.config))
+        self.engines = tuple(Harness(self.config, depth=depth, lazy=lazy, digest=digest) for depth in (0, 1))
 
     def add_to_all(self, request: Request) -> None:
         accepted = {engine.add(request) for engine in self.engines}

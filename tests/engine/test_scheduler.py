@@ -12,15 +12,16 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import RequestError
 from nanovllm.plan import NewBlocks, SeqPlan, StepPlan, StepResult, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.state import BlockGroup
 
-from .oracle import FakeExecutor, Harness, Request
+from .oracle import FakeExecutor, Harness, Request, table_of
 
 CONFIG = SchedulerConfig(
     max_num_batched_tokens=64,
     max_num_seqs=4,
     max_model_len=64,
     block_size=4,
-    num_blocks=16,
+    groups=(BlockGroup(16),),
     enable_prefix_caching=True,
 )
 TOKEN, STOP = 90, 99
@@ -94,7 +95,7 @@ def test_the_first_step_carries_all_the_device_needs() -> None:
     plan = schedule(scheduler)
     (new,) = plan.new_rows
     assert (new.row, new.token_ids, new.num_prompt_tokens) == (seq.row, (0, 1, 2, 3, 4), 5)
-    assert (new.block_table, new.params, new.seed) == (tuple(seq.block_table), seq.params, 17)
+    assert (new.block_tables, new.params, new.seed) == ((tuple(table_of(seq)),), seq.params, 17)
     assert (new.stop_token_ids, new.bad_words) == ((STOP,), ((1, 2),))
     assert plan.chunks == (SeqPlan(seq.row, start=0, num_new=5, samples=True),)
     assert plan.decode_rows == () and plan.new_blocks == () and plan.num_tokens == 5
@@ -141,7 +142,7 @@ def test_no_more_rows_than_max_num_seqs() -> None:
 
 
 def test_a_request_too_large_for_now_is_not_overtaken() -> None:
-    scheduler = make_scheduler(num_blocks=6)
+    scheduler = make_scheduler(groups=(BlockGroup(6),))
     running, large, small = make_seq(range(12)), make_seq(range(30, 46), arrival=1), make_seq([7], arrival=2)
     scheduler.add(running)
     step(scheduler)
@@ -179,7 +180,7 @@ def test_a_step_with_new_blocks_is_not_repeated_but_its_rows_are() -> None:
     scheduler.add(seq)
     step(scheduler)
     plan = step(scheduler)
-    assert plan.new_blocks == (NewBlocks(seq.row, index=1, blocks=(seq.block_table[1],)),)
+    assert plan.new_blocks == (NewBlocks(seq.row, index=1, blocks=(table_of(seq)[1],)),)
     steady = step(scheduler)
     assert steady.new_blocks == () and steady.decode_rows is plan.decode_rows
     assert step(scheduler) is steady
@@ -235,10 +236,10 @@ def test_two_sequences_of_one_step_compute_the_same_prefix_each_for_itself() -> 
     first, second, third = (make_seq(range(9), arrival=i) for i in range(3))
     add(scheduler, first, second)
     assert [chunk.start for chunk in step(scheduler).chunks] == [0, 0]
-    assert not set(first.block_table) & set(second.block_table)
+    assert not set(table_of(first)) & set(table_of(second))
     scheduler.add(third)
     assert [chunk.start for chunk in step(scheduler).chunks] == [8]
-    assert third.block_table[:2] == first.block_table[:2]
+    assert table_of(third)[:2] == table_of(first)[:2]
 
 
 def test_a_block_is_shared_only_after_its_result_has_come() -> None:
@@ -249,7 +250,7 @@ def test_a_block_is_shared_only_after_its_result_has_come() -> None:
     scheduler.add(second)
     assert schedule(scheduler).chunks[0].start == 0
     update(scheduler, in_flight)
-    assert not set(first.block_table) & set(second.block_table)
+    assert not set(table_of(first)) & set(table_of(second))
 
 
 def test_generated_blocks_are_found_by_the_next_turn() -> None:
@@ -312,7 +313,7 @@ def test_a_sequence_preempted_while_being_scored_is_scored_anew() -> None:
 
 
 def test_out_of_blocks_the_newest_gives_way_and_comes_back_from_the_cache() -> None:
-    scheduler = make_scheduler(num_blocks=4)
+    scheduler = make_scheduler(groups=(BlockGroup(4),))
     old, new = make_seq(range(7), max_tokens=6), make_seq(range(30, 37), arrival=1, max_tokens=6)
     add(scheduler, old, new)
     step(scheduler)
@@ -330,7 +331,7 @@ def test_out_of_blocks_the_newest_gives_way_and_comes_back_from_the_cache() -> N
 
 
 def test_priority_decides_who_gives_way() -> None:
-    scheduler = make_scheduler(num_blocks=4)
+    scheduler = make_scheduler(groups=(BlockGroup(4),))
     humble, urgent = make_seq(range(7), priority=1), make_seq(range(30, 37), arrival=1)
     add(scheduler, humble, urgent)
     for _ in range(3):
@@ -339,7 +340,7 @@ def test_priority_decides_who_gives_way() -> None:
 
 
 def test_a_prefilling_sequence_gives_way_at_once_even_with_a_chunk_in_flight() -> None:
-    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=5)
+    scheduler = make_scheduler(groups=(BlockGroup(4),), max_num_batched_tokens=5)
     old, new = make_seq(range(4)), make_seq(range(30, 38), arrival=1, max_tokens=1)
     scheduler.add(old)
     for _ in range(4):
@@ -357,7 +358,7 @@ def test_a_prefilling_sequence_gives_way_at_once_even_with_a_chunk_in_flight() -
 
 
 def test_a_sequence_with_a_token_in_flight_rests_and_is_preempted_a_step_later() -> None:
-    scheduler = make_scheduler(num_blocks=2)
+    scheduler = make_scheduler(groups=(BlockGroup(2),))
     old, new = make_seq(range(4), max_tokens=4), make_seq(range(30, 33), arrival=1, max_tokens=4)
     add(scheduler, old, new)
     first = schedule(scheduler)
@@ -446,7 +447,7 @@ def test_the_core_returns_results_as_many_steps_late_as_it_is_deep(lazy: bool) -
 
 
 def test_the_core_does_not_stand_still_in_silence() -> None:
-    scheduler = make_scheduler(num_blocks=1)
+    scheduler = make_scheduler(groups=(BlockGroup(1),))
     scheduler.waiting.append(make_seq(range(5)))
     with pytest.raises(AssertionError, match="none of them can ever run"):
         EngineCore(scheduler, FakeExecutor(CONFIG), depth=0).step()
@@ -527,7 +528,7 @@ def test_followers_wait_for_the_prompt_and_share_its_blocks() -> None:
     assert scheduler.waiting == [second, third]
     plan = step(scheduler)
     assert [(chunk.row, chunk.start, chunk.num_new) for chunk in plan.chunks] == [(second.row, 8, 1), (third.row, 8, 1)]
-    assert leader.block_table[:2] == second.block_table[:2] == third.block_table[:2]
+    assert table_of(leader)[:2] == table_of(second)[:2] == table_of(third)[:2]
     assert second.num_cached_tokens == third.num_cached_tokens == 8
 
 
@@ -574,7 +575,7 @@ def test_a_follower_aborted_while_it_hangs_never_runs() -> None:
 def test_what_can_never_run_is_refused_with_the_number_that_fails(
     num_prompt_tokens: int, max_tokens: int, parts: list[str]
 ) -> None:
-    scheduler = make_scheduler(max_model_len=32, num_blocks=4)
+    scheduler = make_scheduler(max_model_len=32, groups=(BlockGroup(4),))
     with pytest.raises(RequestError) as error:
         scheduler.add(make_seq(range(num_prompt_tokens), max_tokens=max_tokens))
     assert all(part in str(error.value) for part in parts), str(error.value)
@@ -586,7 +587,7 @@ def test_what_can_never_run_is_refused_with_the_number_that_fails(
 @pytest.mark.parametrize("num_prompt_tokens, max_tokens", [(1, 16), (16, 1), (10, 7), (1, None), (16, None)])
 def test_what_just_fits_runs_to_its_end(num_prompt_tokens: int, max_tokens: int | None) -> None:
     """16 slots hold 17 tokens: the last one is never computed."""
-    harness = Harness(replace(CONFIG, num_blocks=4, max_model_len=32))
+    harness = Harness(replace(CONFIG, groups=(BlockGroup(4),), max_model_len=32))
     assert harness.add(Request(prompt=(1,) * num_prompt_tokens, max_tokens=max_tokens))
     harness.run_to_end()
     assert len(harness.sequences[0][0].token_ids) == 17

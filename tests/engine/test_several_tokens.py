@@ -12,6 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from tests.helpers import TOKENIZER
 
+from .oracle import table_of
 from .test_scheduler import STOP, make_scheduler, make_seq, schedule, step
 
 
@@ -76,7 +77,7 @@ def test_blocks_filled_in_the_middle_are_found_by_the_next_turn() -> None:
     turn = make_seq([*seq.token_ids, 1], arrival=1)
     scheduler.add(turn)
     schedule(scheduler)
-    assert turn.block_table[:2] == seq.block_table[:2] and turn.num_cached_tokens == 8
+    assert table_of(turn)[:2] == table_of(seq)[:2] and turn.num_cached_tokens == 8
 
 
 def test_what_comes_after_the_end_is_not_in_the_prefix_cache() -> None:
@@ -109,7 +110,7 @@ class RecordingGuide:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
-    def mask_behind(self, new_tokens: Seq[int]) -> bytes | None:
+    def mask_after(self, new_tokens: Seq[int]) -> bytes | None:
         self.tokens += new_tokens
         return None if 9 in self.tokens else b"\xff"
 

@@ -26,7 +26,7 @@ def filled_row(row: int, num_tokens: int) -> NewRow:
         row=row,
         token_ids=tuple(range(num_tokens)),
         num_prompt_tokens=num_tokens,
-        block_table=(row,),
+        block_tables=((row,),),
         params=SamplingParams(),
         seed=0,
         stop_token_ids=(),

@@ -35,7 +35,7 @@ def apply_stages(
             row=index + 1,
             token_ids=(*prompt, *generated),
             num_prompt_tokens=len(prompt),
-            block_table=(0,),
+            block_tables=((0,),),
             params=SamplingParams(**chosen),
             seed=0,
             stop_token_ids=stop_token_ids,

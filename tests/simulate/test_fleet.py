@@ -19,6 +19,7 @@ from nanovllm.simulate.metrics import duration, latencies, measure
 from nanovllm.simulate.requests import Arrival, Synthetic, trace_arrivals
 from nanovllm.simulate.runs import Limits, Settings, fewest_replicas, make_policy, pooled, simulate
 from nanovllm.simulate.step_time import H200, H200_OVERHEAD, Linear, Modelled
+from nanovllm.state import BlockGroup
 
 EXCERPT = Path(__file__).parent.parent / "data" / "traces" / "mooncake_excerpt.jsonl"
 CONFIG = SchedulerConfig(
@@ -26,7 +27,7 @@ CONFIG = SchedulerConfig(
     max_num_seqs=8,
     max_model_len=1000,
     block_size=4,
-    num_blocks=40,
+    groups=(BlockGroup(40),),
     enable_prefix_caching=True,
 )
 LINEAR = Linear(step=1.0, prefill_token=0.1, decode=0.5, context_token=0.01)
@@ -91,7 +92,7 @@ def test_an_impossible_request_is_refused_and_counted() -> None:
 def test_a_whole_batch_takes_what_the_roofline_says() -> None:
     """All prompts in one step, then all decode together: the roofline's sum for that is an independent reference."""
     arrivals = [own(index, input_len=100 + 7 * index, output_len=20 + 3 * index) for index in range(30)]
-    config = replace(CONFIG, max_num_batched_tokens=10**6, max_num_seqs=64, num_blocks=10**4)
+    config = replace(CONFIG, max_num_batched_tokens=10**6, max_num_seqs=64, groups=(BlockGroup(10**4),))
     fleet = Fleet(num_replicas=1, config=config, step_time=Modelled(ROOFLINE, 0.0), policy=RoundRobin([0]))
     seconds = duration(fleet.run(arrivals))
     input_lens, output_lens = zip(*((arrival.input_len, arrival.output_len) for arrival in arrivals), strict=True)
@@ -101,7 +102,7 @@ def test_a_whole_batch_takes_what_the_roofline_says() -> None:
 def test_throughput_is_that_of_the_step() -> None:
     """Many more requests than rows: the batch is full in every step but the last few."""
     linear = Linear(step=1.0, prefill_token=0.0, decode=0.5)
-    config = replace(CONFIG, num_blocks=400)
+    config = replace(CONFIG, groups=(BlockGroup(400),))
     arrivals = [own(index, output_len=50) for index in range(400)]
     fleet = Fleet(num_replicas=1, config=config, step_time=linear, policy=RoundRobin([0]))
     row = measure(fleet.run(arrivals))
@@ -123,7 +124,7 @@ def loads(draw: st.DrawFn) -> list[Arrival]:
 def test_all_ends_and_everything_is_given_back(
     arrivals: list[Arrival], policy: str, num_replicas: int, caches: bool
 ) -> None:
-    config = replace(CONFIG, num_blocks=18, enable_prefix_caching=caches)  # so few that sequences are preempted
+    config = replace(CONFIG, groups=(BlockGroup(18),), enable_prefix_caching=caches)  # few: some are preempted
     run = Settings(config, LINEAR, 2, 1.5)
     fleet = Fleet(
         num_replicas=num_replicas, config=config, step_time=LINEAR, policy=make_policy(policy, num_replicas, run)
@@ -142,7 +143,7 @@ def test_all_ends_and_everything_is_given_back(
 
 
 def test_preemptions_are_counted_and_the_first_token_counts_once() -> None:
-    config = replace(CONFIG, num_blocks=12)
+    config = replace(CONFIG, groups=(BlockGroup(12),))
     outcome = alone([own(index, input_len=10, output_len=20) for index in range(3)], config)
     assert outcome.num_preemptions[0] > 0
     assert outcome.first_token == pytest.approx([1 + 30 * 0.1] * 3)
@@ -162,7 +163,7 @@ def hit_rates(arrivals: list[Arrival], *, num_replicas: int, config: SchedulerCo
 @pytest.mark.parametrize("skew", [0.0, 1.0])
 def test_prefix_routing_reaches_the_big_replica_on_drawn_requests(skew: float) -> None:
     arrivals = Synthetic(groups=40, prefix=(512, 512), output=(8, 24), skew=skew).arrivals(count=800, rate=80, seed=0)
-    config = replace(CONFIG, max_num_batched_tokens=8192, max_num_seqs=64, num_blocks=600, block_size=32)
+    config = replace(CONFIG, max_num_batched_tokens=8192, max_num_seqs=64, groups=(BlockGroup(600),), block_size=32)
     rates = hit_rates(arrivals, num_replicas=8, config=config)
     assert rates["prefix"] > rates["one-big"] - 5
     assert rates["prefix"] > rates["round-robin"] + 10
@@ -176,7 +177,7 @@ def test_prefix_routing_reaches_the_big_replica_on_a_trace() -> None:
         max_num_batched_tokens=16384,
         max_num_seqs=512,
         max_model_len=200_000,
-        num_blocks=24995,
+        groups=(BlockGroup(24995),),
         block_size=32,
     )
     rates = hit_rates(arrivals, num_replicas=8, config=config)
