@@ -15,7 +15,7 @@ KV_CACHE_DTYPES = (*DTYPES, "fp8")
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton")
 DISTRIBUTED_EXECUTOR_BACKENDS = ("mp", "ray")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS: tuple[str, ...] = ()  # weight formats that can be made while loading
+QUANTIZATIONS: tuple[str, ...] = ("int8",)  # weight formats that can be made while loading
 # Earlier spellings of options, still accepted by LLM(...), the command line, the Ray app and remote engines.
 OPTION_ALIASES = {"kvcache_block_size": "kv_cache_block_size", "num_kvcache_blocks": "num_kv_cache_blocks"}
 
@@ -147,13 +147,15 @@ class Config:
         60.0, "Seconds that a step may take in a worker before the engine treats the worker as hung and stops."
     )
     # loading
+    quantization: str | None = option(
+        None,
+        "Weight format made while loading: int8 = 8-bit weights with one scale per output row. Without it, weights are "
+        "kept in the model's dtype.",
+    )
     load_format: str = option(
         "auto",
         "Format of the weights: safetensors, gguf, or dummy (random weights, no files read but the config). auto "
         "means that the file name decides.",
-    )
-    quantization: str | None = option(
-        None, "Weight format made while loading: int8 = 8-bit weights with one scale per output row."
     )
     skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts and outputs are token ids only.")
     seed: int = option(0, "Random seed of requests that set none, and of dummy weights.")

@@ -228,7 +228,7 @@ def _same_weights(engine: dict[str, Any], scratch: Path, *, random: bool) -> tup
 
 def _read_config(path: Path) -> dict[str, Any]:
     from nanovllm.checkpoint.gguf import GGUFFile
-    from nanovllm.models.spec import read_json
+    from nanovllm.checkpoint.json_file import read_json
 
     if path.is_dir():
         return read_json(path / "config.json")

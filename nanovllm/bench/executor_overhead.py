@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from nanovllm.bench.tiny_model import NO_MODEL
 from nanovllm.config import Config
 from nanovllm.executor.messages import Start
 from nanovllm.executor.multiproc import ProcessWorkers
@@ -81,7 +80,7 @@ def open_executor(num_workers: int) -> WorkersExecutor:
         num_workers, command=(sys.executable, "-m", "nanovllm.bench.executor_overhead", "--worker")
     )
     config = Config(tensor_parallel_size=num_workers)
-    return WorkersExecutor(workers, config, NO_MODEL, Path("."), max_model_len=1)
+    return WorkersExecutor(workers, config, Path("."), max_model_len=1)
 
 
 def measure(executor: WorkersExecutor, plans: list[StepPlan], *, depth: int) -> list[float]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.bench.arguments import count, counts
 from nanovllm.bench.report import Report, Row, environment, table
 from nanovllm.errors import ConfigError, EngineError
+from nanovllm.kernels.select import linear_symbols
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -39,7 +40,7 @@ NAME_WIDTH = 60
 KINDS = {
     "copy": r"memcpy|memset",
     "attention": r"attention|attn|flash|fmha|decode|prefill|_plan_kernel",
-    "linear": r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitk|_rows?_kernel|_tiled_kernel|_experts_kernel",
+    "linear": "|".join(["gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitk", *linear_symbols()]),
     "sampling": r"sample|_cut_kernel|argmax|logit",
     "norm, rotation, activation": r"",
 }

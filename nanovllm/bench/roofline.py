@@ -18,10 +18,12 @@ a CPU a copy is a weak yardstick: it also reads what it overwrites, and a small 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nanovllm.models.spec import DTYPE_BYTES, ModelConfig
+from nanovllm.layers.spec import AttentionSpec, Weight
+from nanovllm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 GPU_COPY_BYTES, GPU_MATMUL_SIZE = 1 << 32, 8192
 CPU_COPY_BYTES, CPU_MATMUL_SIZE = 1 << 28, 1024
 NUM_WARM_UPS, NUM_RUNS = 3, 11
-FP8_SCALE_BYTES = 2  # of a token's key, or value, in one head
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Least seconds on `machine` for a model whose weights and cached keys and values take so many bytes."""
+    """Least seconds on `machine` for a model, from what its layers state about their weights and state."""
 
     machine: Machine
-    model: ModelConfig
-    weight_bytes: int  # of one weight
-    kv_head_bytes: int  # of one token's key, or value, in one head of one layer
+    model: ModelSpec
+    weight_bytes: int  # of one weight in the model's dtype
+    kv_dtype: str  # of the KV cache
+    packed_bytes: Callable[[tuple[int, ...], int], int] | None = None  # a weight format's `num_bytes`; None = dense
 
     def workload_seconds(self, input_lens: Sequence[int], output_lens: Sequence[int]) -> float:
         """All prompts computed in one go, which gives each request its first token; then all of them decode together.
@@ -63,63 +65,87 @@ class Roofline:
         """
         num_steps = [output_len - 1 for output_len in output_lens]
         batch_sizes = [sum(step < count for count in num_steps) for step in range(max(num_steps))]
-        kv_tokens = sum(
-            self._kv_tokens(input_len + 1, input_len + count)
+        kv_bytes = sum(
+            self._kv_bytes(input_len + 1, input_len + count)
             for input_len, count in zip(input_lens, num_steps, strict=True)
         )
-        decode = sum(map(self._weights_seconds, batch_sizes)) + self._kv_seconds(kv_tokens)
+        decode = sum(map(self._weights_seconds, batch_sizes)) + kv_bytes / self.machine.bytes_per_second
         return self.prefill_seconds(input_lens) + decode
 
     def prefill_seconds(self, input_lens: Sequence[int]) -> float:
         """Whole prompts at once, up to the first sampled token of each."""
-        model = self.model
-        scores = sum(self._kv_tokens(1, input_len) for input_len in input_lens)
-        attention_flops = 2 * 2 * model.q_size * scores  # queries times keys, probabilities times values
+        attention_flops = sum(self._attention_flops(1, input_len) for input_len in input_lens)
         linears = self.layers_seconds(sum(input_lens)) + self.head_seconds(len(input_lens))
         return linears + attention_flops / self.machine.flops_per_second
 
     def step_seconds(self, batch_size: int, context: int) -> float:
         """A decode step of sequences that have `context` tokens each, the newest included."""
-        return self._weights_seconds(batch_size) + self._kv_seconds(batch_size * self._kv_tokens(context, context))
+        kv_seconds = batch_size * self._kv_bytes(context, context) / self.machine.bytes_per_second
+        return self._weights_seconds(batch_size) + kv_seconds
 
     def _weights_seconds(self, batch_size: int) -> float:
         return self.layers_seconds(batch_size) + self.head_seconds(batch_size)
 
     def layers_seconds(self, num_tokens: float) -> float:
         """The linears of all layers, for the tokens of one step."""
-        model = self.model
-        head = model.vocab_size * model.hidden_size
-        always = model.num_parameters() - head * (1 if model.tie_word_embeddings else 2)
-        if model.moe is None:
-            return self._linear_seconds(num_tokens, num_read=always, num_used=always)
-        num_layers = sum(map(model.is_moe_layer, range(model.num_layers)))
-        expert = 3 * model.hidden_size * model.moe.intermediate_size
-        always -= num_layers * model.moe.num_experts * expert
-        untouched = (1 - model.moe.num_experts_per_token / model.moe.num_experts) ** num_tokens
-        return self._linear_seconds(
-            num_tokens,
-            num_read=always + num_layers * expert * model.moe.num_experts * (1 - untouched),
-            num_used=always + num_layers * expert * model.moe.num_experts_per_token,
-        )
+        read, used = 0.0, 0.0  # bytes that any of the tokens needs, weights that each of them is multiplied with
+        for weight in self._layer_weights:
+            touched = 1.0
+            if weight.num_experts:
+                touched -= (1 - weight.num_active / weight.num_experts) ** num_tokens
+            read += self._num_bytes(weight) * touched
+            used += weight.num_parameters * (weight.num_active / weight.num_experts if weight.num_experts else 1)
+        return self._linear_seconds(num_tokens, num_bytes=read, num_used=used)
 
     def head_seconds(self, num_tokens: float) -> float:
         """The output head, for the sampled tokens of one step."""
-        head = self.model.vocab_size * self.model.hidden_size
-        return self._linear_seconds(num_tokens, num_read=head, num_used=head)
+        head = self.model.head_weight()
+        return self._linear_seconds(num_tokens, num_bytes=self._num_bytes(head), num_used=head.num_parameters)
 
-    def _linear_seconds(self, num_tokens: float, *, num_read: float, num_used: float) -> float:
-        """`num_read` weights are touched by any of the tokens, `num_used` by each."""
-        read = num_read * self.weight_bytes / self.machine.bytes_per_second
+    @cached_property
+    def _layer_weights(self) -> list[Weight]:
+        """Those of all layers, and of the norm before the head."""
+        layers = [weight for layer in self.model.layers for _, weight in layer.weights()]
+        return [*layers, self.model.final_norm_weight()]
+
+    def _num_bytes(self, weight: Weight) -> int:
+        if self.packed_bytes is None or not weight.packable:
+            return weight.num_parameters * self.weight_bytes
+        return self.packed_bytes(weight.shard_shape(0, 1), self.weight_bytes)
+
+    def _linear_seconds(self, num_tokens: float, *, num_bytes: float, num_used: float) -> float:
+        read = num_bytes / self.machine.bytes_per_second
         compute = 2 * num_used * num_tokens / self.machine.flops_per_second
         return max(read, compute)
 
-    def _kv_seconds(self, kv_tokens: int) -> float:
-        token_bytes = 2 * self.model.num_kv_heads * self.kv_head_bytes
-        return kv_tokens * token_bytes / self.machine.bytes_per_second
+    @cached_property
+    def _attention(self) -> list[AttentionSpec]:
+        return [layer.mixer for layer in self.model.layers if isinstance(layer.mixer, AttentionSpec)]
 
-    def _kv_tokens(self, first: int, last: int) -> int:
-        """Tokens looked at, summed over the layers, by queries whose contexts are `first`, ..., `last` tokens long."""
-        return sum(_sum_of_least(first, last, window) for window in self.model.windows)
+    def _kv_bytes(self, first: int, last: int) -> int:
+        """Read by queries whose contexts are `first`, ..., `last` tokens long, in all layers."""
+        return sum(
+            _sum_of_least(first, last, mixer.window) * mixer.state(self.kv_dtype).bytes_per_token
+            for mixer in self._attention
+        )
+
+    def _attention_flops(self, first: int, last: int) -> int:
+        """Queries times keys, and probabilities times values, for the same queries."""
+        return sum(2 * 2 * mixer.q_size * _sum_of_least(first, last, mixer.window) for mixer in self._attention)
+
+    @property
+    def has_windows(self) -> bool:
+        return any(mixer.window is not None for mixer in self._attention)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers together."""
+        return sum(mixer.state(self.kv_dtype).bytes_per_token for mixer in self._attention)
+
+    @property
+    def flops_per_score(self) -> int:
+        """Of all layers, for one pair of a query and a key."""
+        return sum(2 * 2 * mixer.q_size for mixer in self._attention)
 
 
 def _sum_of_least(first: int, last: int, limit: int | None) -> int:
@@ -137,23 +163,24 @@ def _sum_of_least(first: int, last: int, limit: int | None) -> int:
 def roofline_of(llm: "LLM") -> Roofline:
     """The roofline of an engine's model on its device. Measuring needs memory: close the engine first."""
     from nanovllm.runner.device import resolve_device, resolve_dtype
+    from nanovllm.weights.formats import weight_format
 
     device = resolve_device(llm.config.device)
     dtype = resolve_dtype(llm.config.dtype, llm.model_config.dtype, device)
-    cache = llm.config.kv_cache_dtype
     return Roofline(
         machine=measure(device, dtype),
         model=llm.model_config,
         weight_bytes=dtype.itemsize,
-        kv_head_bytes=kv_head_bytes(llm.model_config, dtype.itemsize, cache),
+        kv_dtype=kv_dtype(llm.config.kv_cache_dtype, str(dtype).removeprefix("torch.")),
+        packed_bytes=weight_format(llm.config.quantization).num_bytes,
     )
 
 
-def kv_head_bytes(model: ModelConfig, value_bytes: int, cache_dtype: str) -> int:
-    """`cache_dtype` as the option has it; "auto" = values as the model computes them."""
-    if cache_dtype.startswith("fp8"):
-        return model.head_dim + FP8_SCALE_BYTES
-    return model.head_dim * DTYPE_BYTES.get(cache_dtype, value_bytes)
+def kv_dtype(option: str, model_dtype: str) -> str:
+    """The type of the KV cache; "auto" = that in which the model computes."""
+    if option.startswith("fp8"):
+        return "float8_e4m3fn"
+    return model_dtype if option == "auto" else option
 
 
 # --- of the machine ---------------------------------------------------------------------------------------------------

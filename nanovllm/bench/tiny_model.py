@@ -6,20 +6,15 @@ Opened with `load_format="dummy"` it loads in no time, reads and writes any text
 import json
 from pathlib import Path
 
-from nanovllm.models.spec import ModelConfig, RopeConfig
+from nanovllm.models.spec import ModelSpec
 
 # what measures the parts around a model says that it has this one
-NO_MODEL = ModelConfig(
+NO_MODEL = ModelSpec(
     architecture="none",
     vocab_size=2,
     hidden_size=1,
-    intermediate_size=1,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=1,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1.0),
+    layers=(),
+    norm_eps=1e-6,
     max_position=1,
     tie_word_embeddings=True,
     dtype="float32",

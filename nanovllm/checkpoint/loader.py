@@ -1,4 +1,4 @@
-"""From a checkpoint into the model's parameters, one tensor at a time, with a strict account of what was there."""
+"""Loads a checkpoint into the model's weights, one tensor at a time; missing and unexpected tensors are errors."""
 
 import re
 import zlib
@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.checkpoint.stored import Part, Slot, Stored
 from nanovllm.errors import CheckpointError
 
-# what checkpoints carry beside weights: buffers that are computed here
+# buffers that some checkpoints contain and that are computed here
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$")
 STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate|up|down|gate_up)_proj(?:\.weight)?$")
 MAX_NAMED = 8  # tensors listed by name in an error
@@ -32,9 +32,9 @@ def checkpoint_tensors(path: Path, load_format: str, dtype: torch.dtype) -> Iter
 
 
 def load_weights(
-    slots: dict[str, Slot], tensors: Iterable[tuple[str, Stored]], *, source: str, elsewhere: Callable[[str], bool]
+    slots: dict[str, Slot], tensors: Iterable[tuple[str, Stored]], *, source: str, is_elsewhere: Callable[[str], bool]
 ) -> None:
-    """Copy each tensor to its slot. Raises unless every slot was filled and every tensor had one here or elsewhere."""
+    """Give each tensor to its slot. Raises unless every slot was filled and every tensor had one here or elsewhere."""
     missing = dict(slots)
     unexpected: list[str] = []
     for name, tensor in _unstack(tensors):
@@ -42,15 +42,17 @@ def load_weights(
         if slot is None:
             if name in slots:
                 raise CheckpointError(f"{source}: {name} occurs twice")
-            if not IGNORED.search(name) and not elsewhere(name):
+            if not IGNORED.search(name) and not is_elsewhere(name):
                 unexpected.append(name)
             continue
         if slot.shape != tensor.shape:
             raise CheckpointError(
                 f"{source}: {name} has shape {list(tensor.shape)}, and the config asks for {list(slot.shape)}"
             )
-        if slot.view.numel():
-            slot.view.copy_(tensor.read(slot.part))
+        try:
+            slot.load(tensor)
+        except ValueError as error:
+            raise CheckpointError(f"{source}: {name}: {error}") from error
     if missing or unexpected:
         raise CheckpointError(
             f"{source}: the weights do not fit the config: {_account('missing', list(missing))}; "
@@ -58,23 +60,31 @@ def load_weights(
         )
 
 
-def fill_dummy(slots: dict[str, Slot], seed: int) -> None:
-    """Random weights of a size that keeps activations sane; norms stay 1, biases 0.
-
-    A tensor's values depend on its name, so every rank holds a part of the same model.
-    """
-    generators = {slot.view.device: torch.Generator(slot.view.device) for slot in slots.values()}
+def dummy_tensors(
+    slots: dict[str, Slot], seed: int, *, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Stored]]:
+    """Random weights of a size that keeps activations sane; norms are 1, biases 0."""
+    generator = torch.Generator(device)
     for name, slot in slots.items():
-        view = slot.view
-        if view.dim() == 1:
-            view.fill_(0.0 if name.endswith(".bias") else 1.0)
-            continue
-        generator = generators[view.device].manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        if not slot.part:
-            view.normal_(0.0, 0.02, generator=generator)
-        else:
-            whole = torch.empty(slot.shape, dtype=view.dtype, device=view.device)
-            view.copy_(whole.normal_(0.0, 0.02, generator=generator)[slot.part])
+        yield name, _Dummy(name, slot.shape, seed, dtype, generator)
+
+
+@dataclass(frozen=True)
+class _Dummy:
+    """A tensor's values depend on its name and its whole shape, so every rank holds a part of the same model."""
+
+    name: str
+    shape: tuple[int, ...]
+    seed: int
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def read(self, part: Part = ()) -> Tensor:
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.generator.device)
+        if len(self.shape) == 1:
+            return tensor.fill_(0.0 if self.name.endswith(".bias") else 1.0)[part]
+        self.generator.manual_seed(zlib.crc32(f"{self.seed} {self.name}".encode()))
+        return tensor.normal_(0.0, 0.02, generator=self.generator)[part]
 
 
 @dataclass(frozen=True)

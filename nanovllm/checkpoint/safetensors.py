@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.checkpoint.json_file import read_json
 from nanovllm.checkpoint.stored import Part, Stored
 from nanovllm.errors import CheckpointError
-from nanovllm.models.spec import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

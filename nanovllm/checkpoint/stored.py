@@ -1,4 +1,4 @@
-"""A tensor stored in a checkpoint file, and the destination in memory that it, or a part of it, is loaded into."""
+"""A tensor that still lies in its file, and the place in memory that takes it, or a part of it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-Part = tuple[slice, ...]  # a slice per leading dimension; the remaining dimensions are complete
+Part = tuple[slice, ...]  # of the first dimensions; those not named are whole
+Index = tuple[int | slice, ...]
 
 
 class Stored(Protocol):
-    """A tensor in a checkpoint file that can be read completely or in part."""
-
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, part: Part = ()) -> Tensor: ...
 
 
+class Target(Protocol):
+    """A weight in memory that knows how to store what a file holds."""
+
+    def load(self, index: Index, tensor: Stored, part: Part) -> None: ...
+
+
 @dataclass(frozen=True)
 class Slot:
-    """The destination of a checkpoint tensor: its `part` is copied into `view`."""
+    """The place `index` in `target`, which takes the `part` of a checkpoint tensor that is held here."""
 
-    view: Tensor
-    shape: tuple[int, ...]  # of the complete tensor in the checkpoint
+    target: Target
+    shape: tuple[int, ...]  # of the whole tensor
+    index: Index = ()
     part: Part = ()
 
-    @classmethod
-    def whole(cls, view: Tensor) -> Slot:
-        """The destination of a tensor that is loaded completely."""
-        return cls(view, tuple(view.shape))
+    def load(self, tensor: Stored) -> None:
+        self.target.load(self.index, tensor, self.part)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from nanovllm.bench.report import Row
     from nanovllm.cli.parser import Parser
-    from nanovllm.models.spec import ModelConfig
+    from nanovllm.models.spec import ModelSpec
     from nanovllm.simulate.requests import Arrival
     from nanovllm.simulate.runs import Limits, Settings
     from nanovllm.simulate.step_time import StepTime
@@ -297,7 +297,7 @@ def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple
     return settings, described
 
 
-def _blocks_in_memory(args: argparse.Namespace, model: "ModelConfig", block_size: int) -> int:
+def _blocks_in_memory(args: argparse.Namespace, model: "ModelSpec", block_size: int) -> int:
     memory = H200_MEMORY if args.memory_gib is None else args.memory_gib * 2**30
     left = Config.gpu_memory_utilization * memory - 2 * model.num_parameters()
     num_blocks = int(left // (model.kv_bytes_per_token("bfloat16") * block_size))
@@ -309,14 +309,14 @@ def _blocks_in_memory(args: argparse.Namespace, model: "ModelConfig", block_size
     return num_blocks
 
 
-def _step_time(args: argparse.Namespace, model: "ModelConfig") -> "StepTime":
-    from nanovllm.bench.roofline import Machine, Roofline, kv_head_bytes
+def _step_time(args: argparse.Namespace, model: "ModelSpec") -> "StepTime":
+    from nanovllm.bench.roofline import Machine, Roofline
     from nanovllm.simulate.step_time import Linear, Modelled
 
     if args.step_time is not None:
         return Linear.parse(args.step_time)
     machine = Machine(_bandwidth(args) * 1e12, _tflops(args) * 1e12)
-    return Modelled(Roofline(machine, model, 2, kv_head_bytes(model, 2, "auto")), _overhead(args) / 1e3)
+    return Modelled(Roofline(machine, model, 2, "bfloat16"), _overhead(args) / 1e3)
 
 
 def _bandwidth(args: argparse.Namespace) -> float:

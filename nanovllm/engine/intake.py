@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
-from nanovllm.models.spec import ModelConfig
+from nanovllm.models.spec import ModelSpec
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import all_below
 from nanovllm.text.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ class Intake:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        model_config: ModelConfig,
+        model_config: ModelSpec,
         *,
         max_num_tokens: int,  # of a sequence
         num_cache_tokens: int,  # that the KV cache holds

@@ -1,12 +1,14 @@
 """How much memory a model would take and how many tokens would fit, before anything is loaded."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Place
-from nanovllm.distributed.share import share_of
+from nanovllm.layers.spec import Weight
 from nanovllm.models.registry import describe
+from nanovllm.models.shard import shard_of
 from nanovllm.utils.hub import resolve_model
 
 GIB = 2**30
@@ -53,6 +55,7 @@ class MemoryPlan:
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
     from nanovllm.runner.kv_cache import CacheSize, size_kv_cache
+    from nanovllm.weights.formats import weight_format
 
     config = Config.from_options(model, options)
     path = resolve_model(config.model)
@@ -63,21 +66,26 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
     tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
 
+    packed = weight_format(config.quantization)
+
+    def of_weight(weight: Weight, shape: tuple[int, ...]) -> int:
+        return packed.num_bytes(shape, dtype.itemsize) if weight.packable else prod(shape) * dtype.itemsize
+
     def of_stage(stage: int) -> tuple[CacheSize, int]:
-        share = share_of(model_config, Place(stage * tensor, tensor, pipeline))
-        weight_bytes = share.num_parameters() * dtype.itemsize
+        shard = shard_of(model_config, Place(stage * tensor, tensor, pipeline))
+        num_bytes = shard.num_bytes(of_weight)
         size = size_kv_cache(
             config,
-            share.model,
+            shard,
             max_model_len=max_model_len,
             dtype=cache_dtype,
             device=device,
-            weight_bytes=weight_bytes,
+            weight_bytes=num_bytes,
             num_ranks=tensor * pipeline,
         )
-        return size, weight_bytes
+        return size, num_bytes
 
-    size, weight_bytes = min(map(of_stage, range(pipeline)), key=lambda stage: stage[0].num_blocks)
+    size, num_bytes = min(map(of_stage, range(pipeline)), key=lambda stage: stage[0].num_blocks)
     return MemoryPlan(
         model=path.name,
         architecture=model_config.architecture,
@@ -85,7 +93,7 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
         num_devices=tensor * pipeline,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=model_config.num_parameters(),
-        weight_bytes=weight_bytes,
+        weight_bytes=num_bytes,
         kv_bytes_per_token=size.block_bytes // size.block_size,
         kv_cache_bytes=size.num_bytes,
         num_blocks=size.num_blocks,

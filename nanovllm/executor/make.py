@@ -4,14 +4,14 @@ from pathlib import Path
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Place
-from nanovllm.distributed.share import share_of
 from nanovllm.executor.base import Executor
-from nanovllm.models.spec import ModelConfig
+from nanovllm.models.shard import shard_of
+from nanovllm.models.spec import ModelSpec
 
 
-def make_executor(config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int) -> Executor:
+def make_executor(config: Config, model_config: ModelSpec, path: Path, *, max_model_len: int) -> Executor:
     place = Place(0, config.tensor_parallel_size, config.pipeline_parallel_size)
-    share_of(model_config, place)  # raises if the model cannot be divided like that, before anything is started
+    shard_of(model_config, place)  # raises if the model cannot be divided like that, before anything is started
     size = place.world_size
     backend = config.distributed_executor_backend or ("mp" if size > 1 else None)
     if backend is None:
@@ -29,4 +29,4 @@ def make_executor(config: Config, model_config: ModelConfig, path: Path, *, max_
         from nanovllm.executor.multiproc import ProcessWorkers
 
         workers = ProcessWorkers(size)
-    return WorkersExecutor(workers, config, model_config, path, max_model_len=max_model_len)
+    return WorkersExecutor(workers, config, path, max_model_len=max_model_len)

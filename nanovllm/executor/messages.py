@@ -9,7 +9,6 @@ import msgspec
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Place
-from nanovllm.models.spec import ModelConfig
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 
@@ -35,7 +34,6 @@ class Start(_Message):
     host: str
     port: int
     config: Config
-    model_config: ModelConfig
     path: str
     max_model_len: int
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from nanovllm.config import Config
 from nanovllm.executor.base import StepHandle
-from nanovllm.models.spec import ModelConfig
+from nanovllm.models.spec import ModelSpec
 from nanovllm.plan import StepPlan
 from nanovllm.runner.model_runner import ModelRunner
 
 
 class UniprocExecutor:
-    def __init__(self, config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int) -> None:
+    def __init__(self, config: Config, model_config: ModelSpec, path: Path, *, max_model_len: int) -> None:
         self._runner = ModelRunner(config, model_config, path, max_model_len=max_model_len)
         self.num_blocks = self._runner.cache_size.num_blocks
         self.runs_beside_host = self._runner.device.type != "cpu"

@@ -145,6 +145,7 @@ class _ModelRank:
         import torch
 
         from nanovllm.distributed.group import join
+        from nanovllm.models.registry import describe
         from nanovllm.runner.device import resolve_device
         from nanovllm.runner.model_runner import ModelRunner
 
@@ -158,7 +159,7 @@ class _ModelRank:
         )
         self._runner = ModelRunner(
             start.config,
-            start.model_config,
+            describe(Path(start.path)).config,
             Path(start.path),
             max_model_len=start.max_model_len,
             parallel=self._parallel,

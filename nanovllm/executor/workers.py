@@ -32,7 +32,6 @@ from nanovllm.executor.messages import (
     Wait,
     lean,
 )
-from nanovllm.models.spec import ModelConfig
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.remote.transport import to_frame
 
@@ -78,9 +77,7 @@ class Workers(Protocol):
 class WorkersExecutor:
     runs_beside_host = True
 
-    def __init__(
-        self, workers: Workers, config: Config, model_config: ModelConfig, path: Path, *, max_model_len: int
-    ) -> None:
+    def __init__(self, workers: Workers, config: Config, path: Path, *, max_model_len: int) -> None:
         self._workers = workers
         self._all_ranks = range(workers.size)
         self._timeout = config.worker_timeout
@@ -102,7 +99,7 @@ class WorkersExecutor:
         self._last_step: weakref.ref[WorkersStep] | None = None
         self._last_launch: tuple[StepPlan | None, bytes] = (None, b"")
         try:
-            ready = self._start(config, model_config, path, max_model_len)
+            ready = self._start(config, path, max_model_len)
         except BaseException:
             workers.end()
             raise
@@ -110,7 +107,7 @@ class WorkersExecutor:
         self.num_blocks = min(answer.num_blocks for answer in ready)
         self.startup_seconds = ready[0].startup_seconds
 
-    def _start(self, config: Config, model_config: ModelConfig, path: Path, max_model_len: int) -> list[Ready]:
+    def _start(self, config: Config, path: Path, max_model_len: int) -> list[Ready]:
         workers = self._workers
         self._send(Open(workers.host), [0])
         (opened,) = self._collect(Opened, [0])
@@ -121,7 +118,6 @@ class WorkersExecutor:
                 host=workers.host,
                 port=opened.port,
                 config=config,
-                model_config=model_config,
                 path=str(path),
                 max_model_len=max_model_len,
             )

@@ -19,20 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.kernels.launch import collecting, described, loading
+from nanovllm.kernels.select import SLOW_TO_COMPILE
 from nanovllm.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
 PATIENCE = 60  # seconds, after which children are taken to hang: they have locks of threads that they have not
 MAX_CHILDREN = 16  # each takes some hundred megabytes
-# What takes longest to compile, longest first: were it begun last, all would wait for it
-LONG = (
-    "_many_rows_kernel",
-    "_small_batch_attention_kernel",
-    "_decode_kernel",
-    "_few_rows_kernel",
-    "_tiled_kernel",
-)
 _preparing = threading.Lock()
 
 
@@ -48,7 +41,7 @@ class Job(NamedTuple):
 
     def rank(self) -> int:
         name = self.kernel.__name__
-        return LONG.index(name) if name in LONG else len(LONG)
+        return SLOW_TO_COMPILE.index(name) if name in SLOW_TO_COMPILE else len(SLOW_TO_COMPILE)
 
     def compile(self) -> Any:
         return self.kernel.warmup(*self.args, grid=self.grid, **self.options)

@@ -6,34 +6,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.launch import dependent_launch, usable
+from nanovllm.checkpoint.stored import Slot
+from nanovllm.layers.context import BuildContext
+from nanovllm.layers.slots import slots_of
+from nanovllm.layers.spec import Weight
+from nanovllm.weights.dense import DenseWeight
 
 FEW_ROWS = 32
 
 
 class RMSNorm:
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = torch.ones(size, dtype=dtype, device=device)
-        self.size = size
+    def __init__(self, spec: Weight, context: BuildContext, *, eps: float) -> None:
+        self.spec = spec
+        (self.size,) = spec.shard_shape(0, 1)
+        self.weight = torch.ones(self.size, dtype=context.dtype, device=context.device)
         self.eps = eps
         self._eps = torch.tensor(eps)
         self._mirrored: Tensor | None = None
-        self._in_float32 = dtype == torch.float32 and device.type == "cpu"
+        self._on_cpu = context.device.type == "cpu"
+        self._in_float32 = context.dtype == torch.float32 and self._on_cpu
+        self._pdl = context.pdl
         self._kernel: Callable[..., Tensor] | None = None
-        if usable(device.type):
+        if context.kernels:
             from nanovllm.kernels.elementwise.rms_norm import rms_norm
 
             self._kernel = rms_norm
 
+    def slots(self) -> dict[str, Slot]:
+        return slots_of(self.spec, DenseWeight(self.weight))
+
     def finish_loading(self) -> None:
-        if self.weight.device.type == "cpu" and not self._in_float32:
+        if self._on_cpu and not self._in_float32:
             self._mirrored = torch.cat([self.weight, torch.zeros_like(self.weight)])
 
     def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, size]
         if self._kernel is not None:
-            return self._kernel(x, self.weight, self.eps, pdl=dependent_launch())
+            return self._kernel(x, self.weight, self.eps, pdl=self._pdl)
         if self._mirrored is not None and x.shape[0] <= FEW_ROWS:
-            # [x, -x] has mean 0 and variance mean(x^2), so its layer norm, one kernel on a CPU, is x's RMS norm, eight
+            # [x, -x] has mean 0 and variance mean(x^2): its layer norm, which is one kernel on a CPU, is x's RMS norm,
+            # which would be eight
             twice = torch.cat((x, -x), dim=-1)
             return F.layer_norm(twice, (2 * self.size,), self._mirrored, None, self.eps)[:, : self.size]
         if self._in_float32 and x.shape[0] <= FEW_ROWS:
@@ -43,7 +54,7 @@ class RMSNorm:
         return F.rms_norm(x, (self.size,), self.weight, self.eps)
 
     def after_adding(self, x: Tensor, partial_sums: Tensor) -> Tensor:  # [num_tokens, size], [splits, num_tokens, size]
-        """Add a split-K linear's partial sums to x in place, and return the norm of the result."""
+        """The norm of x with all partial sums added to it, in place; only kernels give partial sums."""
         from nanovllm.kernels.elementwise.rms_norm import add_rms_norm
 
-        return add_rms_norm(x, partial_sums, self.weight, self.eps, pdl=dependent_launch())
+        return add_rms_norm(x, partial_sums, self.weight, self.eps, pdl=self._pdl)

@@ -1,103 +1,156 @@
-"""y = x W^T + b, computed in the way that is fastest for the device the weight lies on."""
+"""y = x W^T + b, with an optional norm before it, an activation after it, or a residual to add it to.
 
-import platform
+The weight's format stores and multiplies it. Where kernels/select.py knows a kernel that fuses norm, activation or
+residual for this format, number of rows, shape and device, it runs; otherwise plain operations are composed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.launch import usable
+from nanovllm.checkpoint.stored import Slot
+from nanovllm.distributed.group import ALONE
+from nanovllm.kernels.select import MAX_DISTINCT_ROWS, LinearCase, select_linear
 from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual import Residual
+from nanovllm.layers.slots import slots_of
+from nanovllm.layers.spec import Weight
+from nanovllm.weights.dense import DenseFormat, DenseWeight
+from nanovllm.weights.format import StoredWeight
 
-THOUSANDS_OF_ROWS = 2048  # from here on the gate needs no memory for what goes into it, where a kernel serves
+Activation = Literal["silu"]  # silu(gate) * up, where the rows of the weight are those of gate, then those of up
 
 
-def cpu_has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 matrices here without falling back to a loop."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+@dataclass(frozen=True)
+class Operation:
+    """How a linear is computed for one number of rows and one combination of keywords."""
 
-
-# OpenBLAS, behind torch on Arm, is up to a third faster at a few rows when the weight is the left factor
-_WEIGHT_LEFT = platform.machine() in ("aarch64", "arm64")
+    run: Callable[..., Tensor]  # (x), with `norm`, `gated` and `residual` where it takes them
+    norm: bool
+    gate: bool
+    add: bool
+    splits: bool = False  # gives partial sums, [splits, rows, out]
 
 
 class Linear:
-    """A weight to be filled by the loader; `finish_loading` lays it out for the kernel that will read it."""
+    def __init__(self, weights: dict[str, Weight], context: BuildContext, *, shared: DenseWeight | None = None) -> None:
+        """`weights`: "weight" and maybe "bias". `shared`: an embedding's weight, used in place of its own."""
+        self._context = context
+        self._spec = weights
+        group = context.group
+        spec = weights["weight"]
+        form = context.weight_format if spec.packable else DenseFormat()
+        shape = spec.shard_shape(group.rank, group.size)
+        self.weight: StoredWeight = shared or form.empty(shape, dtype=context.dtype, device=context.device)
+        self._shared = shared is not None
+        self.bias: Tensor | None = None
+        if "bias" in weights and (group.rank == 0 or not weights["bias"].on_first_rank):
+            (size,) = weights["bias"].shard_shape(group.rank, group.size)
+            self.bias = torch.empty(size, dtype=context.dtype, device=context.device)
+        divided = spec.columns is not None and spec.columns.divided is not None
+        self._group = group if divided else ALONE  # whose ranks' results are summed
+        self._operations: dict[tuple, Operation] = {}
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+    # --- loading ------------------------------------------------------------------------------------------------------
 
-    def finish_loading(self, *, keep_weight: bool = False) -> None:
-        """`keep_weight` where an embedding shares it."""
+    def slots(self) -> dict[str, Slot]:
+        group = self._context.group
+        found = {} if self._shared else slots_of(self._spec["weight"], self.weight, group.rank, group.size)
+        if self.bias is not None:
+            found |= slots_of(self._spec["bias"], DenseWeight(self.bias), group.rank, group.size)
+        return found
 
-    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, in] -> [num_tokens, out]
-        return F.linear(x, self.weight, self.bias)
+    def finish_loading(self) -> None:
+        self._operations.clear()  # a format may have laid its weight out in other memory
+        if isinstance(self.weight, DenseWeight):
+            self.weight.finish_loading(keep=self._shared)
+        else:
+            self.weight.finish_loading()
 
-    def after_norm(self, norm: RMSNorm, residual: Residual) -> Tensor:
-        return self(residual.normed(norm))
+    # --- computing ----------------------------------------------------------------------------------------------------
 
-    def gated_after_norm(self, norm: RMSNorm, residual: Residual) -> Tensor:
-        """silu(gate) * up, where the rows of the weight are those of gate, then those of up."""
-        return silu_and_mul(self.after_norm(norm, residual))
+    @overload
+    def __call__(self, x: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, x: Residual, *, norm: RMSNorm, activation: Activation | None = None) -> Tensor: ...
+    @overload
+    def __call__(self, x: Tensor, *, add_to: Residual) -> Residual: ...
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + self(x), in one pass where the kernel can; `residual` may be written over."""
-        return residual + self(x)
+    def __call__(
+        self,
+        x: Tensor | Residual,  # [rows, in]
+        *,
+        norm: RMSNorm | None = None,
+        activation: Activation | None = None,
+        add_to: Residual | None = None,
+    ) -> Tensor | Residual:
+        """[rows, out], or half as many columns with an activation; `add_to` is added to in place and returned."""
+        added = add_to is not None and self._group.rank == 0  # of ranks that are summed, one adds the residual
+        case = (min(len(x), MAX_DISTINCT_ROWS), norm is not None, activation, added)
+        operation = self._operations.get(case)
+        if operation is None:
+            operation = self._operations[case] = self._select(*case)
+        keywords: dict[str, Any] = {}
+        if isinstance(x, Residual):
+            assert norm is not None
+            if operation.norm:
+                x, keywords["norm"] = x.rows, norm
+            else:
+                x = x.normed(norm)
+        if activation is not None and operation.gate:
+            keywords["gated"] = True
+        if added and operation.add and not operation.splits:
+            assert add_to is not None
+            keywords["residual"] = add_to.rows
+        y = operation.run(x, **keywords)
+        if activation is not None and not operation.gate:
+            y = self._silu_and_mul(y)
+        if add_to is None:
+            return y
+        if operation.splits:
+            add_to.add_later(y)
+        else:
+            add_to.rows = self._group.all_reduce(y if operation.add or not added else add_to.rows + y)
+        return add_to
 
-    def split_k(self, x: Tensor) -> Tensor | None:  # [splits, num_tokens, out]
-        """Partial sums of self(x), where adding them up in the next norm is faster than `add_to`; else None."""
-        return None
+    def _silu_and_mul(self, y: Tensor) -> Tensor:
+        if not self._context.kernels:
+            return silu_and_mul(y)
+        from nanovllm.kernels.elementwise import silu_and_mul as kernels
 
+        return kernels.silu_and_mul(y, pdl=self._context.pdl)
 
-class CpuLinear(Linear):
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, dtype=dtype, device=device)
-        self._packed: Tensor | None = None  # the weight in oneDNN's blocked layout, in place of `weight`
+    def _select(self, rows: int, normed: bool, activation: Activation | None, added: bool) -> Operation:
+        context, shape = self._context, self.weight.shape
+        kernel = select_linear(
+            LinearCase(
+                format=self.weight.format_name,
+                kernels=context.kernels,
+                rows=rows,
+                outputs=shape[0],
+                inputs=shape[1],
+                half=context.dtype.itemsize == 2,
+                bfloat16=context.dtype == torch.bfloat16,
+                bias=self.bias is not None,
+                gated=activation is not None,
+                added=added,
+                whole=self._group.size == 1,
+                deterministic=context.deterministic,
+                gluon=context.gluon,
+            )
+        )
+        if kernel.name == "torch":
+            add = getattr(self.weight, "matmul_add", None)  # some formats have one call for both
+            if added and add is not None:
+                return Operation(partial(add, bias=self.bias), norm=False, gate=False, add=True)
+            return Operation(partial(self.weight.matmul, bias=self.bias), norm=False, gate=False, add=False)
+        from nanovllm.kernels.linear.run import runner
 
-    def finish_loading(self, *, keep_weight: bool = False) -> None:
-        """Pack a bfloat16 weight once for oneDNN."""
-        if self.weight.dtype == torch.bfloat16 and cpu_has_bfloat16():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
-            if not keep_weight:
-                self.weight = torch.empty(0, dtype=self.weight.dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        if _WEIGHT_LEFT and 1 < x.shape[0] <= 64 and x.dtype == torch.float32:
-            y = torch.mm(self.weight, x.t()).t().contiguous()
-            return y if self.bias is None else y + self.bias
-        return super().__call__(x)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
-        if self.bias is None and x.shape[0] == 1:
-            return torch.addmm(residual, x, self.weight.t())
-        return super().add_to(residual, x)
-
-
-def make_linear(
-    in_features: int,
-    out_features: int,
-    *,
-    bias: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    deterministic: bool,  # a row's result must not depend on how many others there are
-) -> Linear:
-    if device.type == "cpu":
-        return CpuLinear(in_features, out_features, bias=bias, dtype=dtype, device=device)
-    if not usable(device.type):
-        return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
-    from nanovllm.layers.cuda_linear import CudaLinear, DeterministicLinear
-
-    kind = DeterministicLinear if deterministic else CudaLinear
-    return kind(in_features, out_features, bias=bias, dtype=dtype, device=device)
+        run = runner(kernel.name, self.weight.kernel_arguments(), self.bias, pdl=context.pdl)
+        return Operation(run, kernel.norm, kernel.gate, kernel.add and added, splits=kernel.name == "split_k")

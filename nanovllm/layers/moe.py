@@ -4,15 +4,17 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.distributed.group import ALONE, Group
-from nanovllm.kernels.launch import dependent_launch, usable
+from nanovllm.checkpoint.stored import Slot
 from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import make_linear
+from nanovllm.layers.linear import Linear
 from nanovllm.layers.residual import Residual
+from nanovllm.layers.slots import slots_of
+from nanovllm.layers.spec import MoeSpec
+from nanovllm.weights.format import StoredWeight
 
 
 class MoE:
@@ -21,52 +23,79 @@ class MoE:
     On a GPU kernels do the same without asking the host how many tokens an expert has.
     """
 
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        num_experts_per_token: int,
-        norm_topk_prob: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        deterministic: bool,
-        group: Group = ALONE,  # whose ranks have a share of every expert's columns each
-    ) -> None:
-        self.group = group
-        self.num_experts_per_token = num_experts_per_token
-        self.norm_topk_prob = norm_topk_prob
-        self.gate = make_linear(
-            hidden_size, num_experts, bias=False, dtype=dtype, device=device, deterministic=deterministic
-        )
-        self.gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
-        self.down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
+    def __init__(self, spec: MoeSpec, context: BuildContext) -> None:
+        self.num_experts = spec.num_experts
+        self.num_experts_per_token = spec.num_experts_per_token
+        self.norm_topk_prob = spec.norm_topk_prob
+        self.group = context.group
+        self._weights = spec.weights()
+        self.router = Linear({"weight": self._weights["router"]}, context)
+        self.gate_up = self._empty("gate_up", context)  # [experts, gate's rows then up's, hidden]
+        self.down = self._empty("down", context)  # [experts, hidden, intermediate]
+        self._arguments: dict[str, Tensor] = {}  # of the kernels
         self._kernels: Callable[..., Tensor] | None = None
         self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
-        if usable(device.type):
+        formats = {"dense", "int8"}  # that the kernels know
+        if context.kernels and context.weight_format.name in formats:
             from nanovllm.kernels.moe.experts import experts_forward
             from nanovllm.kernels.moe.route import route
 
-            self._kernels = partial(experts_forward, deterministic=deterministic, pdl=dependent_launch())
-            self._choose = partial(route, pdl=dependent_launch())
+            self._kernels = partial(experts_forward, deterministic=context.deterministic, pdl=context.pdl)
+            self._choose = partial(route, pdl=context.pdl)
 
-    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden]
-        weights, experts = self._route(x)
+    def _empty(self, name: str, context: BuildContext) -> StoredWeight:
+        shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
+        return context.weight_format.empty(shape, dtype=context.dtype, device=context.device)
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def slots(self) -> dict[str, Slot]:
+        rank, size = self.group.rank, self.group.size
+        found = self.router.slots() | slots_of(self._weights["gate_up"], self.gate_up, rank, size)
+        return found | slots_of(self._weights["down"], self.down, rank, size)
+
+    def finish_loading(self) -> None:
+        self.router.finish_loading()
+        self.gate_up.finish_loading()
+        self.down.finish_loading()
+        self._arguments.clear()
+
+    def _kernel_arguments(self) -> dict[str, Tensor]:
+        if not self._arguments:
+            gate_up, down = self.gate_up.kernel_arguments(), self.down.kernel_arguments()
+            self._arguments = {"gate_up": gate_up["weight"], "down": down["weight"]}
+            if "scale" in gate_up:
+                self._arguments |= {"gate_up_scale": gate_up["scale"], "down_scale": down["scale"]}
+        return self._arguments
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
+        """Add the experts' sum for norm(x) to x."""
+        normed = x.normed(norm)
+        rows = x.rows if self.group.rank == 0 else None  # of the ranks that are summed, one adds the residual
+        weights, experts = self._choose(self.router(normed), self.num_experts_per_token, normalize=self.norm_topk_prob)
         if self._kernels is not None:
-            return self._kernels(x, self.gate_up, self.down, weights, experts)
+            y = self._kernels(normed, **self._kernel_arguments(), weights=weights, experts=experts, residual=rows)
+        else:
+            y = self.forward(normed, weights, experts)
+            y = y if rows is None else rows + y
+        x.rows = self.group.all_reduce(y)
+        return x
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """On torch alone: [num_tokens, hidden] and, for each token, [num_tokens, k] weights and experts."""
         order = experts.reshape(-1).argsort(stable=True)
         tokens = order // self.num_experts_per_token  # which token each sorted entry belongs to
-        counts = torch.bincount(experts.reshape(-1), minlength=self.gate_up.shape[0]).tolist()
+        counts = torch.bincount(experts.reshape(-1), minlength=self.num_experts).tolist()
         sorted_x = x[tokens]
         sorted_y = torch.empty_like(sorted_x)
         begin = 0
         for expert, count in enumerate(counts):
             if count:
                 rows = slice(begin, begin + count)
-                sorted_y[rows] = F.linear(
-                    silu_and_mul(F.linear(sorted_x[rows], self.gate_up[expert])), self.down[expert]
-                )
+                hidden = silu_and_mul(self.gate_up.matmul(sorted_x[rows], expert=expert))
+                sorted_y[rows] = self.down.matmul(hidden, expert=expert)
                 begin += count
         sorted_y *= weights.reshape(-1)[order, None]
         # back to [token, choice] order before summing: the order of addition must not depend on the batch
@@ -74,26 +103,9 @@ class MoE:
         unsorted[order] = sorted_y
         return unsorted.view(x.shape[0], self.num_experts_per_token, -1).sum(dim=1)
 
-    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
-        """residual += moe(norm(residual))"""
-        x = residual.normed(norm)
-        rows = residual.rows if self.group.rank == 0 else None  # one rank's sum carries them
-        if self._kernels is not None:
-            weights, experts = self._route(x)
-            y = self._kernels(x, self.gate_up, self.down, weights, experts, residual=rows)
-        else:
-            y = self(x) if rows is None else rows + self(x)
-        residual.rows = self.group.all_reduce(y)
-
-    def finish_loading(self) -> None:
-        self.gate.finish_loading()
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:  # two of [num_tokens, experts per token]
-        return self._choose(self.gate(x), self.num_experts_per_token, normalize=self.norm_topk_prob)
-
 
 def choose_experts(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """What `kernels/route.py` does in one launch: [num_tokens, experts] to weights and experts, [num_tokens, top_k]."""
+    """[num_tokens, experts] -> weights and experts, [num_tokens, top_k]; kernels/moe/route.py does it in one launch."""
     weights, experts = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)

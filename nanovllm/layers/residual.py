@@ -1,24 +1,18 @@
-"""The residual stream of a step: rows that every layer adds to, and partial sums that are not added yet.
+"""The residual stream of a step: rows that every layer adds to, and split-K partial sums that are not added yet.
 
-Where a linear returns split-K partial sums, the norm that follows adds them to the rows.
+Where a linear gives partial sums, the norm that follows adds them up in the same pass over the rows.
 """
-
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nanovllm.distributed.group import Group
-from nanovllm.kernels.launch import dependent_launch
 from nanovllm.layers.layernorm import RMSNorm
-
-if TYPE_CHECKING:
-    from nanovllm.layers.linear import Linear
 
 
 class Residual:
-    def __init__(self, rows: Tensor) -> None:  # [num_tokens, hidden]; may be written over
+    def __init__(self, rows: Tensor, *, pdl: bool = False) -> None:  # [num_tokens, hidden]; may be overwritten
         self._rows = rows
         self._partial_sums: Tensor | None = None  # [splits, num_tokens, hidden]
+        self._pdl = pdl
 
     def __len__(self) -> int:
         return self._rows.shape[0]
@@ -29,7 +23,7 @@ class Residual:
         if self._partial_sums is not None:
             from nanovllm.kernels.elementwise.rms_norm import add_partial_sums
 
-            add_partial_sums(self._rows, self._partial_sums, pdl=dependent_launch())
+            add_partial_sums(self._rows, self._partial_sums, pdl=self._pdl)
             self._partial_sums = None
         return self._rows
 
@@ -37,8 +31,12 @@ class Residual:
     def rows(self, rows: Tensor) -> None:
         self._rows, self._partial_sums = rows, None
 
+    def add_later(self, partial_sums: Tensor) -> None:  # [splits, num_tokens, hidden]
+        """Add these with the next norm, or when the rows are asked for."""
+        self._rows, self._partial_sums = self.rows, partial_sums
+
     def keep(self, wanted: Tensor) -> None:
-        """Only these of the rows, [n] indices, from here on."""
+        """Keep only these rows, [n] indices."""
         self.rows = self.rows[wanted]
 
     def normed(self, norm: RMSNorm) -> Tensor:
@@ -47,11 +45,3 @@ class Residual:
         normed = norm.after_adding(self._rows, self._partial_sums)
         self._partial_sums = None
         return normed
-
-    def add(self, linear: "Linear", x: Tensor, group: Group) -> None:
-        """linear(x), summed over ranks that have a share of the input each; rank 0's sum carries the rows."""
-        rows = self.rows
-        if group.size == 1 and (partial_sums := linear.split_k(x)) is not None:
-            self._partial_sums = partial_sums
-        else:
-            self.rows = group.all_reduce(linear.add_to(rows, x) if group.rank == 0 else linear(x))

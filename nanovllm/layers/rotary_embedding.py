@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.models.spec import RopeConfig
+from nanovllm.layers.spec import RopeSpec
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # [head_dim / 2]
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:  # [head_dim / 2]
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.rope_type == "linear":
         return frequencies / rope.factor
@@ -19,7 +19,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:  # [head_dim
     return frequencies
 
 
-def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     wavelength = 2 * math.pi / frequencies
     turns = rope.original_max_position / wavelength
@@ -28,7 +28,7 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
-def rotary_table(rope: RopeConfig, *, head_dim: int, max_position: int, device: torch.device) -> Tensor:
+def rotary_table(rope: RopeSpec, *, head_dim: int, max_position: int, device: torch.device) -> Tensor:
     """Cosines, then sines, of every position: [max_position, head_dim] float32."""
     angles = torch.outer(torch.arange(max_position).float(), inverse_frequencies(rope, head_dim))
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)

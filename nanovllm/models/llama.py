@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from nanovllm.models.spec import ModelSpec, llama_shaped
 
-def differences(raw: dict[str, Any]) -> dict[str, Any]:
+
+def spec(raw: dict[str, Any]) -> ModelSpec:
     bias = bool(raw.get("attention_bias", False))
-    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(raw.get("mlp_bias", False))}
+    return llama_shaped(raw, qkv_bias=bias, o_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False)))

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from nanovllm.models.spec import layer_windows
+from nanovllm.models.spec import ModelSpec, layer_windows, llama_shaped
 
 
-def differences(raw: dict[str, Any]) -> dict[str, Any]:
+def spec(raw: dict[str, Any]) -> ModelSpec:
     bias = bool(raw.get("attention_bias", False))
-    return {"qk_norm": True, "qkv_bias": bias, "o_bias": bias, "windows": layer_windows(raw)}
+    return llama_shaped(raw, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=layer_windows(raw))

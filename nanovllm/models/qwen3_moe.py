@@ -2,23 +2,22 @@
 
 from typing import Any
 
-from nanovllm.models import qwen3
-from nanovllm.models.spec import MoeConfig, count
+from nanovllm.layers.spec import MoeSpec
+from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
 
-def differences(raw: dict[str, Any]) -> dict[str, Any]:
-    num_layers = raw["num_hidden_layers"]
+def spec(raw: dict[str, Any]) -> ModelSpec:
+    num_layers, bias = raw["num_hidden_layers"], bool(raw.get("attention_bias", False))
     num_experts = count(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")  # newer, older name
     step = count({"decoder_sparse_step": 1} | raw, "decoder_sparse_step")
     dense = set(raw.get("mlp_only_layers") or ()) | {i for i in range(num_layers) if (i + 1) % step}
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    return qwen3.differences(raw) | {
-        "windows": (window,) * num_layers,
-        "moe": MoeConfig(
-            num_experts=num_experts,
-            num_experts_per_token=count(raw, "num_experts_per_tok", most=num_experts),
-            intermediate_size=count(raw, "moe_intermediate_size"),
-            norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
-            dense_layers=frozenset(dense),
-        ),
-    }
+    moe = MoeSpec(
+        hidden_size=count(raw, "hidden_size"),
+        intermediate_size=count(raw, "moe_intermediate_size"),
+        num_experts=num_experts,
+        num_experts_per_token=count(raw, "num_experts_per_tok", most=num_experts),
+        norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+    )
+    layers: dict[str, Any] = {"windows": (window,) * num_layers, "moe": moe, "dense_layers": frozenset(dense)}
+    return llama_shaped(raw, qk_norm=True, qkv_bias=bias, o_bias=bias, **layers)

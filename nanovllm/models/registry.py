@@ -1,4 +1,4 @@
-"""Which architectures are known, and how a model's config is found; no torch."""
+"""Which architectures are known, and how a model's spec is found; no torch."""
 
 import difflib
 from collections.abc import Callable
@@ -6,20 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoint.json_file import read_json
 from nanovllm.errors import CheckpointError
 from nanovllm.models import llama, mistral, qwen2, qwen3, qwen3_moe
-from nanovllm.models.spec import ModelConfig, read_json, read_model_config, token_id_list
+from nanovllm.models.spec import ModelSpec, token_id_list
 
-FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "LlamaForCausalLM": llama.differences,
-    "MistralForCausalLM": mistral.differences,
-    "Qwen2ForCausalLM": qwen2.differences,
-    "Qwen3ForCausalLM": qwen3.differences,
-    "Qwen3MoeForCausalLM": qwen3_moe.differences,
+# A family is a function from a Hugging Face style config to the model's spec.
+FAMILIES: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {
+    "LlamaForCausalLM": llama.spec,
+    "MistralForCausalLM": mistral.spec,
+    "Qwen2ForCausalLM": qwen2.spec,
+    "Qwen3ForCausalLM": qwen3.spec,
+    "Qwen3MoeForCausalLM": qwen3_moe.spec,
 }
 
 
-def parse_config(raw: dict[str, Any]) -> ModelConfig:
+def parse_config(raw: dict[str, Any]) -> ModelSpec:
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise CheckpointError("config: 'architectures' is missing, so the kind of model is unknown")
@@ -32,7 +34,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(f"quantization_config: weights quantized with {method!r} cannot be read yet")
     try:
-        return read_model_config(raw, architecture=architecture, differences=FAMILIES[architecture](raw))
+        return FAMILIES[architecture](raw)
     except KeyError as error:
         raise CheckpointError(f"config: {error.args[0]!r} is missing for {architecture}") from error
     except CheckpointError:
@@ -43,9 +45,9 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint says of itself, weights aside."""
+    """What a checkpoint says about itself, apart from its weights."""
 
-    config: ModelConfig
+    config: ModelSpec
     gguf_metadata: dict[str, Any] | None  # None for a folder
 
 
@@ -61,7 +63,7 @@ def describe(path: Path) -> Description:
     return Description(_with_all_eos(read_json(path / "config.json"), generation), None)
 
 
-def _with_all_eos(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def _with_all_eos(raw: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
     config = parse_config(raw)
     eos = token_id_list(generation.get("eos_token_id"))
     return config.with_eos(tuple(dict.fromkeys(eos + config.eos_token_ids)))

@@ -15,7 +15,7 @@ from nanovllm.engine.llm_engine import load_tokenizer
 from nanovllm.engine.request import logprobs_of
 from nanovllm.errors import RequestError
 from nanovllm.models.registry import describe
-from nanovllm.models.spec import ModelConfig
+from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from nanovllm.remote.client import EngineClient
 from nanovllm.remote.messages import AddRequest, EngineStats, EngineView, Ready
@@ -62,7 +62,7 @@ class AsyncLLM:
             print(output["text"])
     """
 
-    def __init__(self, client: Client, config: Config, model_config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, client: Client, config: Config, model_config: ModelSpec, tokenizer: Tokenizer | None) -> None:
         self._client = client
         self.config = config
         self.model_config = model_config
@@ -275,7 +275,7 @@ def _copy(part: CompletionOutput) -> CompletionOutput:
     return replace(part, token_ids=list(part.token_ids), logprobs=logprobs)
 
 
-def describe_model(path: Path, config: Config) -> tuple[ModelConfig, Tokenizer | None]:
+def describe_model(path: Path, config: Config) -> tuple[ModelSpec, Tokenizer | None]:
     """What is known of a model without loading it, and its tokenizer unless that is not wanted."""
     description = describe(path)
     if config.skip_tokenizer_init:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import AttentionBackend, LayerCache
-from nanovllm.runner.graphs import Graphs, graph_sizes
+from nanovllm.kernels.select import compiled_sizes, graph_sizes
+from nanovllm.runner.graphs import Graphs
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.sampling import KernelSampler
 from nanovllm.runner.stage import Stage
-
-KERNEL_CLASSES = (1, 8, 16, 32, 64, 128, 256)  # rows: steps of one, of up to 8, and so on, have kernels of their own
 
 
 class Ending(Enum):
@@ -84,7 +83,7 @@ class DecodeStep:
 
     def compile(self, caches: list[LayerCache]) -> None:
         """Launch what the first answers will need: a step for each class of sizes that has kernels of its own."""
-        for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in KERNEL_CLASSES}):
+        for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in compiled_sizes()}):
             self._step(StepKind(size, Ending.TOKENS, stream_k=False), caches)
 
     def _record(self, kind: StepKind, caches: list[LayerCache]) -> None:

@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.layers.linear import cpu_has_bfloat16
+from nanovllm.weights.dense import cpu_has_bfloat16
 
 _HOLDERS: WeakSet[object] = WeakSet()  # engines of this process that use a GPU
 

@@ -21,7 +21,7 @@ def embed(
     device = backend.shape.device
     tokens = torch.tensor([token_ids], dtype=torch.int32, device=device)
     blocks = torch.tensor([block_table], dtype=torch.int32, device=device)
-    total = torch.zeros(stage.model.config.hidden_size, dtype=torch.float32, device=device)
+    total = torch.zeros(stage.model.spec.hidden_size, dtype=torch.float32, device=device)
     last = total
     for start in range(0, len(token_ids), max_num_tokens):
         end = min(start + max_num_tokens, len(token_ids))
@@ -29,6 +29,7 @@ def embed(
         x = stage.inputs(tokens, chunk.device_rows, chunk.device_positions)
         x_out = stage.forward(x, caches, backend.prepare(chunk, lambda values: _upload(values, device)))
         if x_out is not None:
+            assert stage.model.norm is not None
             hidden = stage.model.norm(x_out).float()
             total, last = total + hidden.sum(dim=0), hidden[-1]
     return stage.agree(last.contiguous() if pooling == "last" else total / len(token_ids))

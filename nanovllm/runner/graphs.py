@@ -6,12 +6,6 @@ from typing import Any
 import torch
 
 
-def graph_sizes(largest: int) -> list[int]:
-    """The batch sizes that get a graph of their own; a batch runs in the next larger one."""
-    sizes = [1, 2, 4, 8, *range(16, 128, 8), *range(128, largest, 16)]
-    return [size for size in sizes if size < largest] + [largest]
-
-
 class Graphs:
     """Records what functions launch, and replays it.
 

@@ -7,7 +7,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.errors import ConfigError
-from nanovllm.models.spec import ModelConfig
+from nanovllm.models.shard import Shard
 from nanovllm.runner.device import available_memory
 
 GIB = 2**30
@@ -31,7 +31,7 @@ class CacheSize:
 
 def size_kv_cache(
     config: Config,
-    model: ModelConfig,
+    shard: Shard,
     *,
     max_model_len: int,
     dtype: torch.dtype,
@@ -40,14 +40,14 @@ def size_kv_cache(
     activation_bytes: int | None = None,
     num_ranks: int = 1,
 ) -> CacheSize:
-    """`model`: what one rank computes of it. `num_ranks`: of the engine; on a CPU they divide one memory.
+    """`shard`: what one rank holds of the model. `num_ranks`: of the engine; on a CPU they divide one memory.
 
     `weight_bytes`: what is still to be loaded; 0 once the weights are in memory.
 
     `activation_bytes`: what the largest step was seen to take; None = estimate it.
     """
     block_size = config.kv_cache_block_size
-    block_bytes = model.kv_bytes_per_token(str(dtype).removeprefix("torch.")) * block_size
+    block_bytes = shard.kv_bytes_per_token(str(dtype).removeprefix("torch.")) * block_size
     if config.num_kv_cache_blocks != -1:
         num_blocks, reason = config.num_kv_cache_blocks, f"num_kv_cache_blocks={config.num_kv_cache_blocks}"
     elif config.kv_cache_memory_bytes is not None:
@@ -55,7 +55,7 @@ def size_kv_cache(
         reason = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     else:
         if device.type == "cuda":
-            budget, reason = _gpu_budget(config, model, device, weight_bytes, activation_bytes)
+            budget, reason = _gpu_budget(config, shard, device, weight_bytes, activation_bytes)
         else:
             share = config.cpu_memory_utilization
             budget = int(max(available_memory() // num_ranks - weight_bytes, 0) * share)
@@ -79,15 +79,16 @@ def smallest(size: CacheSize, world: Group, device: torch.device) -> CacheSize:
 
 
 def _gpu_budget(
-    config: Config, model: ModelConfig, device: torch.device, weight_bytes: int, activation_bytes: int | None
+    config: Config, shard: Shard, device: torch.device, weight_bytes: int, activation_bytes: int | None
 ) -> tuple[int, str]:
+    model = shard.model
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     if activation_bytes is None:
-        wide = max(2 * model.intermediate_size, model.q_size + 2 * model.kv_size) + 4 * model.hidden_size
+        wide = shard.widest_activation() + 4 * model.hidden_size
         activation_bytes = 2 * config.max_num_batched_tokens * wide + 3 * 4 * config.max_num_seqs * model.vocab_size
     # recorded graphs keep a decode step's logits and activations in a pool of their own
-    graph_bytes = 4 * config.max_num_seqs * (model.vocab_size + 16 * model.hidden_size + 4 * model.intermediate_size)
+    graph_bytes = 4 * config.max_num_seqs * (model.vocab_size + 16 * model.hidden_size + 2 * shard.widest_activation())
     in_use = total - free  # by anyone
     budget = int(total * config.gpu_memory_utilization) - in_use - activation_bytes - graph_bytes - weight_bytes
     share = (

@@ -11,15 +11,17 @@ from tqdm import tqdm
 
 from nanovllm.attention.backend import CacheShape, uneven
 from nanovllm.attention.select import make_backend
-from nanovllm.checkpoint.loader import checkpoint_tensors, fill_dummy, load_weights
+from nanovllm.checkpoint.loader import checkpoint_tensors, dummy_tensors, load_weights
 from nanovllm.config import Config
 from nanovllm.distributed.group import Parallel
-from nanovllm.distributed.share import share_of
 from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.launch import usable
+from nanovllm.layers.context import BuildContext
 from nanovllm.layers.rotary_embedding import rotary_table
+from nanovllm.layers.spec import AttentionSpec
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.spec import ModelConfig
+from nanovllm.models.shard import shard_of
+from nanovllm.models.spec import ModelSpec
 from nanovllm.plan import StepPlan
 from nanovllm.runner.decode_step import DecodeStep, Decoding, Ending, StepKind
 from nanovllm.runner.device import (
@@ -41,6 +43,7 @@ from nanovllm.runner.sampling import Drawn, KernelSampler, Sampler, SamplingBatc
 from nanovllm.runner.stage import Stage
 from nanovllm.runner.upload import Upload
 from nanovllm.runner.warm_up import largest_steps, peak_memory, score_everything
+from nanovllm.weights.formats import weight_format
 
 Sent = TypeVar("Sent")
 ALL_IN_ONE = Parallel.alone()
@@ -52,7 +55,7 @@ class ModelRunner:
     def __init__(
         self,
         config: Config,
-        model_config: ModelConfig,
+        model_config: ModelSpec,
         path: Path,
         *,
         max_model_len: int,
@@ -78,7 +81,7 @@ class ModelRunner:
             with self.phases.timed("kv_cache"):
                 size = size_kv_cache(
                     config,
-                    self.model.share.model,
+                    self.model.shard,
                     max_model_len=max_model_len,
                     dtype=self.backend.shape.cache_dtype,
                     device=self.device,
@@ -88,34 +91,34 @@ class ModelRunner:
                 self.cache_size = smallest(size, parallel.world, self.device)
                 self.caches = self.backend.make_cache(self.cache_size.num_blocks)
 
-    def _build(self, config: Config, model_config: ModelConfig, max_model_len: int) -> None:
+    def _build(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        share = share_of(model_config, self._parallel.place)
+        shard = shard_of(model_config, self._parallel.place)
+        attention = [layer.mixer for layer in shard.layer_specs if isinstance(layer.mixer, AttentionSpec)]
+        own = attention[0].on_ranks(shard.tensor_parallel_size)
         shape = CacheShape(
-            num_layers=share.model.num_layers,
-            num_heads=share.model.num_heads,
-            num_kv_heads=share.model.num_kv_heads,
-            head_dim=share.model.head_dim,
+            num_layers=len(attention),
+            num_heads=own.num_heads,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
             block_size=config.kv_cache_block_size,
-            windows=share.model.windows,
+            windows=tuple(spec.window for spec in attention),
             dtype=dtype,
             cache_dtype=resolve_cache_dtype(config.kv_cache_dtype, dtype),
             device=self.device,
         )
-        table = rotary_table(
-            model_config.rope, head_dim=model_config.head_dim, max_position=max_model_len, device=self.device
-        )
+        table = rotary_table(own.rope, head_dim=own.head_dim, max_position=max_model_len, device=self.device)
         self.backend = make_backend(config, shape, table)
-        self.model = Decoder(
-            model_config,
-            backend=self.backend,
+        self._context = BuildContext.on(
+            self.device,
             dtype=dtype,
-            device=self.device,
-            deterministic=config.deterministic,
-            share=share,
+            attention=self.backend,
             group=self._parallel.tensor,
+            deterministic=config.deterministic,
+            weight_format=weight_format(config.quantization),
         )
-        self._stage = Stage(self.model, self._parallel, dtype=dtype, device=self.device)
+        self.model = Decoder(shard, self._context)
+        self._stage = Stage(self.model, self._parallel, self._context)
         self.table = RequestTable(
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -143,21 +146,21 @@ class ModelRunner:
                 )
 
     def _load(self, config: Config, path: Path) -> None:
-        destinations = self.model.destinations()
+        slots, dtype = self.model.slots(), self._context.dtype
         if config.load_format == "dummy":
-            fill_dummy(destinations, config.seed)
+            tensors = dummy_tensors(slots, config.seed, dtype=dtype, device=self.device)
         else:
-            tensors = checkpoint_tensors(path, config.load_format, self.backend.shape.dtype)
-            # disable=None: a bar on a terminal, nothing in a log; the other ranks are about as far as rank 0
-            bar = tqdm(
-                tensors,
-                desc="Loading weights",
-                unit="tensor",
-                total=len(destinations),
-                leave=False,
-                disable=True if self._parallel.place.rank else None,
-            )
-            load_weights(destinations, bar, source=str(path), elsewhere=self.model.elsewhere)
+            tensors = checkpoint_tensors(path, config.load_format, dtype)
+        # disable=None: a bar on a terminal, nothing in a log; the other ranks are about as far as rank 0
+        bar = tqdm(
+            tensors,
+            desc="Loading weights",
+            unit="tensor",
+            total=len(slots),
+            leave=False,
+            disable=True if self._parallel.place.rank else None,
+        )
+        load_weights(slots, bar, source=str(path), is_elsewhere=self.model.is_elsewhere)
         self.model.finish_loading()
 
     @contextmanager

@@ -11,33 +11,38 @@ from torch import Tensor
 
 from nanovllm.attention.backend import LayerCache
 from nanovllm.distributed.group import Parallel
+from nanovllm.layers.context import BuildContext
 from nanovllm.models.decoder import Decoder
+from nanovllm.runner.inputs import TokenInputs
 from nanovllm.runner.request_table import RequestTable
 
 
 class Stage:
-    def __init__(self, model: Decoder, parallel: Parallel, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Decoder, parallel: Parallel, context: BuildContext) -> None:
         self.model = model
         self._group = parallel.pipeline
         self._world = parallel.world
         self._drawing_rank = parallel.place.result_rank
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device = context.dtype, context.device
+        self._inputs: TokenInputs | None = None  # None on later stages
+        if model.embed_tokens is not None:
+            self._inputs = TokenInputs(model.embed_tokens, context)
 
     def inputs(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """What the layers get for tokens[row, position] of [num_tokens] rows and positions."""
-        if self._group.rank == 0:
-            return self.model.embed_tokens.of_rows(tokens, rows, positions)
+        if self._inputs is not None:
+            return self._inputs.of_rows(tokens, rows, positions)
         return self._received(len(rows))
 
     def newest_inputs(self, table: RequestTable, rows: Tensor, positions: Tensor) -> Tensor:
         """The same for each row's newest token, whose position is written to `positions`, [num_rows]."""
-        if self._group.rank == 0:
-            return self.model.embed_tokens.of_newest(table.tokens, table.length, rows, positions)
+        if self._inputs is not None:
+            return self._inputs.of_newest(table.tokens, table.length, rows, positions)
         torch.sub(table.length[rows], 1, out=positions)
         return self._received(len(rows))
 
     def _received(self, num_tokens: int) -> Tensor:
-        x = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self._dtype, device=self._device)
+        x = torch.empty(num_tokens, self.model.spec.hidden_size, dtype=self._dtype, device=self._device)
         return self._group.receive(x, self._group.rank - 1)
 
     def forward(self, x: Tensor, caches: list[LayerCache], step: Any, wanted: Tensor | None = None) -> Tensor | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.layers.linear import THOUSANDS_OF_ROWS
+from nanovllm.kernels.select import warm_up_sizes
 from nanovllm.plan import NewRow, SeqPlan, StepPlan
 from nanovllm.runner.logprobs import score
 from nanovllm.sampling_params import SamplingParams
@@ -16,11 +16,8 @@ NUM_LOGPROBS = 20
 
 
 def largest_steps(*, max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> list[StepPlan]:
-    """One with as many tokens as a step takes, the largest of those that take a gate apart from its linear, and a small
-    one of those that do not, which other kernels may serve than the first."""
-    sizes = [max_num_tokens, 2 * THOUSANDS_OF_ROWS, THOUSANDS_OF_ROWS - 1]
-    sizes = [min(size, max_num_tokens) for size in sizes]
-    return [_step(size, max_num_seqs, max_model_len) for size in dict.fromkeys(sizes)]
+    """One for each size at which other kernels may run."""
+    return [_step(size, max_num_seqs, max_model_len) for size in warm_up_sizes(max_num_tokens)]
 
 
 def _step(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> StepPlan:

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.config import Config
-from nanovllm.models.spec import ModelConfig
+from nanovllm.models.spec import ModelSpec
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ class Engine(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
 
     @property
-    def model_config(self) -> ModelConfig: ...
+    def model_config(self) -> ModelSpec: ...
 
     @property
     def config(self) -> Config: ...

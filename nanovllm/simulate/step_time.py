@@ -78,7 +78,7 @@ class Modelled:
     _head: dict[float, float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if any(window is not None for window in self.roofline.model.windows):
+        if self.roofline.has_windows:
             raise ConfigError("models with sliding windows cannot be simulated: give the constants with step_time")
 
     def seconds(self, work: StepWork) -> float:
@@ -88,9 +88,9 @@ class Modelled:
             self._layers[num_tokens] = roofline.layers_seconds(num_tokens)
         if work.num_sampled not in self._head:
             self._head[work.num_sampled] = roofline.head_seconds(work.num_sampled) if work.num_sampled else 0.0
-        model, machine = roofline.model, roofline.machine
-        context_bytes = work.num_context * model.num_layers * model.num_kv_heads * 2 * roofline.kv_head_bytes
-        attention_flops = work.num_scores * model.num_layers * model.q_size * 4
+        machine = roofline.machine
+        context_bytes = work.num_context * roofline.kv_bytes_per_token
+        attention_flops = work.num_scores * roofline.flops_per_score
         return (
             self.overhead
             + self._layers[num_tokens]

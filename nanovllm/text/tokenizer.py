@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.checkpoint.json_file import read_json
 from nanovllm.errors import CheckpointError, RequestError
-from nanovllm.models.spec import read_json
 from nanovllm.text.chat_template import (
     ChatTemplates,
     Message,

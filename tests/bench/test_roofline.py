@@ -5,31 +5,32 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.bench.roofline import Machine, Roofline, kv_head_bytes, measure
+from nanovllm.bench.roofline import Machine, Roofline, kv_dtype, measure
 from nanovllm.bench.shapes import shape_folder
 from nanovllm.bench.workload import make_workload
+from nanovllm.layers.spec import MoeSpec
 from nanovllm.models.registry import describe
-from nanovllm.models.spec import ModelConfig, MoeConfig, RopeConfig
+from nanovllm.models.spec import ModelSpec, llama_shaped
+from nanovllm.weights.int8 import Int8Format
 
 H200 = Machine(bytes_per_second=4.28e12, flops_per_second=796e12)
 ENDLESS = 1e30  # so fast that it is never the limit
 
-TINY = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=50,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e4),
-    max_position=64,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-    windows=(None, None),
-)
+RAW = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 50,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+TINY = llama_shaped(RAW)
+Q_SIZE = 4 * 4
 HEAD = 50 * 8
 LAYERS = TINY.num_parameters() - HEAD
 KV_TOKEN = 2 * 2 * 4 * 2  # bytes of one token's keys and values in one layer: both, heads, head_dim, bfloat16
@@ -37,11 +38,11 @@ KV_TOKEN = 2 * 2 * 4 * 2  # bytes of one token's keys and values in one layer: b
 
 def of_shape(name: str, cache: str = "auto") -> Roofline:
     model = describe(shape_folder(name)).config
-    return Roofline(H200, model, 2, kv_head_bytes(model, 2, cache))
+    return Roofline(H200, model, 2, kv_dtype(cache, "bfloat16"))
 
 
-def of_tiny(model: ModelConfig = TINY, *, bandwidth: float = ENDLESS, flops: float = ENDLESS) -> Roofline:
-    return Roofline(Machine(bandwidth, flops), model, 2, kv_head_bytes(model, 2, "auto"))
+def of_tiny(model: ModelSpec = TINY, *, bandwidth: float = ENDLESS, flops: float = ENDLESS) -> Roofline:
+    return Roofline(Machine(bandwidth, flops), model, 2, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_embedding_counts_only_as_a_tied_head() -> None:
 def test_prefill_multiplies_every_token_and_samples_one_a_request() -> None:
     scores = 2 * ((1 + 2 + 3) + (1 + 2))  # two layers; prompts of 3 and of 2 tokens
     linears = 2 * 5 * LAYERS + 2 * 2 * HEAD
-    assert of_tiny(flops=1.0).prefill_seconds([3, 2]) == linears + 4 * TINY.q_size * scores
+    assert of_tiny(flops=1.0).prefill_seconds([3, 2]) == linears + 4 * Q_SIZE * scores
 
 
 def test_workload_is_its_prefill_and_its_steps() -> None:
@@ -99,7 +100,7 @@ def test_workload_is_its_prefill_and_its_steps() -> None:
 
 
 def test_window_limits_what_is_read() -> None:
-    windowed = of_tiny(replace(TINY, windows=(None, 4)), bandwidth=1.0)
+    windowed = of_tiny(llama_shaped(RAW, windows=(None, 4)), bandwidth=1.0)
     whole = of_tiny(bandwidth=1.0)
     assert whole.step_seconds(1, 10) - windowed.step_seconds(1, 10) == (10 - 4) * KV_TOKEN
     assert whole.step_seconds(1, 4) == windowed.step_seconds(1, 4)
@@ -108,8 +109,8 @@ def test_window_limits_what_is_read() -> None:
 
 
 def test_experts_are_read_as_far_as_the_batch_touches_them() -> None:
-    moe = MoeConfig(num_experts=8, num_experts_per_token=2, intermediate_size=6, norm_topk_prob=True)
-    model = replace(TINY, moe=moe)
+    moe = MoeSpec(hidden_size=8, num_experts=8, num_experts_per_token=2, intermediate_size=6, norm_topk_prob=True)
+    model = llama_shaped(RAW, moe=moe)
     expert = 2 * 3 * 8 * 6  # weights, in both layers
     others = model.num_parameters() - 8 * expert
     reading, computing = of_tiny(model, bandwidth=1.0), of_tiny(model, flops=1.0)
@@ -123,7 +124,16 @@ def test_experts_are_read_as_far_as_the_batch_touches_them() -> None:
     ("cache", "expected"), [("auto", 8), ("bfloat16", 8), ("float32", 16), ("fp8", 6), ("fp8_e4m3", 6)]
 )
 def test_bytes_of_the_cache(cache: str, expected: int) -> None:
-    assert kv_head_bytes(TINY, 2, cache) == expected
+    """Of one token's key, or value, in one head: two layers with two KV heads have eight of them."""
+    assert TINY.kv_bytes_per_token(kv_dtype(cache, "bfloat16")) == 8 * expected
+
+
+def test_packed_weights_are_read_as_they_are_stored() -> None:
+    packed = replace(of_tiny(bandwidth=1.0), packed_bytes=Int8Format().num_bytes)
+    matrices = [weight for layer in TINY.layers for _, weight in layer.weights() if weight.packable]
+    rows = sum(weight.shard_shape(0, 1)[0] for weight in matrices)
+    saved = sum(weight.num_parameters for weight in matrices) - 4 * rows
+    assert of_tiny(bandwidth=1.0).step_seconds(1, 10) - packed.step_seconds(1, 10) == saved
 
 
 def test_measured_machine(monkeypatch: pytest.MonkeyPatch) -> None:

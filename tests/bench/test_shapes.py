@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from nanovllm.bench.shapes import shape_folder, shape_names, with_shape
+from nanovllm.checkpoint.json_file import read_json
 from nanovllm.cli.main import main
 from nanovllm.errors import ConfigError
+from nanovllm.layers.spec import AttentionSpec, RopeSpec
 from nanovllm.models.registry import describe, parse_config
-from nanovllm.models.spec import ModelConfig, RopeConfig, read_json
+from nanovllm.models.spec import ModelSpec
 
 NUM_PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
@@ -24,8 +26,14 @@ NUM_PARAMETERS = {
 }
 
 
-def read_shape(name: str) -> ModelConfig:
+def read_shape(name: str) -> ModelSpec:
     return parse_config(read_json(shape_folder(name) / "config.json"))
+
+
+def attention_of(model: ModelSpec) -> AttentionSpec:
+    mixer = model.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec) and all(layer.mixer == mixer for layer in model.layers)
+    return mixer
 
 
 def test_there_are_these() -> None:
@@ -49,14 +57,14 @@ def test_transformers_reads_the_same(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs)
     assert model.num_parameters() == NUM_PARAMETERS[name]
-    ours = read_shape(name)
-    assert theirs.rope_parameters["rope_theta"] == ours.rope.theta
-    assert (theirs.num_attention_heads, theirs.num_key_value_heads) == (ours.num_heads, ours.num_kv_heads)
-    assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (ours.rms_norm_eps, ours.max_position)
+    ours, attention = read_shape(name), attention_of(read_shape(name))
+    assert theirs.rope_parameters["rope_theta"] == attention.rope.theta
+    assert (theirs.num_attention_heads, theirs.num_key_value_heads) == (attention.num_heads, attention.num_kv_heads)
+    assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (ours.norm_eps, ours.max_position)
 
 
 def test_rotation_of_llama() -> None:
-    assert read_shape("llama-3.1-8b").rope == RopeConfig(
+    assert attention_of(read_shape("llama-3.1-8b")).rope == RopeSpec(
         theta=500_000.0,
         rope_type="llama3",
         factor=8.0,
@@ -68,11 +76,10 @@ def test_rotation_of_llama() -> None:
 
 def test_small_shape_is_that_of_the_default_model(default_model_path: Path) -> None:
     theirs = describe(default_model_path).config
-    rounded = replace(
-        theirs,
-        rms_norm_eps=float(f"{theirs.rms_norm_eps:.6g}"),
-        rope=replace(theirs.rope, theta=float(f"{theirs.rope.theta:.6g}")),
-    )
+    mixer, eps = attention_of(theirs), float(f"{theirs.norm_eps:.6g}")
+    mixer = replace(mixer, rope=replace(mixer.rope, theta=float(f"{mixer.rope.theta:.6g}")))
+    layers = tuple(replace(layer, mixer=mixer, norm_eps=eps) for layer in theirs.layers)
+    rounded = replace(theirs, norm_eps=eps, layers=layers)
     assert rounded.with_eos(()) == read_shape("smollm2-135m")
 
 

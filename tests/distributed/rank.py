@@ -75,7 +75,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     for seq in seqs:
         core.scheduler.add(seq)
     seen = Seen(num_blocks=runner.cache_size.num_blocks, carries_result=runner.carries_result)
-    seen.num_weights = sum(slot.view.numel() for slot in runner.model.destinations().values())
+    seen.num_weights = sum(slot.target.tensor[slot.index].numel() for slot in runner.model.slots().values())
     seen.cache_elements = sum(cache.kv.numel() for cache in runner.caches)
     while core.has_work:
         core.step()

@@ -74,5 +74,6 @@ def test_nccl_runs_in_line_with_kernels_and_in_a_graph() -> None:
 
 
 def test_placing_loads_no_torch() -> None:
-    code = "import sys; from nanovllm.distributed import group, share; assert 'torch' not in sys.modules"
+    imports = "import sys; from nanovllm.distributed import group; from nanovllm.models import shard"
+    code = f"{imports}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,6 +1,7 @@
 """Several ranks (processes over gloo) give the tokens of one: every family, with TP, with PP and with both."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ import pytest
 import torch
 
 from nanovllm.distributed.group import Parallel, Place, open_store
-from nanovllm.distributed.share import share_of
 from nanovllm.models.registry import describe
+from nanovllm.models.shard import shard_of
 from tests.checkpoint.test_gguf import write_model
 from tests.distributed.rank import TIMEOUT, Seen, run_case
 from tests.helpers import assert_greedy, model_dir, prompt_of
@@ -192,15 +193,14 @@ def test_a_rank_holds_its_share_alone(results: Results, name: str) -> None:
     (alone,) = results[name, "one"]
     for split in ("tensor", "pipeline"):
         for rank, seen in enumerate(results[name, split]):
-            share = share_of(config, Place(rank, *SPLITS[split]))
-            biases_of_rank_0 = (config.o_bias + config.mlp_bias) * config.hidden_size * len(share.layers)
-            assert seen.num_weights == share.num_parameters() - biases_of_rank_0 * (split == "tensor" and rank > 0)
+            shard = shard_of(config, Place(rank, *SPLITS[split]))
+            assert seen.num_weights == shard.num_bytes(lambda weight, shape: math.prod(shape))
             assert seen.num_blocks == alone.num_blocks
         if split == "tensor":
             assert seen.num_weights < 0.6 * alone.num_weights
     assert alone.num_weights == config.num_parameters()
     assert sum(seen.cache_elements for seen in results[name, "pipeline"]) == alone.cache_elements
-    copies = 2 if config.num_kv_heads == 1 else 1
+    copies = 2 if config.layers[0].mixer.num_kv_heads == 1 else 1
     assert sum(seen.cache_elements for seen in results[name, "tensor"]) == copies * alone.cache_elements
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nanovllm.bench.executor_overhead import NO_MODEL, measure, open_executor
+from nanovllm.bench.executor_overhead import measure, open_executor
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, EngineClosedError, EngineError
 from nanovllm.executor import workers
@@ -41,7 +41,7 @@ COMMAND = (sys.executable, "-m", "tests.executor.fake_worker")
 
 def open_fake(path: str = "", *, size: int = 2, **options: Any) -> WorkersExecutor:
     config = Config(tensor_parallel_size=size, **options)
-    return WorkersExecutor(ProcessWorkers(size, command=COMMAND), config, NO_MODEL, Path(path), max_model_len=1)
+    return WorkersExecutor(ProcessWorkers(size, command=COMMAND), config, Path(path), max_model_len=1)
 
 
 def plan_of(what: int, token: int = 1) -> StepPlan:

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from nanovllm.bench.executor_overhead import NO_MODEL
 from nanovllm.config import Config
 from nanovllm.distributed.group import Place
 from nanovllm.executor.messages import Answer, Embed, Failed, Launch, Open, Opened, Ready, Sample, Start, Stop, Wait
@@ -59,7 +58,7 @@ def obey(worker: Worker, *commands: object) -> list[Any]:
 
 def start(place: Place) -> Start:
     config = Config(tensor_parallel_size=place.tensor_parallel_size)
-    return Start(place, 1, "127.0.0.1", 7, config, NO_MODEL, "somewhere", 1)
+    return Start(place, 1, "127.0.0.1", 7, config, "somewhere", 1)
 
 
 def started(place: Place | None = None) -> tuple[Worker, Recorder]:

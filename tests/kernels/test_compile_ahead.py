@@ -14,6 +14,7 @@ import torch
 from nanovllm.kernels import compile_ahead as ahead
 from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.launch import launch
+from nanovllm.kernels.select import SLOW_TO_COMPILE
 
 HERE = os.getpid()
 
@@ -103,7 +104,7 @@ def test_what_one_child_has_compiled_is_loaded_while_another_goes_on(kernel: Fak
 
 def test_what_takes_longest_is_begun_first(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    long, longest = FakeKernel(kernel.folder, ahead.LONG[-1]), FakeKernel(kernel.folder, ahead.LONG[0])
+    long, longest = FakeKernel(kernel.folder, SLOW_TO_COMPILE[-1]), FakeKernel(kernel.folder, SLOW_TO_COMPILE[0])
     long.children_hang_at = 2
     launched = ((kernel, 1), (long, 2), (longest, 3))
     with compile_ahead(lambda: [launch(one, (1,), number) for one, number in launched]):
@@ -113,7 +114,7 @@ def test_what_takes_longest_is_begun_first(kernel: FakeKernel, monkeypatch: pyte
 
 def test_all_that_is_said_to_take_long_is_there() -> None:
     sources = "".join(file.read_text() for file in Path(ahead.__file__).parent.rglob("*.py"))
-    assert all(f"def {name}(" in sources for name in ahead.LONG)
+    assert all(f"def {name}(" in sources for name in SLOW_TO_COMPILE)
 
 
 def test_launchers_are_loaded_one_at_a_time(kernel: FakeKernel) -> None:

@@ -11,8 +11,10 @@ from nanovllm.kernels.moe.experts import experts_forward, experts_forward_refere
 from nanovllm.kernels.moe.grouped import group, grouped_forward
 from nanovllm.kernels.moe.tiles import Tile, Tiles, choose_tiles
 from nanovllm.kernels.moe.weights import ExpertWeights
-from nanovllm.layers.moe import MoE
+from nanovllm.layers.moe import MoE, choose_experts
+from nanovllm.layers.spec import MoeSpec
 from tests.kernels.support import DEVICE
+from tests.layers.build import context
 
 # from Triton 3.6's interpreter, for a loop whose bound is an argument
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -155,24 +157,16 @@ def test_groups(num_pairs: int, num_experts: int, block_m: int) -> None:
 
 
 def test_equals_the_layer_on_a_cpu() -> None:
-    layer = MoE(
-        hidden_size=48,
-        intermediate_size=24,
-        num_experts=6,
-        num_experts_per_token=2,
-        norm_topk_prob=True,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        deterministic=False,
-    )
+    spec = MoeSpec(hidden_size=48, intermediate_size=24, num_experts=6, num_experts_per_token=2, norm_topk_prob=True)
+    layer = MoE(spec, context())
     generator = torch.Generator().manual_seed(0)
-    for weight in (layer.gate.weight, layer.gate_up, layer.down):
-        weight.normal_(0.0, 0.3, generator=generator)
+    for weight in (layer.gate_up, layer.down):
+        weight.tensor.normal_(0.0, 0.3, generator=generator)
     x = torch.randn(12, 48, generator=generator)
-    weights, experts = layer._route(x)
-    inputs = (x, layer.gate_up, layer.down, weights, experts)
+    weights, experts = choose_experts(torch.randn(12, 6, generator=generator), 2, normalize=True)
+    inputs = (x, layer.gate_up.tensor, layer.down.tensor, weights, experts)
     actual = experts_forward(*(tensor.to(DEVICE) for tensor in inputs))
-    torch.testing.assert_close(actual.cpu(), layer(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.cpu(), layer.forward(x, weights, experts), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nanovllm.layers.layernorm import FEW_ROWS, RMSNorm
+from nanovllm.layers.layernorm import FEW_ROWS
+from tests.layers.build import context, make_norm
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])  # with the smallest, eps matters
@@ -11,7 +12,7 @@ from nanovllm.layers.layernorm import FEW_ROWS, RMSNorm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_definition(dtype: torch.dtype, num_rows: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(num_rows)
-    norm = RMSNorm(48, eps=1e-6, dtype=dtype, device=torch.device("cpu"))
+    norm = make_norm(48, context(dtype))
     norm.weight.uniform_(0.5, 1.5, generator=generator)
     norm.finish_loading()
     x = (torch.randn(num_rows, 48, generator=generator) * scale + scale / 2).to(dtype)  # RMS norm keeps the mean

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nanovllm.errors import CheckpointError
+from nanovllm.layers.spec import MlpSpec, MoeSpec
 from nanovllm.models.registry import describe, parse_config
 from tests.helpers import FAMILIES, model_dir, reference
 
@@ -23,8 +24,9 @@ def test_number_of_parameters(name: str) -> None:
 def test_both_spellings_of_rope_and_dtype() -> None:
     new = parse_config(raw_config("llama-rope3"))
     old = parse_config(raw_config("llama-old-rope3"))
-    assert new.rope == old.rope
-    assert (new.rope.rope_type, new.rope.factor, new.rope.original_max_position) == ("llama3", 8.0, 64)
+    rope = new.layers[0].mixer.rope
+    assert rope == old.layers[0].mixer.rope
+    assert (rope.rope_type, rope.factor, rope.original_max_position) == ("llama3", 8.0, 64)
     assert new.dtype == old.dtype == "float32"
 
 
@@ -33,26 +35,34 @@ def test_number_of_experts_under_both_names() -> None:
     new = parse_config(raw)
     raw["num_experts"] = raw.pop("num_local_experts")
     assert new == parse_config(raw)
-    assert new.moe is not None and new.moe.num_experts == 6
+    (moe,) = {layer.feed_forward for layer in new.layers if isinstance(layer.feed_forward, MoeSpec)}
+    assert moe.num_experts == 6
 
 
 def test_dense_layers_of_a_mixture() -> None:
-    assert parse_config(raw_config("qwen3-moe")).moe.dense_layers == {1}  # type: ignore[union-attr]
-    assert parse_config(raw_config("qwen3-moe-stacked")).moe.dense_layers == {0, 2}  # type: ignore[union-attr]
+    def dense_layers(name: str) -> set[int]:
+        layers = parse_config(raw_config(name)).layers
+        return {index for index, layer in enumerate(layers) if isinstance(layer.feed_forward, MlpSpec)}
+
+    assert dense_layers("qwen3-moe") == {1}
+    assert dense_layers("qwen3-moe-stacked") == {0, 2}
 
 
 def test_windows() -> None:
-    windows = {name: parse_config(raw_config(name)).windows for name in FAMILIES}
+    def of(raw: dict[str, Any]) -> tuple[int | None, ...]:
+        return tuple(layer.mixer.window for layer in parse_config(raw).layers)
+
+    windows = {name: of(raw_config(name)) for name in FAMILIES}
     assert windows["mistral"] == (20, 20, 20)
     assert windows["mistral-full"] == windows["llama"] == windows["qwen2"] == (None, None, None)
     assert windows["qwen2-sliding"] == (12, None, 12)
     assert windows["qwen2-upper-layers-slide"] == (None, 12, 12)
     without_types = raw_config("qwen2-upper-layers-slide")
     del without_types["layer_types"]
-    assert parse_config(without_types).windows == (None, 12, 12)
+    assert of(without_types) == (None, 12, 12)
     without_window = raw_config("mistral")
     del without_window["sliding_window"]
-    assert parse_config(without_window).windows == (4096, 4096, 4096)  # as in transformers
+    assert of(without_window) == (4096, 4096, 4096)  # as transformers has it
 
 
 def test_end_of_sequence_ids_of_both_files(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.mlp import MLP
 from nanovllm.layers.residual import Residual
-from nanovllm.models.decoder import MLP
 from nanovllm.plan import NewRow, SeqPlan, StepPlan
 from nanovllm.runner.forward_batch import build_batch
 from nanovllm.runner.model_runner import ModelRunner
@@ -65,19 +65,19 @@ def test_padding_rows_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_last_layer_does_no_more_than_is_wanted(monkeypatch: pytest.MonkeyPatch, scores_prompts: bool) -> None:
     """Rows in each layer's MLP for three prompts in chunks of 16 tokens; no prompt ends in the second chunk."""
     seen: dict[int, list[int]] = {}
-    add_to = MLP.add_to
+    call = MLP.__call__
 
-    def counted(mlp: MLP, residual: Residual, norm: RMSNorm) -> None:
-        seen.setdefault(id(mlp), []).append(len(residual))
-        add_to(mlp, residual, norm)
+    def counted(mlp: MLP, x: Residual, *, norm: RMSNorm) -> Residual:
+        seen.setdefault(id(mlp), []).append(len(x))
+        return call(mlp, x, norm=norm)
 
-    monkeypatch.setattr(MLP, "add_to", counted)
+    monkeypatch.setattr(MLP, "__call__", counted)
     prompts = [prompt_of(length) for length in (3, 37, 5)]
     params = greedy_params(1, prompt_logprobs=1 if scores_prompts else None)
     with open_llm(TEXT_MODEL, max_num_batched_tokens=16, max_num_seqs=4) as llm:
         seen.clear()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        layers = [seen[id(layer.mlp)] for layer in llm.llm_engine._core.executor._runner.model.layers]
+        layers = [seen[id(layer.feed_forward)] for layer in llm.llm_engine._core.executor._runner.model.layers]
     assert layers[0] == [16, 16, 13]
     assert layers[-1] == (layers[0] if scores_prompts else [1, 2])
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.bench.roofline import Roofline, kv_head_bytes
+from nanovllm.bench.roofline import Roofline
 from nanovllm.bench.shapes import shape_folder
 from nanovllm.config import SchedulerConfig
 from nanovllm.models.registry import describe
@@ -32,7 +32,7 @@ CONFIG = SchedulerConfig(
 )
 LINEAR = Linear(step=1.0, prefill_token=0.1, decode=0.5, context_token=0.01)
 QWEN3_8B = describe(shape_folder("qwen3-8b")).config
-ROOFLINE = Roofline(H200, QWEN3_8B, 2, kv_head_bytes(QWEN3_8B, 2, "auto"))
+ROOFLINE = Roofline(H200, QWEN3_8B, 2, "bfloat16")
 
 
 def alone(arrivals: list[Arrival], config: SchedulerConfig = CONFIG) -> Outcome:

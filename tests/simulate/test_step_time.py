@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.bench.roofline import Machine, Roofline, kv_head_bytes
+from nanovllm.bench.roofline import Machine, Roofline
 from nanovllm.bench.shapes import shape_folder
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import describe
@@ -11,7 +11,7 @@ from nanovllm.simulate.step_time import H200, H200_OVERHEAD, Divided, Linear, Mo
 
 def of_shape(name: str, machine: Machine = H200, overhead: float = H200_OVERHEAD) -> Modelled:
     model = describe(shape_folder(name)).config
-    return Modelled(Roofline(machine, model, 2, kv_head_bytes(model, 2, "auto")), overhead)
+    return Modelled(Roofline(machine, model, 2, "bfloat16"), overhead)
 
 
 def decode(batch: int, context: int) -> StepWork:

@@ -1,0 +1,65 @@
+"""The linear kernels of kernels/select.py by name, each as a function of x with the weight bound to it.
+
+All take `norm`, `gated` and `residual` where the table says that they fuse it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Norm(Protocol):
+    weight: Tensor
+    eps: float
+
+
+def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool) -> Callable[..., Tensor]:
+    """`weight`: a format's kernel arguments, "weight" and maybe "scale"."""
+    if name == "cublas":
+        return partial(_cublas, weight["weight"], bias)
+    if name == "dequantized":
+        return partial(_dequantized, **weight, bias=bias)
+    if name == "deterministic":
+        from nanovllm.kernels.linear.matmul import matmul
+
+        return partial(_with_norm, matmul, **weight, bias=bias)
+    if name == "many_rows":
+        from nanovllm.kernels.linear.many_rows import many_rows_linear
+
+        return partial(_with_norm, many_rows_linear, **weight)
+    return partial(_with_norm, _launcher(name), **weight, bias=bias, pdl=pdl)
+
+
+def _launcher(name: str) -> Callable[..., Tensor]:
+    from nanovllm.kernels.linear import few_rows, one_row, tiled
+
+    launchers: dict[str, Callable[..., Tensor]] = {
+        "one_row": one_row.one_row_linear,
+        "few_rows": few_rows.few_rows_linear,
+        "tiled": tiled.tiled_linear,
+        "split_k": tiled.split_k_linear,
+    }
+    return launchers[name]
+
+
+def _with_norm(launch: Callable[..., Tensor], x: Tensor, *, norm: Norm | None = None, **arguments: Any) -> Tensor:
+    if norm is None:
+        return launch(x, **arguments)
+    return launch(x, norm_weight=norm.weight, eps=norm.eps, **arguments)
+
+
+def _cublas(weight: Tensor, bias: Tensor | None, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    if residual is None:
+        return F.linear(x, weight, bias)
+    if bias is not None:
+        residual += bias
+    return residual.addmm_(x, weight.t())
+
+
+def _dequantized(x: Tensor, *, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    from nanovllm.kernels.linear.dequantize import dequantize
+
+    return F.linear(x, dequantize(weight, scale, x.dtype), bias)

@@ -1,0 +1,186 @@
+"""Which kernel runs a linear or a mixture of experts: one table, by weight format, number of rows, shape and device.
+
+The first entry of the table that serves a case is taken. Bounds are those within which a kernel measured fastest on an
+H200. The same table says for which batch sizes steps are recorded as graphs, which sizes a start runs once so that
+their kernels are compiled, in which order kernels are compiled, and how the profiler names what it sees. No torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FEW_ROWS = 16
+SOME_ROWS = 32
+TENS_OF_ROWS = 64  # up to here our tiles beat cuBLAS for weights of any size, above only for small ones
+HUNDREDS_OF_ROWS = 256
+THOUSANDS_OF_ROWS = 2048  # from here on the tensor cores are the limit
+TILE_ROWS = (16, 32, 64, 128, 256)  # numbers of rows up to which the tiled kernel has another tile
+MAX_DISTINCT_ROWS = 4096  # no bound lies above: all larger numbers of rows are one case
+EXPERT_ROWS = 4  # up to this many tokens, each (token, expert) pair reads its expert instead of being grouped
+
+NARROW_INPUTS = 1024
+WIDE_INPUTS = 2048  # from here on reading a weight takes the time, not starting to
+ENOUGH_OUTPUTS = 5632  # enough for tiles on nearly every multiprocessor
+MANY_OUTPUTS = 16384  # a vocabulary
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """Everything that decides which kernel runs a linear."""
+
+    format: str  # of the weight
+    kernels: bool  # our Triton kernels run on this device
+    rows: int
+    outputs: int
+    inputs: int
+    half: bool  # activations have 16 bits
+    bfloat16: bool
+    bias: bool
+    gated: bool  # silu(gate) * up of the result is wanted
+    added: bool  # the result is added to a residual
+    whole: bool  # no other rank adds to the result
+    deterministic: bool
+    gluon: bool  # kernels written in Gluon run on this device
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    name: str
+    formats: tuple[str, ...] = ("dense",)
+    min_rows: int = 1
+    max_rows: int = MAX_DISTINCT_ROWS
+    norm: bool = False  # computes the norm before the product itself
+    gate: bool = False  # computes the activation itself
+    add: bool = False  # adds to the residual itself
+    serves: Callable[[LinearCase], bool] = lambda case: True
+    compiled_for: tuple[int, ...] = ()  # numbers of rows up to which it is compiled separately
+    symbol: str | None = None  # of our kernel, as profilers show it
+
+
+def _few_rows(case: LinearCase) -> bool:
+    if not case.half or case.inputs % 8:  # a row must be made of whole 16 bytes
+        return False
+    if min(case.outputs, case.inputs) >= WIDE_INPUTS:
+        return case.inputs <= WIDE_INPUTS and case.outputs < ENOUGH_OUTPUTS
+    return case.gated or case.outputs < MANY_OUTPUTS
+
+
+def _split_k(case: LinearCase) -> bool:
+    most = TENS_OF_ROWS
+    if case.outputs <= WIDE_INPUTS:
+        most = HUNDREDS_OF_ROWS if case.outputs <= NARROW_INPUTS else HUNDREDS_OF_ROWS // 2
+    return case.half and case.added and case.whole and case.rows <= most
+
+
+def _tiled(case: LinearCase) -> bool:
+    most = HUNDREDS_OF_ROWS if case.inputs <= NARROW_INPUTS else TENS_OF_ROWS
+    if not case.half or case.added or case.rows > most:
+        return False
+    fewest = 2 if case.outputs >= ENOUGH_OUTPUTS or case.gated else SOME_ROWS + 1
+    return case.rows >= fewest and (case.gated or case.outputs < MANY_OUTPUTS)
+
+
+def _many_rows(case: LinearCase) -> bool:
+    if not case.gluon or not case.bfloat16 or case.bias or case.added:
+        return False
+    # whole tiles, and rows of the weight long enough to fill the pipeline
+    fits = case.outputs % 256 == 0 and case.inputs % 64 == 0 and case.inputs >= 192
+    return fits and (case.gated or case.inputs <= WIDE_INPUTS)
+
+
+# One row only reads the weight: norm, gate and residual cost nothing within the same kernel. For a few rows the kernels
+# of a layer overlap, each fetching its weight before the one before it has ended. For tens of rows they are short, and
+# few launches count. For thousands of rows the tensor cores are the limit.
+LINEAR_KERNELS = (
+    LinearKernel("torch", formats=(), add=True, serves=lambda case: not case.kernels),
+    LinearKernel("deterministic", ("dense", "int8"), serves=lambda case: case.deterministic, symbol="_matmul_kernel"),
+    LinearKernel("one_row", ("dense", "int8"), 1, 1, norm=True, gate=True, add=True, symbol="_one_row_kernel"),
+    LinearKernel(
+        "few_rows",
+        min_rows=2,
+        max_rows=FEW_ROWS,
+        norm=True,
+        gate=True,
+        add=True,
+        serves=lambda case: case.inputs < WIDE_INPUTS and _few_rows(case),
+        compiled_for=(8, FEW_ROWS),
+        symbol="_few_rows_kernel",
+    ),
+    LinearKernel(  # rows too long to be normalized in the same pass
+        "few_rows",
+        min_rows=2,
+        max_rows=FEW_ROWS,
+        add=True,
+        serves=lambda case: case.inputs >= WIDE_INPUTS and not case.gated and _few_rows(case),
+        compiled_for=(8, FEW_ROWS),
+        symbol="_few_rows_kernel",
+    ),
+    LinearKernel(
+        "split_k",
+        ("dense", "int8"),
+        min_rows=2,
+        max_rows=HUNDREDS_OF_ROWS,
+        add=True,
+        serves=_split_k,
+        compiled_for=TILE_ROWS,
+        symbol="_tiled_kernel",
+    ),
+    LinearKernel(
+        "tiled",
+        ("dense", "int8"),
+        min_rows=2,
+        max_rows=HUNDREDS_OF_ROWS,
+        gate=True,
+        serves=_tiled,
+        compiled_for=TILE_ROWS,
+        symbol="_tiled_kernel",
+    ),
+    LinearKernel("many_rows", min_rows=THOUSANDS_OF_ROWS, gate=True, serves=_many_rows, symbol="_many_rows_kernel"),
+    LinearKernel("dequantized", ("int8",), symbol="_dequantize_kernel"),  # to the model's dtype, then cuBLAS
+    LinearKernel("cublas", add=True),
+)
+PLAIN = LINEAR_KERNELS[0]  # the format's own product on torch
+
+
+def select_linear(case: LinearCase) -> LinearKernel:
+    """A format without kernels, such as one that somebody adds, is computed by its own product."""
+    for kernel in LINEAR_KERNELS:
+        known = case.format in kernel.formats or not kernel.formats
+        if known and kernel.min_rows <= case.rows <= kernel.max_rows and kernel.serves(case):
+            return kernel
+    return PLAIN
+
+
+# --- what else depends on the table -----------------------------------------------------------------------------------
+
+
+def compiled_sizes() -> list[int]:
+    """Numbers of rows for which a decode step launches kernels of its own."""
+    return sorted({1, *(rows for kernel in LINEAR_KERNELS for rows in kernel.compiled_for)})
+
+
+def warm_up_sizes(max_num_tokens: int) -> list[int]:
+    """Step sizes, in tokens, that a start runs once: the largest, the largest in which gate and linear are separate
+    kernels, and one just below the kernel for thousands of rows."""
+    sizes = [max_num_tokens, 2 * THOUSANDS_OF_ROWS, THOUSANDS_OF_ROWS - 1]
+    return list(dict.fromkeys(min(size, max_num_tokens) for size in sizes))
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """The batch sizes that get a graph of their own; a batch runs in the next larger one."""
+    sizes = [1, 2, 4, 8, *range(16, 128, 8), *range(128, largest, 16)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+# What takes longest to compile, longest first: begun last, all would wait for it.
+SLOW_TO_COMPILE = (
+    "_many_rows_kernel",
+    "_small_batch_attention_kernel",
+    "_decode_kernel",
+    "_few_rows_kernel",
+    "_tiled_kernel",
+)
+
+
+def linear_symbols() -> list[str]:
+    """The names of our linear and expert kernels in a profile."""
+    return sorted({kernel.symbol for kernel in LINEAR_KERNELS if kernel.symbol} | {"_experts_kernel", "_row_kernel"})

@@ -1,0 +1,41 @@
+"""What every layer is built with: one frozen object per rank. Questions about the device are answered here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.distributed.group import ALONE, Group
+from nanovllm.kernels.launch import dependent_launch, gluon_usable, usable
+from nanovllm.weights.dense import DenseFormat
+from nanovllm.weights.format import WeightFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext:
+    dtype: torch.dtype  # the model computes in
+    device: torch.device
+    attention: AttentionBackend
+    group: Group = ALONE  # tensor parallel ranks, which divide each layer
+    weight_format: WeightFormat = DenseFormat()  # of linears and experts
+    deterministic: bool = False  # a row's result must not depend on how many others there are
+    kernels: bool = False  # our Triton kernels run on the device
+    gluon: bool = False  # and those written in Gluon
+    pdl: bool = False  # kernels may be launched while the one before still runs (programmatic dependent launch)
+
+    @classmethod
+    def on(
+        cls, device: torch.device, *, group: Group = ALONE, deterministic: bool = False, **settings: Any
+    ) -> "BuildContext":
+        """The context of a device, which says what kernels can run."""
+        kernels = usable(device.type)
+        return cls(
+            device=device,
+            group=group.in_order() if deterministic else group,
+            deterministic=deterministic,
+            kernels=kernels,
+            gluon=kernels and gluon_usable(),
+            pdl=kernels and dependent_launch(),
+            **settings,
+        )

@@ -1,0 +1,81 @@
+"""Which part of a model one rank holds: some of the layers, and of each its heads and columns. No torch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from nanovllm.distributed.group import Place
+from nanovllm.errors import ConfigError
+from nanovllm.layers.spec import LayerSpec, Weight
+from nanovllm.models.spec import ModelSpec
+from nanovllm.state import PagedState
+
+NumBytes = Callable[[Weight, tuple[int, ...]], int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    model: ModelSpec
+    layers: range  # of the model, held by this rank
+    tensor_rank: int
+    tensor_parallel_size: int
+
+    @property
+    def has_embedding(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def has_head(self) -> bool:
+        """And the norm before it."""
+        return self.layers.stop == self.model.num_layers
+
+    @property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        return self.model.layers[self.layers.start : self.layers.stop]
+
+    def weights(self) -> Iterator[Weight]:
+        """Every parameter that this rank holds, a tied head counted once."""
+        if self.has_embedding:
+            yield self.model.embedding_weight()
+        for layer in self.layer_specs:
+            yield from (weight for _, weight in layer.weights() if self.tensor_rank == 0 or not weight.on_first_rank)
+        if self.has_head:
+            yield self.model.final_norm_weight()
+            if not (self.model.tie_word_embeddings and self.has_embedding):
+                yield self.model.head_weight()
+
+    def num_bytes(self, of_weight: NumBytes) -> int:
+        """`of_weight`: the bytes of a weight of which this rank holds so much, [experts,] rows [, columns]."""
+        rank, size = self.tensor_rank, self.tensor_parallel_size
+        return sum(of_weight(weight, weight.shard_shape(rank, size)) for weight in self.weights())
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Of this rank's layers and KV heads, in a KV cache of this dtype."""
+        states = [layer.mixer.state(dtype, self.tensor_parallel_size) for layer in self.layer_specs]
+        return sum(state.bytes_per_token for state in states if isinstance(state, PagedState))
+
+    def widest_activation(self) -> int:
+        """Most numbers that a linear of this rank's layers gives for one token."""
+        rank, size = self.tensor_rank, self.tensor_parallel_size
+        matrices = [w for layer in self.layer_specs for _, w in layer.weights() if w.columns is not None]
+        return max(weight.shard_shape(rank, size)[-2] * max(weight.num_active, 1) for weight in matrices)
+
+
+def shard_of(model: ModelSpec, place: Place) -> Shard:
+    """ConfigError where the model cannot be divided like that."""
+    layers = _stage_layers(model.num_layers, place)
+    shard = Shard(model, layers, place.tensor_rank, place.tensor_parallel_size)
+    for weight in shard.weights():
+        weight.shard_shape(shard.tensor_rank, shard.tensor_parallel_size)
+    return shard
+
+
+def _stage_layers(num_layers: int, place: Place) -> range:
+    """Evenly; what is left over goes to the stages before the last, which has the head to compute."""
+    stages = place.pipeline_parallel_size
+    if stages > num_layers:
+        raise ConfigError(f"pipeline_parallel_size={stages}: the model has only {num_layers} layers; use at most that")
+    each, extra = divmod(num_layers, stages)
+    longer = range(stages - 1 - extra, stages - 1)
+    counts = [each + (stage in longer) for stage in range(stages)]
+    first = sum(counts[: place.pipeline_rank])
+    return range(first, first + counts[place.pipeline_rank])

@@ -1,0 +1,77 @@
+"""8-bit weights with one scale per output row, made while loading: w = q * scale, q in -127..127, nearest rounding.
+
+Activations stay in the model's dtype. A row's scale comes from the whole row, also where tensor parallel ranks divide
+its columns, so that every number of ranks computes with the same weights.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.checkpoint.stored import Part, Stored
+from nanovllm.weights.format import Index
+
+SCALE_BYTES = 4
+FEW_ROWS = 8  # up to here reading 8-bit weights in the product costs less than converting them first
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., out, in] -> int8 [..., out, in] and float32 scales [..., out]; a row of zeros gets scale 1."""
+    weight = weight.float()
+    largest = weight.abs().amax(dim=-1)
+    scale = torch.where(largest > 0, largest / 127, 1.0)
+    return (weight / scale.unsqueeze(-1)).round_().to(torch.int8), scale
+
+
+def dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (weight.float() * scale.unsqueeze(-1)).to(dtype)
+
+
+class Int8Weight:
+    format_name = "int8"
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.tensor = torch.zeros(shape, dtype=torch.int8, device=device)
+        self.scale = torch.ones(shape[:-1], dtype=torch.float32, device=device)
+        self._dtype = dtype
+
+    def load(self, index: Index, tensor: Stored, part: Part) -> None:
+        rows, columns = (*part, slice(None), slice(None))[:2]
+        if not self.scale[index].numel():
+            return
+        whole_rows = tensor.read((rows,) if part else ()).to(self.tensor.device)
+        # through the model's dtype, so that the stored type of a checkpoint makes no difference
+        quantized, scale = quantize_rows(whole_rows.to(self._dtype))
+        if not torch.isfinite(scale).all():
+            raise ValueError("a row holds NaN or infinity, which 8-bit weights cannot represent")
+        self.tensor[index].copy_(quantized[:, columns])
+        self.scale[index].copy_(scale)
+
+    def finish_loading(self) -> None:
+        """Kernels read the weight as it was loaded."""
+
+    def dequantized(self, expert: int | None = None) -> Tensor:
+        weight, scale = (self.tensor, self.scale) if expert is None else (self.tensor[expert], self.scale[expert])
+        return dequantize_rows(weight, scale, self._dtype)
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
+        if expert is None and x.shape[0] <= FEW_ROWS and x.device.type == "cpu":
+            y = torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.tensor, self.scale.to(x.dtype))
+            return y if bias is None else y + bias
+        return F.linear(x, self.dequantized(expert), bias)
+
+    def kernel_arguments(self) -> dict[str, Tensor]:
+        return {"weight": self.tensor, "scale": self.scale}
+
+
+class Int8Format:
+    name = "int8"
+
+    def num_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        return math.prod(shape) + SCALE_BYTES * math.prod(shape[:-1])
+
+    def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Int8Weight:
+        return Int8Weight(shape, dtype, device)
