@@ -1,4 +1,4 @@
-"""The front door for asyncio, its engine in a child process or in a thread: the same answers, and no lost request."""
+"""`AsyncLLM` with its engine in a child process or a thread: the same answers as `LLM`, and no lost request."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
     "num_kv_cache_blocks": 64,
 }
 ENDLESS = greedy_params(200)
-PATIENCE = 20.0  # seconds for what takes milliseconds
+PATIENCE = 20.0  # seconds allowed for operations that take milliseconds
 
 
 async def start(**options: Any) -> AsyncLLM:
@@ -48,7 +48,7 @@ async def start(**options: Any) -> AsyncLLM:
 
 
 class Host:
-    """An engine, and the event loop it lives in."""
+    """An engine and the event loop it runs in."""
 
     def __init__(self, runner: asyncio.Runner, engine: AsyncLLM) -> None:
         self.runner = runner
@@ -79,7 +79,7 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 async def eventually_idle(engine: AsyncLLM) -> None:
-    """All blocks are given back."""
+    """Assert that no request is left and that all blocks are free or cached."""
     stats = await engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
@@ -222,7 +222,7 @@ def test_embedding_is_the_models_hidden_state(host: Host, pooling: str) -> None:
     host.run(eventually_idle(host.engine))
 
 
-# --- refused, ended early ---------------------------------------------------------------------------------------------
+# --- refused and aborted requests -------------------------------------------------------------------------------------
 
 
 def test_a_refused_request_harms_no_other(host: Host) -> None:
@@ -313,7 +313,7 @@ def test_a_slow_consumer_holds_up_nobody(host: Host, llm: LLM) -> None:
     async def ask() -> list[RequestOutput]:
         async with aclosing(host.engine.generate(TEXTS[0], params)) as outputs:
             first = await anext(outputs)
-            while (await host.engine.stats()).num_running:  # it goes on while nobody takes what it brings
+            while (await host.engine.stats()).num_running:  # the request goes on while its output is not read
                 await last(host.engine.generate(TEXTS[1], greedy_params(4)))
             return [first] + [output async for output in outputs]
 
@@ -324,7 +324,7 @@ def test_a_slow_consumer_holds_up_nobody(host: Host, llm: LLM) -> None:
     assert [list(entry) for entry in outputs[-1].outputs[0].logprobs or ()] == [[t] for t in expected["token_ids"]]
 
 
-# --- the engine seen from outside -------------------------------------------------------------------------------------
+# --- stats, views, health ---------------------------------------------------------------------------------------------
 
 
 def test_stats_count(host: Host) -> None:
@@ -379,7 +379,7 @@ def test_facts_about_the_model(host: Host, llm: LLM) -> None:
     assert host.engine.model_name == str(model_dir(TEXT_MODEL))
 
 
-# --- the engine dies, hangs, ends -------------------------------------------------------------------------------------
+# --- the engine dies, hangs or is closed ------------------------------------------------------------------------------
 
 
 async def seconds_until_errors(tasks: list[asyncio.Task[Any]]) -> tuple[float, list[BaseException | None]]:
@@ -450,7 +450,7 @@ def test_a_hanging_engine_is_unhealthy() -> None:
                 assert (await last(outputs)).finished
                 await engine.check_health()
             await engine.stats()
-            os.kill(engine.pid, signal.SIGSTOP)  # while idle: the check itself asks for a sign of life
+            os.kill(engine.pid, signal.SIGSTOP)  # while idle: the health check itself sends a ping
             assert "stalled" in await unhealthy(engine)
             os.kill(engine.pid, signal.SIGCONT)
 
@@ -495,7 +495,7 @@ def test_nothing_is_left_behind(in_process: bool) -> None:
         async with await start(in_process=in_process) as engine:
             await last(engine.generate(TEXTS[0], greedy_params(2)))
 
-    asyncio.run(use())  # what libraries open once and keep
+    asyncio.run(use())  # libraries open some files once and keep them
     this = psutil.Process()
     before = this.num_fds(), threading.active_count()
     asyncio.run(use())
@@ -507,7 +507,7 @@ def test_nothing_is_left_behind(in_process: bool) -> None:
 def test_an_idle_engine_uses_no_cpu(host: Host) -> None:
     process = psutil.Process(host.engine.pid)
     host.run(last(host.engine.generate(TEXTS[0], greedy_params(4))))
-    time.sleep(0.5)  # torch's threads wait a little while for more work
+    time.sleep(0.5)  # torch's threads spin for a short time before they sleep
     before = process.cpu_times()
     time.sleep(1)
     after = process.cpu_times()
@@ -547,7 +547,7 @@ def test_a_child_whose_parent_is_gone_before_it_began_ends() -> None:
     child.wait(PATIENCE)
 
 
-# --- what cannot start ------------------------------------------------------------------------------------------------
+# --- engines that cannot start ----------------------------------------------------------------------------------------
 
 
 def engine_processes() -> list[psutil.Process]:
@@ -566,7 +566,7 @@ def test_a_wrong_option_is_refused_before_anything_starts(monkeypatch: pytest.Mo
 def test_errors_of_the_start_keep_their_class(in_process: bool, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nothing"):
         asyncio.run(AsyncLLM.start(tmp_path / "nothing", in_process=in_process))
-    with pytest.raises(ConfigError, match="float16") as caught:  # on a CPU, as only the engine finds
+    with pytest.raises(ConfigError, match="float16") as caught:  # refused on a CPU, by the engine process
         asyncio.run(start(in_process=in_process, dtype="float16"))
     assert "Traceback" in str(caught.value.__cause__)
 

@@ -1,4 +1,4 @@
-"""Several engines behind one door: who gets what, and what happens when one of them ends."""
+"""Several engines as one: which replica gets a request, and what happens when a replica ends."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     "num_kv_cache_blocks": 64,
 }
 ENDLESS = greedy_params(200)
-PATIENCE = 30.0  # seconds for what takes milliseconds
+PATIENCE = 30.0  # seconds allowed for operations that take milliseconds
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -50,11 +50,11 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-# --- with engines that are none ---------------------------------------------------------------------------------------
+# --- with fake engines ------------------------------------------------------------------------------------------------
 
 
 class FakeClient:
-    """Says two words a request, the second when it is let; dies when told to."""
+    """Sends two words per request, the second when the test allows it; ends when the test wants it."""
 
     pid = None
 
@@ -138,7 +138,7 @@ class FakeClient:
 
 
 class Yard:
-    """Where fake engines are built; knows all that ever were."""
+    """Starts fake engines and keeps a list of all of them."""
 
     def __init__(self) -> None:
         self.built: list[FakeClient] = []
@@ -607,7 +607,7 @@ def test_served_over_http_with_the_openai_client(server: tuple[str, subprocess.P
             for _ in stream:
                 pass
         except openai.APIError:
-            outcome = "cut off"  # it was on that engine
+            outcome = "cut off"  # it ran on that engine
         assert outcome in ("whole", "cut off")
         assert httpx.get(url + "/health", timeout=10).status_code == 200
         assert [chat(f"How many {n}?", max_tokens=8).choices[0].message.content for n in range(6)] == before

@@ -1,4 +1,4 @@
-"""The router against a brute-force reference, and what must hold whatever comes."""
+"""The router against a brute-force reference, and properties for any sequence of requests."""
 
 import random
 import time
@@ -88,7 +88,7 @@ def test_a_replica_that_comes_back_never_counts_below_zero() -> None:
     router.route([])
     router.remove("a")
     router.add("a")
-    router.finished("a")  # from before
+    router.finished("a")  # a request from before the removal
     assert router.loads == {"a": 0}
 
 
@@ -128,7 +128,7 @@ def test_same_prefix_sticks_and_salts_are_apart() -> None:
 
 @given(max_lead=st.integers(0, 20), num_replicas=st.integers(2, 6))
 def test_a_busy_holder_spills(max_lead: int, num_replicas: int) -> None:
-    """No load may lead by more than the rule allows before a request is added to it."""
+    """A replica's lead is within the limit before it gets another request."""
     router = Router(range(num_replicas), block_size=SIZE, max_lead=max_lead, max_ratio=1.0)
     for number in range(1, 200):
         before = router.loads
@@ -150,8 +150,8 @@ def test_under_heavy_load_the_ratio_counts() -> None:
 def test_a_spilled_request_goes_where_less_of_it_is_held() -> None:
     router = Router(["a", "b", "c"], block_size=SIZE, max_lead=4, max_ratio=1.0)
     assert router.route(prompt_of(1, 2, 3, 4), weight=6) == "a"
-    assert router.route(prompt_of(1, 2), weight=2) == "b"  # half of it is not worth more than 4
-    assert router.route(prompt_of(1, 2, 3, 4)) == "b"  # 6 ahead is too much, 2 for half of it is not
+    assert router.route(prompt_of(1, 2), weight=2) == "b"  # "a" leads by 6, more than the allowed 4
+    assert router.route(prompt_of(1, 2, 3, 4)) == "b"  # "b" leads by 2, which half of the prompt allows
 
 
 def test_a_beginning_that_all_share_draws_nothing_together() -> None:
@@ -194,7 +194,7 @@ def test_what_was_used_last_is_remembered() -> None:
     sent = [((1,), 1), ((7,), 10), ((2,), 1), ((1,), 1), ((3,), 1)]
     assert [router.route(prompt_of(*blocks), weight=weight) for blocks, weight in sent] == list("abaaa")
     router.finished("b", weight=10)
-    assert router.route(prompt_of(2)) == "b"  # forgotten for 3, so it goes to the least loaded
+    assert router.route(prompt_of(2)) == "b"  # evicted by 3, so it goes to the least loaded
     assert router.route(prompt_of(1)) == "a"
 
 

@@ -68,7 +68,7 @@ class Peer:
         self.status = serve(theirs)
 
     def send(self, *commands: Command) -> None:
-        """All in one piece, so that the engine finds them together."""
+        """Send all in one write, so that the engine receives them together."""
         self._socket.sendall(b"".join(map(to_frame, commands)))
 
     def receive(self) -> Event:
@@ -117,7 +117,7 @@ def stats_of(peer: Peer) -> Any:
     return answer.stats
 
 
-# --- the loop ---------------------------------------------------------------------------------------------------------
+# --- the step loop ----------------------------------------------------------------------------------------------------
 
 
 def test_one_message_a_step_for_all_requests(peer: Peer) -> None:
@@ -255,7 +255,7 @@ def test_block_states() -> None:
         assert states.count(BLOCK_CACHED) == 1 and not any(owners)
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- shutdown and failures --------------------------------------------------------------------------------------------
 
 
 def test_shutdown(peer: Peer) -> None:
