@@ -349,7 +349,7 @@ def test_structured_outputs_at_their_limits() -> None:
     StructuredOutputs(choice=[str(i) for i in range(1024)])
 
 
-def test_long_form_has_a_short_repr() -> None:
+def test_long_grammar_has_a_short_repr() -> None:
     assert len(repr(StructuredOutputs(regex="a" * 8000))) < 120
 
 

@@ -1,4 +1,4 @@
-"""A slice of a stored tensor equals that slice of the whole tensor, and little more than it is read."""
+"""A slice read from a stored tensor equals that slice of the whole tensor, and little more than the slice is read."""
 
 from pathlib import Path
 

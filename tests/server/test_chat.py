@@ -23,7 +23,7 @@ def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-async def test_an_answer_in_one_piece(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+async def test_a_full_response(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     engine.says, engine.cached = "Good day to you.", 3
     response = await client.post(PATH, json={"model": "fake", "messages": HELLO})
     answer = response.json()
@@ -56,7 +56,7 @@ async def test_a_stream_has_role_content_reason_usage_and_done(engine: FakeEngin
     assert len({chunk["id"] for chunk in (first, *middle, last, usage)}) == 1
 
 
-async def test_usage_is_told_only_when_asked_for(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+async def test_usage_is_sent_only_on_request(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     chunks = chunks_of(await client.post(PATH, json={"messages": HELLO, "stream": True}))
     assert all("usage" not in chunk for chunk in chunks)
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -157,7 +157,7 @@ TOOLS = [
 CALLING = '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
-async def test_thinking_and_calls_are_split_from_the_text(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+async def test_reasoning_and_calls_are_split_from_the_text(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     engine.says = CALLING
     choice = (await client.post(PATH, json={"messages": HELLO, "tools": TOOLS})).json()["choices"][0]
     message = choice["message"]
@@ -174,7 +174,7 @@ async def test_thinking_and_calls_are_split_from_the_text(engine: FakeEngine, cl
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_tokens_of_thinking_are_counted(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+async def test_reasoning_tokens_are_counted(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     """The tokens between the tags are counted, in all completions."""
     engine.says = "<think>\nHm.\n</think>\n\nYes."
     expected = len(engine.tokenizer.encode("\nHm.\n"))
@@ -305,7 +305,7 @@ async def test_refused_by_name(client: httpx.AsyncClient, fields: dict[str, Any]
         {name: None for name in ("n", "temperature", "stop", "tools", "response_format", "logit_bias", "seed")},
     ],
 )
-async def test_what_changes_nothing_passes(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+async def test_neutral_values_are_accepted(client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
     response = await client.post(PATH, json={"messages": HELLO, **fields})
     assert response.status_code == 200, response.text
 

@@ -18,7 +18,7 @@ async def post(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     return response.json()
 
 
-async def test_an_answer_in_one_piece(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+async def test_a_full_response(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     engine.says = " and then some"
     answer = await post(client, prompt="First")
     assert answer["object"] == "text_completion" and answer["choices"][0]["text"] == " and then some"

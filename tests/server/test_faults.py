@@ -20,7 +20,7 @@ async def status_becomes(client: httpx.AsyncClient, status: int) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_stands_still_is_unhealthy_until_it_goes_on(
+async def test_a_stalled_engine_is_unhealthy_until_it_continues(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     with server_process(tmp_path_factory.mktemp("model"), stall_seconds="0.5") as server:

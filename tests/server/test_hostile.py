@@ -139,7 +139,7 @@ def test_a_body_above_the_limit(server: ServerProcess) -> None:
     ],
     ids=["10,000 levels", "no UTF-8"],
 )
-def test_json_that_is_none(body: bytes, server: ServerProcess) -> None:
+def test_invalid_json(body: bytes, server: ServerProcess) -> None:
     assert attack(server, CHAT, body).status_code == 400
 
 
@@ -179,14 +179,14 @@ TAKEN_OR_REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_hostile_form_is_refused_by_name(name: str, server: ServerProcess) -> None:
+def test_hostile_grammar_is_refused_by_name(name: str, server: ServerProcess) -> None:
     response = attack(server, CHAT, {**HELLO, "structured_outputs": REFUSED[name]})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] in REFUSED[name]
 
 
 @pytest.mark.parametrize("name", TAKEN_OR_REFUSED)
-def test_hostile_form_costs_bounded_time(name: str, server: ServerProcess) -> None:
+def test_hostile_grammar_costs_bounded_time(name: str, server: ServerProcess) -> None:
     """A small, well-formed grammar may be accepted; generating its completion must not delay other requests either."""
     response = attack(server, CHAT, {**HELLO, "structured_outputs": TAKEN_OR_REFUSED[name]})
     given_up = response.status_code == 500 and response.json()["error"]["code"] == "engine_error"
@@ -202,7 +202,7 @@ def post_bytes(body: dict[str, Any]) -> bytes:
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
-def test_two_hundred_who_leave_are_forgotten_at_once(server: ServerProcess) -> None:
+def test_two_hundred_disconnected_clients_are_cleaned_up(server: ServerProcess) -> None:
     address = urlsplit(server.url)
     began = server.metric("prompt_tokens_total")
     connections = []

@@ -64,7 +64,7 @@ def receive_all(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(serve: Serve, engine: FakeEngine, path: str, stream: bool) -> None:
+def test_disconnecting_aborts_the_request(serve: Serve, engine: FakeEngine, path: str, stream: bool) -> None:
     server = serve(engine)
     engine.holds_after = 2
     body = {**HELLO, "prompt": "Hello", "input": "Hello", "max_tokens": 50, "stream": stream}
@@ -79,7 +79,7 @@ def test_a_client_that_leaves_ends_its_request(serve: Serve, engine: FakeEngine,
     assert server.app.state.service.num_open_prompts == 0
 
 
-def test_a_client_that_leaves_ends_all_its_prompts(serve: Serve, engine: FakeEngine) -> None:
+def test_disconnecting_aborts_all_prompts_of_a_request(serve: Serve, engine: FakeEngine) -> None:
     server = serve(engine)
     with connected(server) as connection:
         connection.sendall(post_bytes({"prompt": ["a", "b", "c"]}, "/v1/completions"))
@@ -97,7 +97,7 @@ def test_a_half_sent_body_reaches_no_engine(serve: Serve, engine: FakeEngine) ->
     assert not engine.seen
 
 
-def test_a_body_that_never_ends_is_given_up(serve: Serve, engine: FakeEngine) -> None:
+def test_a_body_that_never_ends_times_out(serve: Serve, engine: FakeEngine) -> None:
     server = serve(engine, body_timeout=0.2)
     with connected(server) as connection:
         connection.sendall(post_bytes(HELLO)[:-5])
@@ -106,7 +106,7 @@ def test_a_body_that_never_ends_is_given_up(serve: Serve, engine: FakeEngine) ->
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
-def test_headers_that_never_end_are_given_up(serve: Serve, engine: FakeEngine, before: bytes) -> None:
+def test_headers_that_never_end_time_out(serve: Serve, engine: FakeEngine, before: bytes) -> None:
     """The header timeout applies to the first request of a connection and to later ones, even if bytes trickle in."""
     server = serve(engine, header_timeout=0.5)
     with connected(server) as connection:
@@ -118,7 +118,7 @@ def test_headers_that_never_end_are_given_up(serve: Serve, engine: FakeEngine, b
         assert receive_all(connection).startswith(b"HTTP/1.1 408")
 
 
-def test_a_client_that_says_nothing_is_hung_up_on(serve: Serve, engine: FakeEngine) -> None:
+def test_a_silent_client_is_disconnected(serve: Serve, engine: FakeEngine) -> None:
     with connected(serve(engine, header_timeout=0.2)) as connection:
         assert connection.recv(100) == b""
 
@@ -131,7 +131,7 @@ def test_a_body_that_nobody_reads_does_not_keep_the_connection(serve: Serve, eng
         assert connection.recv(100) == b""
 
 
-def test_a_slow_answer_is_no_slow_request(serve: Serve, engine: FakeEngine) -> None:
+def test_a_slow_response_is_not_a_header_timeout(serve: Serve, engine: FakeEngine) -> None:
     server = serve(engine, header_timeout=0.2, body_timeout=0.2)
     with connected(server) as connection:
         connection.sendall(post_bytes(HELLO))
@@ -150,7 +150,7 @@ def test_endless_headers_are_cut_off(serve: Serve, engine: FakeEngine) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
-def test_death_of_the_engine_answers_everyone(serve: Serve, engine: FakeEngine) -> None:
+def test_a_dead_engine_fails_all_requests(serve: Serve, engine: FakeEngine) -> None:
     server = serve(engine)
     engine.holds_after = 2
     answers: list[httpx.Response] = []
@@ -177,7 +177,7 @@ def test_death_of_the_engine_answers_everyone(serve: Serve, engine: FakeEngine) 
         assert told["error"]["code"] == "engine_dead" and "secret" not in answer.text
 
 
-def test_a_full_queue_answers_429_at_once(serve: Serve, engine: FakeEngine) -> None:
+def test_a_full_queue_responds_with_429_at_once(serve: Serve, engine: FakeEngine) -> None:
     server = serve(engine, max_queued_requests=0)  # the engine itself accepts four
     waiting = [threading.Thread(target=httpx.post, args=(server.url + CHAT,), kwargs={"json": HELLO}) for _ in range(4)]
     for thread in waiting:
@@ -195,7 +195,7 @@ def test_a_full_queue_answers_429_at_once(serve: Serve, engine: FakeEngine) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_takes_too_long_is_given_up(serve: Serve, engine: FakeEngine, stream: bool) -> None:
+def test_a_request_that_takes_too_long_times_out(serve: Serve, engine: FakeEngine, stream: bool) -> None:
     server = serve(engine, request_timeout=0.3)
     engine.holds_after = 2
     answer = httpx.post(server.url + CHAT, json={**HELLO, "stream": stream}, timeout=10)
@@ -239,7 +239,7 @@ def test_the_engine_view_streams_until_the_server_drains(serve: Serve, engine: F
         assert not any(lines)
 
 
-def test_requests_under_way_finish_while_draining(serve: Serve, engine: FakeEngine) -> None:
+def test_open_requests_finish_while_draining(serve: Serve, engine: FakeEngine) -> None:
     server = serve(engine)
     engine.holds_after = 1
     with httpx.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10) as response:

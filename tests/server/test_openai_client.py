@@ -148,7 +148,7 @@ def test_responses_with_tools_and_their_results(client: OpenAI, engine: FakeEngi
     assert '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' in text and "tool\n2<|im_end|>" in text
 
 
-def test_responses_refuse_what_needs_memory(client: OpenAI) -> None:
+def test_responses_refuse_what_needs_state(client: OpenAI) -> None:
     for fields in ({"previous_response_id": "resp_1"}, {"store": True}, {"background": True}):
         with pytest.raises(openai.BadRequestError, match=next(iter(fields))):
             client.responses.create(model="fake", input="Hello", **fields)

@@ -46,7 +46,7 @@ async def test_loading(engine: FakeEngine) -> None:
         assert (await client.post(CHAT, json=HELLO)).status_code == 200
 
 
-async def test_draining_refuses_what_is_new(engine: FakeEngine) -> None:
+async def test_draining_refuses_new_requests(engine: FakeEngine) -> None:
     app = build_app(engine)
     app.state.service.drain()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
@@ -88,7 +88,7 @@ async def test_pages_are_open_and_nothing_else_can_be_reached_as_one(engine: Fak
             assert (await client.get(path)).status_code == 404, path
 
 
-def test_an_empty_key_is_no_key() -> None:
+def test_an_empty_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="empty key"):
         ServerSettings(api_key=("",))
 
@@ -125,7 +125,7 @@ async def test_other_origins_are_allowed_by_name_only(engine: FakeEngine, client
         (b'{"temperature": 1e999, "messages": []}', "JSON"),
     ],
 )
-async def test_bodies_that_are_no_request(client: httpx.AsyncClient, body: bytes, told: str) -> None:
+async def test_bodies_that_are_not_requests(client: httpx.AsyncClient, body: bytes, told: str) -> None:
     response = await client.post(CHAT, content=body, headers=JSON)
     assert response.status_code == 400 and told in response.json()["error"]["message"]
 
@@ -158,7 +158,7 @@ async def test_more_prompts_than_the_queue_holds(engine: FakeEngine) -> None:
 # --- ids, logs and metrics --------------------------------------------------------------------------------------------
 
 
-async def test_every_answer_bears_a_request_id(client: httpx.AsyncClient) -> None:
+async def test_every_response_has_a_request_id(client: httpx.AsyncClient) -> None:
     for path in ("/health", "/nowhere"):
         assert (await client.get(path)).headers["x-request-id"]
     assert (await client.post(CHAT, json=HELLO, headers={"x-request-id": "mine-7"})).headers["x-request-id"] == "mine-7"

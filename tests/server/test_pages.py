@@ -80,7 +80,7 @@ ANSWER = ".turn:last-child .answer > .text"
 NUMBERS = ".turn:last-child .numbers"
 
 
-def test_an_answer_streams_in_and_tells_its_numbers(browser: Browser, site: Site) -> None:
+def test_an_answer_streams_in_with_its_statistics(browser: Browser, site: Site) -> None:
     browser.open(site.url)
     browser.until("document.getElementById('model').value === 'tiny'")
     assert browser.run("return document.activeElement.id") == "prompt"
@@ -155,7 +155,7 @@ def test_code_is_set_apart_and_markup_stays_text(browser: Browser, site: Site) -
         ("cut", "The connection ended before the answer did."),
     ],
 )
-def test_an_error_stands_where_the_answer_would(browser: Browser, site: Site, question: str, message: str) -> None:
+def test_an_error_is_shown_in_place_of_the_answer(browser: Browser, site: Site, question: str, message: str) -> None:
     browser.open(site.url)
     ask(browser, question)
     wait_for_answer(browser)
@@ -266,7 +266,7 @@ def test_the_engine_is_drawn(browser: Browser, site: Site) -> None:
     assert "128 computed" in browser.run("return document.querySelector('#running li:nth-child(2)').ariaLabel")
 
 
-def test_blocks_and_steps_tell_what_they_are_by_keyboard(browser: Browser, site: Site) -> None:
+def test_blocks_and_steps_are_described_by_keyboard(browser: Browser, site: Site) -> None:
     watch(browser, site)
     browser.run("document.querySelector('header a').focus()")
     browser.type(TAB + TAB)
@@ -277,7 +277,7 @@ def test_blocks_and_steps_tell_what_they_are_by_keyboard(browser: Browser, site:
     assert browser.text("#tooltip") == "12.5 ms: 128 prompt tokens, 2 decoded tokens"
 
 
-def test_a_block_tells_what_it_is_under_the_pointer(browser: Browser, site: Site) -> None:
+def test_a_block_is_described_under_the_pointer(browser: Browser, site: Site) -> None:
     watch(browser, site)
     canvas = browser.call("POST", "/element", {"using": "css selector", "value": "#blocks"})
     corner = browser.run(
@@ -288,7 +288,7 @@ def test_a_block_tells_what_it_is_under_the_pointer(browser: Browser, site: Site
     browser.until("document.getElementById('tooltip').innerText === 'Block 0: in use by req-one'")
 
 
-def test_a_paused_or_hidden_page_asks_nothing_of_the_engine(browser: Browser, site: Site) -> None:
+def test_a_paused_or_hidden_page_requests_no_snapshots(browser: Browser, site: Site) -> None:
     watch(browser, site)
     assert site.wait_for_watchers(1)
     browser.type("p")

@@ -100,7 +100,7 @@ def served() -> Iterator[Application]:
     application.close()
 
 
-def test_it_answers_as_the_engine_does(served: Application) -> None:
+def test_it_responds_as_the_engine_does(served: Application) -> None:
     with open_llm(TEXT_MODEL, **OPTIONS) as llm:
         params = SamplingParams(temperature=0, max_tokens=12)
         expected = llm.chat(HELLO["messages"], params, use_tqdm=False)[0]["text"]
@@ -131,7 +131,7 @@ def test_the_same_beginning_goes_to_the_same_replica(served: Application) -> Non
     assert all([num_cached(story + "Two") >= 32 for story in stories])
 
 
-def test_a_client_that_leaves_ends_its_request(served: Application) -> None:
+def test_disconnecting_aborts_the_request(served: Application) -> None:
     before = served.metric("generation_tokens_total")
     body = {**HELLO, "max_tokens": LONG, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", served.url + CHAT, json=body, timeout=30) as response:
@@ -140,7 +140,7 @@ def test_a_client_that_leaves_ends_its_request(served: Application) -> None:
     assert served.metric("generation_tokens_total") - before < LONG
 
 
-def test_a_killed_replica_takes_only_its_own_with_it(served: Application) -> None:
+def test_a_killed_replica_fails_only_its_own_requests(served: Application) -> None:
     wait_until(lambda: len(served.engines()) == 2)
     begun = threading.Barrier(7)
     ends: list[str] = []

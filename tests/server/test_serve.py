@@ -62,7 +62,7 @@ def serve() -> Iterator[Callable[..., Process]]:
         server.process.communicate()
 
 
-def test_it_answers_as_the_engine_does_and_ends_on_ctrl_c(serve: Callable[..., Process]) -> None:
+def test_it_responds_as_the_engine_does_and_ends_on_ctrl_c(serve: Callable[..., Process]) -> None:
     server = serve("--served-model-name", "tiny")
     loading = httpx.get(server.url + "/health", timeout=10)
     assert loading.status_code == 503 and loading.json()["error"]["code"] == "loading"
@@ -92,7 +92,7 @@ def test_sigterm_finishes_open_requests_first(serve: Callable[..., Process]) -> 
     assert server.process.wait(30) == 0
 
 
-def test_a_killed_engine_is_told_to_everyone(serve: Callable[..., Process]) -> None:
+def test_a_killed_engine_fails_all_requests(serve: Callable[..., Process]) -> None:
     server = serve()
     server.wait_until_ready()
     answers: list[Any] = []
@@ -130,7 +130,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
 
 
-def test_a_port_in_use_is_said_plainly() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run("--port", str(taken.getsockname()[1]))
     assert done.returncode == 2 and done.stderr.count("\n") == 1

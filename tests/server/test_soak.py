@@ -10,7 +10,7 @@ from nanovllm.bench import soak
 from nanovllm.bench.soak import CHAT, COMPLETIONS, EMBEDDINGS, Ask, Holdings, compare, what_is_wrong
 
 
-def test_twenty_seconds_leave_nothing_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_left_after_twenty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     status = soak.main(["--minutes", str(20 / 60)])
     printed = capsys.readouterr()
     assert status == 0, printed
@@ -51,12 +51,12 @@ WHOLE = event(delta={"content": "y"}) + event(delta={"content": "es"}) + event(f
         (EMBEDDINGS, False, b'{"data": [{"embedding": []}]}', "finish_reason"),
     ],
 )
-def test_an_answer_that_is_not_whole_is_noticed(path: str, streams: bool, body: bytes, told: str | None) -> None:
+def test_an_incomplete_response_is_noticed(path: str, streams: bool, body: bytes, told: str | None) -> None:
     wrong = what_is_wrong(Ask("x", path, b"", streams, fits=lambda text: text == "yes"), body)
     assert wrong is None if told is None else wrong is not None and told in wrong
 
 
-def test_what_is_left_over_is_noticed() -> None:
+def test_leftovers_are_noticed() -> None:
     before = Holdings(0, 0, 0, {"server": 50.0, "engine": 300.0}, {"server": 9.0})
     assert {row["verdict"] for row in compare(before, before)} == {"ok"}
     for field, worse in {

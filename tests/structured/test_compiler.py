@@ -34,7 +34,7 @@ def allowed(mask: bytes | None) -> set[int]:
     return {token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1}
 
 
-def test_mask_is_what_may_come(compiler: Compiler, tokenizer: Tokenizer) -> None:
+def test_mask_has_the_allowed_tokens(compiler: Compiler, tokenizer: Tokenizer) -> None:
     guide = compiler.compile(StructuredOutputs(choice=["ab", "a", "cé"])).guide()
     pieces = tokenizer.pieces(skip_special_tokens=False)
     assert {pieces[token] for token in allowed(guide.mask_after(()))} <= {b"a", b"ab", b"c", b"c\xc3", "cé".encode()}
@@ -150,7 +150,7 @@ def test_cache_is_bounded_in_bytes(tokenizer: Tokenizer) -> None:
     compiler.close()
 
 
-def test_cache_keeps_what_was_asked_for_last() -> None:
+def test_cache_keeps_the_most_recently_used() -> None:
     cache = GrammarCache(40)
     for name in "abc":
         cache.put(("choice", name), "refused")
@@ -198,7 +198,7 @@ def test_whitespace_is_bounded(compiler: Compiler, tokenizer: Tokenizer) -> None
     assert not accepted("{" + " " * 60) and not accepted("{\n\n\n")
 
 
-def test_free_key_cannot_spell_a_known_one(compiler: Compiler, tokenizer: Tokenizer) -> None:
+def test_additional_property_cannot_spell_a_declared_one(compiler: Compiler, tokenizer: Tokenizer) -> None:
     spec = StructuredOutputs(json={"properties": {"a": {"type": "integer"}}, "type": "object"})
     assert compiler.compile(spec).guide().mask_after(tokenizer.encode('{"a":1,"b":"x"}', False)) is not None
     for text in ('{"a":1,"\\u0061":"x"', '{"a":1,"a":"x"'):
@@ -217,6 +217,6 @@ def test_sandbox_restarts_after_its_process_ended(tokenizer: Tokenizer) -> None:
     compiler.close()
 
 
-def test_model_without_an_end_is_refused(tokenizer: Tokenizer) -> None:
+def test_model_without_eos_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="end-of-sequence"):
         Compiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=())

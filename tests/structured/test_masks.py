@@ -24,7 +24,7 @@ def test_bits_refuse_what_they_do_not_allow(vocab_size: int) -> None:
     assert torch.equal(logits[2], before[2])
 
 
-def test_stages_are_undone_only_where_they_leave_nothing() -> None:
+def test_processors_are_undone_only_if_they_leave_no_token() -> None:
     masks = Masks({1: bytes([0b0101]), 2: bytes([0b0010])}, (1, 2, 3), 4, CPU)
     logits = torch.arange(12.0).view(3, 4)
     masks.refuse(logits)

@@ -121,7 +121,7 @@ def expected() -> list[list[tuple[str, str | None]]]:
     return run({})[0]
 
 
-def test_answers_have_their_form(expected: list[list[tuple[str, str | None]]]) -> None:
+def test_completions_match_their_grammar(expected: list[list[tuple[str, str | None]]]) -> None:
     ended = [
         (form, text)
         for (form, *_), parts in zip(requests(), expected, strict=True)
@@ -144,14 +144,16 @@ def test_answers_have_their_form(expected: list[list[tuple[str, str | None]]]) -
     ],
     ids=str,
 )
-def test_answers_depend_on_no_schedule(options: dict[str, Any], expected: list[list[tuple[str, str | None]]]) -> None:
+def test_completions_do_not_depend_on_the_schedule(
+    options: dict[str, Any], expected: list[list[tuple[str, str | None]]]
+) -> None:
     texts, num_preemptions = run(options)
     assert texts == expected
     assert bool(num_preemptions) == ("num_kv_cache_blocks" in options)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_free_rows_are_as_without_company(overlap: bool) -> None:
+def test_rows_without_a_grammar_are_not_affected(overlap: bool) -> None:
     params = SamplingParams(seed=5, max_tokens=30, ignore_eos=True)
     prompts = [prompt_of(9, seed=seed) for seed in range(3)]
     with open_llm(TEXT_MODEL, overlap=overlap) as llm:
@@ -172,7 +174,7 @@ def test_json_object(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("case", SCHEMAS, ids=lambda case: case["description"])
-def test_real_schema_is_refused_by_name_or_kept(case: dict[str, Any], llm: LLM) -> None:
+def test_real_schema_is_refused_by_name_or_enforced(case: dict[str, Any], llm: LLM) -> None:
     schema = case["schema"]
     spec = StructuredOutputs(json=schema)
     params = SamplingParams(seed=7, n=4, max_tokens=120, structured_outputs=spec, logit_bias=closers(llm))
@@ -228,29 +230,29 @@ def one(llm: LLM, spec: StructuredOutputs, **settings: Any) -> CompletionOutput:
     )[0]
 
 
-def test_complete_form_ends_whatever_was_asked(llm: LLM) -> None:
+def test_complete_grammar_ends_the_completion(llm: LLM) -> None:
     found = one(llm, StructuredOutputs(choice=["yes"]), ignore_eos=True, min_tokens=30)
     assert (found.text, found.finish_reason, found.stop_reason) == ("yes", "stop", None)
 
 
-def test_ignore_eos_goes_on_while_it_can(llm: LLM) -> None:
+def test_ignore_eos_continues_while_possible(llm: LLM) -> None:
     found = one(llm, StructuredOutputs(regex="[ab]{0,9}"), ignore_eos=True)
     assert re.fullmatch("[ab]{9}", found.text) and found.finish_reason == "stop"
 
 
-def test_min_tokens_goes_on_while_it_can(llm: LLM) -> None:
+def test_min_tokens_continues_while_possible(llm: LLM) -> None:
     bias = {token: 100.0 for token in (0, 2)}
     spec = StructuredOutputs(regex="[ab]{1,9}")
     assert len(one(llm, spec, logit_bias=bias).token_ids) == 2
     assert len(one(llm, spec, logit_bias=bias, min_tokens=4).token_ids) == 5
 
 
-def test_grammar_has_the_last_word(llm: LLM) -> None:
+def test_grammar_overrides_other_restrictions(llm: LLM) -> None:
     spec = StructuredOutputs(choice=["no"])
     assert one(llm, spec, bad_words=["no", "n", "o"], allowed_token_ids=[90, 91]).text == "no"
 
 
-def test_other_stages_choose_among_what_is_left(llm: LLM) -> None:
+def test_other_processors_choose_among_the_allowed_tokens(llm: LLM) -> None:
     assert llm.tokenizer is not None
     spec = StructuredOutputs(choice=["x1", "x2", "x3"])
     two = llm.tokenizer.encode("2", False)[0]
@@ -274,7 +276,7 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
     assert all(next(iter(entry.values())).logprob < -0.01 for entry in found.logprobs)
 
 
-def test_tokens_that_the_model_lacks_are_never_drawn(tmp_path: Path) -> None:
+def test_tokens_that_the_model_lacks_are_never_sampled(tmp_path: Path) -> None:
     folder = copy_of("llama", tmp_path)
     copytree(TOKENIZER, folder, dirs_exist_ok=True)
     edit_config(folder, lambda config: config.update(eos_token_id=2))
@@ -310,7 +312,7 @@ def test_tokens_that_the_model_lacks_are_never_drawn(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_honoured_is_refused_by_name(spec: StructuredOutputs, named: str, llm: LLM) -> None:
+def test_unsupported_grammar_is_refused_by_name(spec: StructuredOutputs, named: str, llm: LLM) -> None:
     with pytest.raises(RequestError, match=re.escape(named)):
         one(llm, spec)
     assert llm.is_finished()
@@ -355,7 +357,7 @@ def test_batches_without_a_grammar_are_not_asked_for_masks(monkeypatch: pytest.M
         answers(llm, ["Hello", "you"], SamplingParams(max_tokens=20))
 
 
-def test_abort_gives_back_everything() -> None:
+def test_abort_frees_everything() -> None:
     with open_llm(TEXT_MODEL, overlap=True) as llm:
         name = llm.add_request("Hello", SamplingParams(max_tokens=100, n=2, structured_outputs=FORMS["schema"]))
         for _ in range(7):

@@ -105,7 +105,7 @@ def test_every_beginning_of_an_object_may_still_grow(text: str, data: st.DataObj
     "text",
     ["x", "[", "{x", "{,", '{"a" 1', '{"a":}', '{"a":1]', '{"a":1,}', '{"a":NaN,', '{"a":01,', '{"a\n', '{"\\x', "{<"],
 )
-def test_says_at_once_what_cannot_become_an_object(text: str) -> None:
+def test_invalid_objects_are_detected_at_once(text: str) -> None:
     assert ObjectScanner(0).scan(text) is Status.INVALID
 
 

@@ -50,7 +50,7 @@ def test_round_trip(as_text: bool, reasoning: str, content: str, calls: list[tup
     assert [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls] == calls
 
 
-def test_answer_after_a_prompt_without_thinking() -> None:
+def test_completion_after_a_prompt_without_reasoning() -> None:
     prompt = render(messages=[QUESTION], add_generation_prompt=True, enable_thinking=False)
     assert prompt.endswith("</think>\n\n")
     parser = make_parser(reasoning="qwen3", tools="hermes", tool_schemas=TOOLS, tool_choice="auto")

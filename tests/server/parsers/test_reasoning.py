@@ -49,7 +49,7 @@ def test_qwen3(text: str, reasoning: str | None, content: str) -> None:
     ],
 )
 @pytest.mark.parametrize(("name", "inside"), [("deepseek_r1", False), ("qwen3", True)])
-def test_answers_that_begin_inside_the_thinking(
+def test_completions_that_begin_inside_the_reasoning(
     name: str, inside: bool, text: str, reasoning: str | None, content: str
 ) -> None:
     message = parser(name, inside).parse(text)
@@ -60,7 +60,7 @@ def test_without_a_reasoning_parser_tags_are_text() -> None:
     assert parser(None).parse("<think>a</think>b").content == "<think>a</think>b"
 
 
-def test_text_leaves_as_soon_as_it_is_certain() -> None:
+def test_text_is_returned_as_soon_as_it_is_certain() -> None:
     streamed = parser("qwen3")
     pieces = ["<th", "ink>", "\nI ", "see", "\n", "</", "thin", "k>", "\n\n", "Yes", "\n", "no"]
     assert [streamed.feed(piece) for piece in pieces] == [
@@ -80,7 +80,7 @@ def test_text_leaves_as_soon_as_it_is_certain() -> None:
     assert streamed.feed("", finished=True) == []
 
 
-def test_what_only_looked_like_a_tag_leaves_once_that_is_known() -> None:
+def test_a_partial_tag_is_returned_once_it_is_known_to_be_text() -> None:
     streamed = parser("deepseek_r1")
     assert streamed.feed("a\n</") == [ReasoningDelta("a")]
     assert streamed.feed("b") == [ReasoningDelta("\n</b")]
@@ -94,7 +94,7 @@ def test_what_only_looked_like_a_tag_leaves_once_that_is_known() -> None:
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
     ],
 )
-def test_prompt_that_opens_the_thinking(prompt: str, inside: bool) -> None:
+def test_prompt_that_opens_the_reasoning(prompt: str, inside: bool) -> None:
     assert opens_reasoning(prompt) is inside
 
 

@@ -93,7 +93,7 @@ def test_hermes_agrees_with_a_plain_reading(text: str) -> None:
 
 @settings(deadline=None)
 @given(texts, st.booleans())
-def test_thinking_loses_nothing_but_tags_and_newlines(text: str, inside: bool) -> None:
+def test_reasoning_loses_only_tags_and_newlines(text: str, inside: bool) -> None:
     parser = make_parser(
         reasoning="qwen3", tools=None, tool_schemas=(), tool_choice=None, prompt_opens_reasoning=inside
     )

@@ -117,18 +117,20 @@ def test_llama3_json(text: str, content: str | None, calls: list[tuple[str, str]
     [("hermes", '<tool_call>\n{"name": "write-file", "arguments": %s}\n</tool_call>')]
     + [("llama3_json", '{"name": "write-file", "parameters": %s}')],
 )
-def test_arguments_are_as_written(tools: str, shape: str, ascii_only: bool, arguments: dict[str, object]) -> None:
+def test_arguments_are_returned_unchanged(
+    tools: str, shape: str, ascii_only: bool, arguments: dict[str, object]
+) -> None:
     written = json.dumps(arguments, ensure_ascii=ascii_only)
     assert parts(parser(tools), shape % written) == (None, [("write-file", written)])
 
 
 @pytest.mark.parametrize("arguments", ['{"big": 1e400}', '{"half": "\\ud800"}', '{"long": ' + "9" * 5000 + "}"])
-def test_arguments_python_could_not_write_again_stay_as_they_are(arguments: str) -> None:
+def test_arguments_that_python_cannot_encode_are_returned_unchanged(arguments: str) -> None:
     text = f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'
     assert parts(parser("hermes"), text) == (None, [("now", arguments)])
 
 
-def test_calls_stream_whole_and_text_without_delay() -> None:
+def test_calls_stream_complete_and_text_without_delay() -> None:
     streamed = parser("hermes")
     assert streamed.feed("Wait") == [ContentDelta("Wait")]
     assert streamed.feed(" a <") == [ContentDelta(" a")]
@@ -143,13 +145,13 @@ def test_calls_stream_whole_and_text_without_delay() -> None:
     assert streamed.feed("</tool_call>", finished=True) == []
 
 
-def test_what_cannot_become_a_call_leaves_at_once() -> None:
+def test_text_that_cannot_become_a_call_is_returned_at_once() -> None:
     assert parser("llama3_json").feed("Hi") == [ContentDelta("Hi")]
     assert parser("llama3_json").feed("{x") == [ContentDelta("{x")]
     assert parser("hermes").feed("<tool_call>x") == [ContentDelta("<tool_call>x")]
 
 
-def test_calls_follow_the_thinking_and_are_not_looked_for_in_it() -> None:
+def test_calls_follow_the_reasoning_and_are_ignored_inside_it() -> None:
     message = parser("hermes", "qwen3").parse(
         f"<think>\nMaybe <tool_call>{CALL}</tool_call>\n</think>\n\nSo:\n<tool_call>{CALL}</tool_call>"
     )
@@ -173,7 +175,7 @@ def test_choice_none_and_no_tools_leave_everything_as_content() -> None:
 
 @pytest.mark.parametrize("tools", [None, "hermes", "llama3_json"])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_forced_answers_are_the_bare_object(tools: str | None, choice: ToolChoice) -> None:
+def test_forced_calls_are_the_bare_object(tools: str | None, choice: ToolChoice) -> None:
     forced = parser(tools, reasoning="deepseek_r1", choice=choice)
     for text in (CALL, LLAMA_CALL, f" {CALL}\n"):
         assert parts(forced, text) == (None, [WEATHER])
