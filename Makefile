@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# pip shows its progress on a terminal and keeps still in a log.
+# pip shows its progress on a terminal and is quiet in a log.
 INSTALL = $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -55,7 +55,7 @@ $(VENV)/.installed: $(VENV)/.created requirements.txt pyproject.toml
 	@$(INSTALL) -r requirements.txt -e .
 	@touch $@
 
-# The requirements are given again so that no test package can move a pinned one.
+# The requirements are given again so that no test package changes a pinned version.
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo 'Installing what the tests need'
 	@$(INSTALL) -r requirements.txt -e '.[test]'
