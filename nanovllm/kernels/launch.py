@@ -1,4 +1,7 @@
-"""Triton kernels, one operation a file: its plain torch reference, the kernel, and what launches it."""
+"""Launch Triton kernels with little overhead, and ask what the device supports.
+
+Each file under kernels/ holds one operation: its plain torch reference, the kernel, and the function that launches it.
+"""
 
 import importlib.util
 import threading
@@ -8,24 +11,30 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
-_collect: ContextVar[Callable[..., object] | None] = ContextVar("collect", default=None)
-_compiled: dict[tuple, tuple[Any, list[str]]] = {}  # by kind of launch, with the names of what is constant in it
+_recorder: ContextVar[Callable[..., object] | None] = ContextVar("recorder", default=None)
 
-# Held by who has Triton load a kernel. The pieces of C that launch kernels are Python modules of one name, and Python,
-# asked for such a one again, gives out the module of that name that was loaded last, its functions exchanged. A thread
-# that has just been given its module may so find another kernel's launcher in it.
-loading = threading.Lock()
+# Compiled kernels by kernel, device, options and argument kinds, each with the names of its constexpr parameters. A
+# cache of immutable values: engines in one process may share it.
+_compiled: dict[tuple, tuple[Any, list[str]]] = {}
+
+# Held while Triton loads a kernel's launcher. Triton compiles launchers to C extension modules that all have the same
+# name, and when two threads import them at the same time, CPython may give one thread the other's functions. The name
+# is shared by the whole process, so the lock is too.
+loading_lock = threading.Lock()
 
 
 @cache
 def usable(device_type: str) -> bool:
-    """Whether kernels can run there: torch for CUDA brings Triton along, but not on every platform."""
+    """Whether Triton kernels run on this type of device. torch for CUDA includes Triton on most platforms only."""
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 @cache
 def dependent_launch() -> bool:
-    """Whether a kernel may be launched while the one before it still runs (Hopper and later)."""
+    """Whether the device supports programmatic dependent launch: starting a kernel before its predecessor has ended.
+
+    Hopper and later do.
+    """
     import torch
 
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -33,8 +42,10 @@ def dependent_launch() -> bool:
 
 @cache
 def gluon_usable() -> bool:
-    """Whether kernels in Gluon run here. They are written for Hopper; their language is not settled yet, and these are
-    the versions of Triton that compile them."""
+    """Whether the Gluon kernels run here: on Hopper, with a Triton version that compiles them.
+
+    The language is experimental and changes between versions; the range below is tested.
+    """
     import torch
     import triton
 
@@ -44,38 +55,39 @@ def gluon_usable() -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **options: Any) -> None:
-    """Launch a kernel; with `pdl` while the one before it may still run, for which it waits by itself.
+    """Launch a kernel on a grid. Constexpr parameters and Triton's options are keywords, other arguments positional.
 
-    What is constant in the kernel is given by name.
+    With `pdl` (programmatic dependent launch) the kernel may start before its predecessor in the stream has ended; it
+    must then wait by itself, with gdc_wait, before it reads what the predecessor wrote.
     """
-    if pdl:  # not known to the interpreter
+    if pdl:  # set only if needed: the interpreter rejects the option
         options["launch_pdl"] = True
-    if (collect := _collect.get()) is not None:
-        collect(kernel, grid, args, options)
+    if (record := _recorder.get()) is not None:
+        record(kernel, grid, args, options)
     elif hasattr(kernel, "device_caches"):
-        _launch_remembered(kernel, grid, args, options)
-    else:  # of the interpreter
+        _launch_cached(kernel, grid, args, options)
+    else:  # Triton's interpreter
         kernel[grid](*args, **options)
 
 
-def _launch_remembered(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-    """Find what was compiled for such arguments, by what Triton tells them apart by: its own way takes 12 us more."""
+def _launch_cached(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+    """Launch with our own lookup of the compiled kernel, which takes 12 us less than Triton's."""
     import torch
 
-    kinds, plain = described(args)
-    kind = id(kernel), torch.cuda.current_device(), *options.items(), *kinds
-    found = _compiled.get(kind)
+    kinds, plain = argument_kinds(args)
+    key = id(kernel), torch.cuda.current_device(), *options.items(), *kinds
+    found = _compiled.get(key)
     if found is None:
-        with loading:
-            _compiled[kind] = kernel[grid](*args, **options), kernel.arg_names[len(args) :]
+        with loading_lock:
+            _compiled[key] = kernel[grid](*args, **options), kernel.arg_names[len(args) :]
         return
     compiled, names = found
     compiled[(*grid, 1, 1)[:3]](*plain, *[options[name] for name in names])
 
 
-def described(args: tuple) -> tuple[list[Any], list[Any]]:
-    """What Triton compiles a kernel for, of arguments that are not constant in it, and the arguments as it takes them
-    fastest. One pass: every launch makes it."""
+def argument_kinds(args: tuple) -> tuple[list[Any], list[Any]]:
+    """What Triton specializes a kernel on (types, alignment, small integers), and the arguments in the form that its
+    launcher takes fastest. One pass for both, because every launch calls this."""
     kinds: list[Any] = []
     plain: list[Any] = []
     for arg in args:
@@ -86,7 +98,7 @@ def described(args: tuple) -> tuple[list[Any], list[Any]]:
             kinds.append(arg.dtype)
             kinds.append(address % 16 == 0)
             arg = address
-        elif hasattr(arg, "block_shape"):  # a descriptor, of a tensor that lies where TMA can read it
+        elif hasattr(arg, "block_shape"):  # a TMA descriptor, whose tensor is always aligned
             kinds.append((arg.base.dtype, *arg.block_shape, arg.layout))
         else:
             kinds.append(type(arg))
@@ -95,17 +107,17 @@ def described(args: tuple) -> tuple[list[Any], list[Any]]:
 
 
 @contextmanager
-def collecting(collect: Callable[..., object]) -> Iterator[None]:
-    """Within, what is launched is handed over instead: kernel, grid, arguments and options."""
-    token = _collect.set(collect)
+def record_launches(record: Callable[..., object]) -> Iterator[None]:
+    """In the body, call `record(kernel, grid, args, options)` for every launch instead of launching."""
+    token = _recorder.set(record)
     try:
         yield
     finally:
-        _collect.reset(token)
+        _recorder.reset(token)
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many of a size hold n. Triton's own takes 4 us, as kernels can call it too; every launch asks such things."""
+    """n / size, rounded up. triton.cdiv takes 4 us per call, because kernels can call it too."""
     return -(-n // size)
 
 

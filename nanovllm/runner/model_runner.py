@@ -178,7 +178,7 @@ class ModelRunner:
                 if self._decode is not None:
                     self._decode.compile(self.caches)
 
-        with compile_ahead(launches, num_sharers=self._parallel.place.world_size) as wait:
+        with compile_ahead(launches, num_local_processes=self._parallel.place.world_size) as wait:
             self.table.clear()
             yield
             with self.phases.timed("kernels"):

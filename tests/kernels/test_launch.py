@@ -1,4 +1,4 @@
-"""Launches: a compiled kernel is reused for all launches of its variant, and for no other."""
+"""A compiled kernel is reused for launches with the same argument kinds, and for no others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import kernels
+from nanovllm.kernels import launch as launches
 from nanovllm.kernels.launch import launch
 
 
@@ -19,7 +19,7 @@ class Compiled:
 
 
 class FakeKernel:
-    """Like Triton's: compiles at the first launch of a variant and returns the compiled kernel."""
+    """Like Triton's: the first launch with some argument kinds compiles, and returns the compiled kernel."""
 
     device_caches: dict = {}
     arg_names = ["x", "bias", "eps", "n", "BLOCK", "PDL"]
@@ -29,7 +29,7 @@ class FakeKernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
         def compile(*args: Any, **options: Any) -> Compiled:
-            assert kernels.loading.locked(), "other threads might load at the same time"
+            assert launches.loading_lock.locked(), "other threads might load at the same time"
             self.compiled.append(Compiled())
             return self.compiled[-1]
 
@@ -39,21 +39,21 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(kernels, "_compiled", {})
+    monkeypatch.setattr(launches, "_compiled", {})
     return FakeKernel()
 
 
-def test_the_second_launch_finds_what_the_first_compiled(kernel: FakeKernel) -> None:
+def test_the_second_launch_reuses_the_compiled_kernel(kernel: FakeKernel) -> None:
     x, other = torch.zeros(8), torch.ones(64)
     launch(kernel, (3, 2), x, None, 1e-6, 32, BLOCK=64, PDL=True, num_warps=4, pdl=True)
     launch(kernel, (5,), other, None, 1e-5, 48, PDL=True, BLOCK=64, num_warps=4, pdl=True)
-    assert len(kernel.compiled) == 2  # options in another order count as another variant
+    assert len(kernel.compiled) == 2  # the order of options is part of the key: sorting would cost time
     launch(kernel, (5,), other, None, 1e-5, 48, BLOCK=64, PDL=True, num_warps=4, pdl=True)
     assert len(kernel.compiled) == 2
     assert kernel.compiled[0].runs == [((5, 1, 1), other.data_ptr(), None, 1e-5, 48, 64, True)]
 
 
-def test_what_triton_compiles_anew_for_is_told_apart(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_argument_kinds_are_compiled_separately(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(64)
     launch(kernel, (1,), x, x, 0.5, 32, BLOCK=64, PDL=False)
     different = [
