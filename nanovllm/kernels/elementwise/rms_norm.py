@@ -1,6 +1,6 @@
-"""Root-mean-square norm, a row a program: what a row gives does not depend on how many there are.
+"""RMS norm, one program per row, so that a row's result does not depend on the number of rows.
 
-With partial sums of a split-K linear, the kernel first adds them to the rows, in place.
+With the partial sums of a split-K linear, the kernel first adds them to the rows, in place.
 """
 
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
-    """x [M, hidden] normed and scaled by weight [hidden]; a row of x may be part of a wider one."""
+    """The RMS norm of x [M, hidden], times weight [hidden]. x may be a column slice of a wider tensor."""
     assert weight.is_contiguous()
     out = x.new_empty(x.shape)
     _launch(x, None, weight, out, eps, pdl=pdl)

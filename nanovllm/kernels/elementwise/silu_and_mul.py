@@ -1,4 +1,4 @@
-"""The gate of the MLP, silu(gate) * up, as fast as memory moves."""
+"""The activation of a gated MLP: silu(gate) * up."""
 
 import torch.nn.functional as F
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm.kernels.launch import cdiv, launch
 
 BLOCK = 1024
-MANY_ROWS = 512  # from here on programs are plenty and take several rows each
+MANY_ROWS = 512  # from this many rows on a program takes several of them
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:  # [M, 2 * N] -> [M, N]
@@ -31,6 +31,7 @@ def _silu_and_mul_kernel(gate_up, out, M, N, ROWS: tl.constexpr, BLOCK: tl.const
 
 
 def silu_and_mul(gate_up: Tensor, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """gate_up [M, 2 * N], each row gate then up -> [M, N]."""
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(m, n) if out is None else out
     assert gate_up.is_contiguous() and out.is_contiguous()

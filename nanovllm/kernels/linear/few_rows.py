@@ -1,8 +1,8 @@
-"""A linear layer for a few rows of a narrow model: weights so small that starting to read them takes the time.
+"""A linear layer for 2 to 16 rows of a narrow model, where latency rather than bandwidth is the limit.
 
-y = norm(x) W^T + bias; gated: silu(gate) * up of it; then residual + y. The weight is on its way while the kernel
-before still computes x, and the next kernel may start as early. It goes from memory into the registers that multiply
-it (see fragments.py). The norm is folded in as for one row: norm(x) W^T = rstd * ((x * norm_weight) W^T).
+y = norm(x) W^T + bias; if gated, y = silu(gate) * up; then residual + y. With programmatic dependent launch the first
+weight tiles are loaded while the previous kernel still computes x. Tiles go from global memory directly into
+tensor-core fragments (see fragments.py). The norm is fused as in one_row.py.
 """
 
 from dataclasses import dataclass
@@ -13,44 +13,41 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch
-from nanovllm.kernels.linear.fragments import all_asked_for, halves, operand, rows_of, word, words_of
+from nanovllm.kernels.linear.fragments import all_loads_issued, halves, operand, rows_of, word, words_of
 from nanovllm.kernels.linear.one_row import weight_rows
 
 MAX_ROWS = 16
-X_AHEAD = 4  # steps of x that are asked for at once
+X_AHEAD = 4  # steps of x in flight at once
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of the weight a program; chunks of columns a warp multiplies in a step; warps, which share the columns of a
-    step; steps of the weight that are on their way before anything is known of x."""
-
-    block_n: int
-    chunks: int
-    num_warps: int
-    num_ahead: int
+    block_n: int  # rows of the weight per program
+    chunks: int  # chunks of 32 columns that a warp multiplies in one step
+    num_warps: int  # the warps of a program divide the columns of a step
+    num_ahead: int  # steps of the weight loaded before x is available
 
 
 MANY_OUTPUTS = Tiles(16, 4, 4, 2)
-FEW_OUTPUTS = Tiles(8, 4, 4, 4)  # few rows a program, so that there are enough programs
+FEW_OUTPUTS = Tiles(8, 4, 4, 4)  # few rows per program, so that there are enough programs
 LONG_ROWS = Tiles(8, 4, 8, 3)
 
 
 def _tiles(n: int, k: int) -> Tiles:
-    """What measured best on an H200."""
+    """The tiles that measured fastest on an H200."""
     if n > 2048:
         return MANY_OUTPUTS
     return LONG_ROWS if k > 2048 else FEW_OUTPUTS
 
 
 def few_rows_serves(dtype: torch.dtype, k: int) -> bool:
-    """Whether a row is made of whole 16 bytes of 16-bit items."""
+    """Whether the kernel supports this type and row length: 16-bit items in whole units of 16 bytes."""
     return dtype in (torch.bfloat16, torch.float16) and k % 8 == 0
 
 
 @triton.jit
 def load_step(pointers, first, k, K: tl.constexpr, STEP: tl.constexpr, mask=None):
-    """What lies a step from column `first` on, of K; zeros past the end and outside the mask."""
+    """Load one step of columns from `first` on; zeros past K and outside the mask."""
     if K % STEP != 0:
         inside = first + k < K
         mask = inside if mask is None else mask & inside
@@ -81,7 +78,7 @@ def _few_rows_kernel(
     x_stride,
     eps,
     K: tl.constexpr,
-    EIGHTS: tl.constexpr,  # of rows
+    EIGHTS: tl.constexpr,  # blocks of eight rows of x
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -92,9 +89,9 @@ def _few_rows_kernel(
     PDL: tl.constexpr,
 ):
     ITEM: tl.constexpr = x.dtype.element_ty
-    DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else ITEM  # the interpreter's dot does not know bfloat16
-    ROWS: tl.constexpr = 16  # of the tensor cores' left operand
-    WORDS: tl.constexpr = K // 2  # of a row
+    DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else ITEM  # the interpreter's dot does not support bfloat16
+    ROWS: tl.constexpr = 16  # of mma's left operand
+    WORDS: tl.constexpr = K // 2  # 32-bit words per row
     STEP: tl.constexpr = WARPS * CHUNKS * 16  # in words
     STEPS: tl.constexpr = (WORDS + STEP - 1) // STEP
     AHEAD: tl.constexpr = min(STEPS, MOST_AHEAD)
@@ -116,7 +113,7 @@ def _few_rows_kernel(
         weights += (load_step(w_pointers, step * STEP, k, WORDS, STEP),)
     gains = ()  # type: tuple
     if norm_weight is not None:
-        # a copy for each row, where x lies
+        # one copy per row, in the same layout as x
         gain_pointers = norm_weight.to(tl.pointer_type(tl.int32)) + tl.broadcast_to(k, x_pointers.shape)
         for step in tl.static_range(STEPS):
             gains += (load_step(gain_pointers, step * STEP, k, WORDS, STEP),)
@@ -126,12 +123,12 @@ def _few_rows_kernel(
 
     if residual is not None:
         before = tl.load(residual + place, mask=mask, other=0.0)
-        tl.debug_barrier()  # asked for here, not where it is used
+        tl.debug_barrier()  # keeps the compiler from moving the load down to its use
     xs = ()  # type: tuple
     for step in tl.static_range(X_AHEAD):
         xs += (load_step(x_pointers, step * STEP, k, WORDS, STEP, row < M),)
     if not INTERPRETED:
-        xs = all_asked_for(xs)
+        xs = all_loads_issued(xs)
     products = tl.zeros([WARPS, ROWS, BLOCK_N], tl.float32)
     squares = tl.zeros(x_pointers.shape, tl.float32)
     for step in tl.static_range(STEPS):
@@ -142,7 +139,7 @@ def _few_rows_kernel(
             squares += low * low + high * high
             low_gain, high_gain = halves(gains[step], ITEM, INTERPRETED)
             a = word((low * low_gain.to(tl.float32)).to(ITEM), (high * high_gain.to(tl.float32)).to(ITEM))
-        if EIGHTS == 1:  # the tensor cores take sixteen: the same again
+        if EIGHTS == 1:  # mma takes sixteen rows: the same eight twice
             a = tl.broadcast_to(a, (4, 8, WARPS, 2, CHUNKS, 4))
         a = operand(a, ITEM, DOT_TYPE, INTERPRETED)
         w = operand(weights[step % AHEAD], ITEM, DOT_TYPE, INTERPRETED)
@@ -171,12 +168,12 @@ def _few_rows_kernel(
 
 def few_rows_linear(
     x: Tensor,  # [M, K], M <= MAX_ROWS
-    weight: Tensor,  # [N, K]; gated: the gates' rows, then the ups'
+    weight: Tensor,  # [N, K]; gated: the gate rows, then the up rows
     *,
     bias: Tensor | None = None,  # [N]
-    norm_weight: Tensor | None = None,  # [K]; None = x is not normed
+    norm_weight: Tensor | None = None,  # [K]; None: no norm
     eps: float = 0.0,
-    residual: Tensor | None = None,  # [M, N], or [M, N / 2] if gated: added to in place and returned
+    residual: Tensor | None = None,  # [M, N], or [M, N / 2] if gated; updated in place and returned
     gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:
@@ -186,7 +183,7 @@ def few_rows_linear(
     assert few_rows_serves(x.dtype, k) and x.dtype == weight.dtype and x.stride(0) % 2 == 0
     out = residual if residual is not None else x.new_empty(m, n)
     assert out.shape == (m, n) and out.is_contiguous()
-    assert out.data_ptr() != x.data_ptr()  # programs still read x when the first ones write
+    assert out.data_ptr() != x.data_ptr()  # some programs still read x when others write
     tiles = _tiles(num_weight_rows, k)
     launch(
         _few_rows_kernel,
@@ -212,7 +209,7 @@ def few_rows_linear(
         INTERPRETED=not isinstance(_few_rows_kernel, triton.JITFunction),
         PDL=pdl,
         num_warps=tiles.num_warps,
-        num_stages=1,  # steps are asked for ahead by itself
+        num_stages=1,  # the kernel loads ahead by itself
         pdl=pdl,
     )
     return out

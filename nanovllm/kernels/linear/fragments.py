@@ -1,11 +1,13 @@
-"""Tiles that are loaded just as the tensor cores take them: no way through shared memory, no barrier.
+"""Load tiles from global memory directly into tensor-core fragments, without shared memory or barriers.
 
-A tensor core's operand of 16-bit items is spread over a warp: thread 4 r + l has row r, and eight of each 32 columns.
-Which columns they are is a matter of names, as long as both operands agree: here a thread's are eight that lie side by
-side in memory, 16 bytes, one load of four words of two items. A tile is therefore loaded with many axes, [4 lanes, 8
-rows, warp, eight, chunk, 4 words], of which Triton (3.6) gives the last to a thread, the first two to the lanes of a
-warp and the third to the warps; and the reshaping that makes rows and columns of it only renames what each thread holds
-already. A compiler that lays tensors out otherwise computes the same, only slower.
+An mma operand of 16-bit items is distributed over a warp: thread 4 r + l holds row r and eight of every 32 columns. The
+product does not depend on the order of the columns, as long as both operands use the same one. Here a thread's eight
+columns are adjacent in memory: 16 bytes, one load of four 32-bit words with two items each.
+
+A tile is therefore loaded with the axes [4 lanes, 8 rows, warp, eight rows, chunk, 4 words]. Triton (3.6) assigns the
+last axis to one thread, the first two to the lanes of a warp and the third to the warps, so reshaping the tile to rows
+and columns moves no data between threads. With a compiler that assigns them differently the result is the same, only
+slower.
 """
 
 import triton
@@ -14,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def axis(SIZE: tl.constexpr, AXIS: tl.constexpr, AXES: tl.constexpr):
-    """0 to SIZE along one of AXES axes."""
+    """tl.arange(0, SIZE) along axis AXIS of a tensor with AXES axes."""
     x = tl.arange(0, SIZE)
     for other in tl.static_range(AXES):
         if other != AXIS:
@@ -24,19 +26,19 @@ def axis(SIZE: tl.constexpr, AXIS: tl.constexpr, AXES: tl.constexpr):
 
 @triton.jit
 def rows_of(EIGHTS: tl.constexpr):
-    """The row of each word of a tile with EIGHTS times eight rows."""
+    """The row of each word in a tile of EIGHTS * 8 rows."""
     return axis(EIGHTS, 3, 6) * 8 + axis(8, 1, 6)
 
 
 @triton.jit
 def words_of(WARPS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Its place among the words of a row; warps have columns side by side."""
+    """The index within its row of each word; the columns of consecutive warps are adjacent."""
     return axis(WARPS, 2, 6) * (CHUNKS * 16) + axis(CHUNKS, 4, 6) * 16 + axis(4, 0, 6) * 4 + axis(4, 5, 6)
 
 
 @triton.jit
 def halves(x, ITEM: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The two 16-bit items of each word."""
+    """Split each 32-bit word into its two 16-bit items."""
     if INTERPRETED:
         low = (x & 0xFFFF).to(tl.int16)
         high = (x >> 16).to(tl.int16)
@@ -54,7 +56,7 @@ def word(low, high):
 
 @triton.jit
 def operand(x, ITEM: tl.constexpr, DOT_TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """A loaded tile as [warp, row, column], the columns of each chunk in the order of the tensor cores."""
+    """Reshape a loaded tile to [warp, row, column], with columns in the order that the mma instruction expects."""
     WARPS: tl.constexpr = x.shape[2]
     EIGHTS: tl.constexpr = x.shape[3]
     CHUNKS: tl.constexpr = x.shape[4]
@@ -70,21 +72,21 @@ def _either(a, b):
 
 
 @triton.jit
-def all_asked_for(tiles):
-    """The same tiles, but nothing can be computed with the first before the last has been asked for.
+def all_loads_issued(tiles):
+    """Return the tiles unchanged, with a data dependency of the first on all others.
 
-    Left to itself, ptxas lets a warp wait for a tile and multiply it before it asks for the next.
+    It makes ptxas issue all loads before the first use; without it, ptxas orders load, wait and multiply tile by tile.
     """
     every = tiles[0]
     for i in tl.static_range(1, len(tiles)):
         every |= tiles[i]
     every = tl.reduce(tl.reduce(tl.reduce(every, 5, _either), 4, _either), 3, _either)
-    # zero, as no more than 32 bits can be set, which ptxas does not see
-    nothing = tl.inline_asm_elementwise(
+    # always zero, because a popcount is at most 32, but ptxas does not know that
+    zero = tl.inline_asm_elementwise(
         "popc.b32 $0, $1; shr.u32 $0, $0, 6;", "=r,r", [every], dtype=tl.int32, is_pure=True, pack=1
     )
-    nothing = tl.expand_dims(tl.expand_dims(tl.expand_dims(nothing, 3), 4), 5)
+    zero = tl.expand_dims(tl.expand_dims(tl.expand_dims(zero, 3), 4), 5)
     result = ()  # type: tuple
     for i in tl.static_range(len(tiles)):
-        result += (tiles[i] | nothing if i == 0 else tiles[i],)
+        result += (tiles[i] | zero if i == 0 else tiles[i],)
     return result

@@ -1,15 +1,15 @@
 """A linear layer for thousands of rows on Hopper: y = x W^T, or silu(gate) * up of it in the same launch.
 
-A program stays on its multiprocessor and takes tile after tile. One warp asks for blocks of x and W, of which some are
-under way; two groups of four warps multiply, 64 rows by 256 columns each. A tile's gate is worked out, and the tile
-stored, while the tensor cores are busy with the first blocks of the next one.
+A persistent, warp-specialized kernel: one program per SM takes tile after tile. A producer warp loads blocks of x and W
+with TMA into a ring of shared-memory stages; two consumer warpgroups multiply them with wgmma, 64 rows by 256 columns
+each. A tile's activation and store run while the tensor cores multiply the first blocks of the next tile.
 
-Where there is work for long, what counts is not time but power: the card lowers its clock. Then there are three groups,
-so that each block of W that is fetched meets 192 rows instead of 128. They have no registers left to keep a tile in,
-and store it at once; what one of them does then, the others' products hide.
+For the largest products the power limit lowers the clock, and energy per product matters most. There are then three
+consumer warpgroups, so that each block of W serves 192 rows instead of 128. They have no registers left to keep a
+finished tile and store it at once; the products of the other warpgroups hide that time.
 
-Written in Gluon, Triton's language for those who place warps and memory themselves: Triton's own compiler does not
-divide work among warps on Hopper. There is no interpreter for it: tests without a GPU only compile it.
+Written in Gluon, Triton's lower-level language with explicit layouts and warp specialization, which Triton's compiler
+does not offer on Hopper. Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
 
 import torch
@@ -28,18 +28,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from nanovllm.kernels.launch import cdiv, launch
 from nanovllm.kernels.linear.tiled import num_sms
 
-ROWS = gl.constexpr(64)  # of a group
-COLUMNS = gl.constexpr(128)  # of gate and as many of up; without a gate, of the left and of the right half of y
+ROWS = gl.constexpr(64)  # of x per consumer warpgroup
+COLUMNS = gl.constexpr(128)  # of gate and of up per tile; not gated: of the left and of the right half of y
 BLOCK_K = gl.constexpr(64)
-PIECE = gl.constexpr(64)  # columns stored at once
-NEIGHBOURS = gl.constexpr(8)  # tiles of rows that go through all columns together, while these are in L2
-MIN_BLOCKS = 3  # of x and W, for a tile: while they are multiplied, the tile before is stored
-THREE_GROUPS = (8192, 4096)  # work out gates from so many rows and inputs on
+PIECE = gl.constexpr(64)  # columns per TMA store
+NEIGHBOURS = gl.constexpr(8)  # row tiles that walk the column tiles together, so that W is read from L2
+MIN_BLOCKS = 3  # K blocks per tile: the previous tile is stored while the first three are multiplied
+THREE_GROUPS = (8192, 4096)  # three warpgroups from this many rows and this K on, if gated
 
 X_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)
 W_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=3)
 
-# under their names, and those they had in Triton 3.6
+# names of Triton 3.7 and later, or of 3.6
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -47,7 +47,7 @@ _async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 
 @gluon.jit
 def _place(tile, tiles_m, tiles_n, GROUPS: gl.constexpr):
-    """First row and column of a tile."""
+    """The first row and column of a tile, in an order that reuses W from L2."""
     first = tile // (NEIGHBOURS * tiles_n) * NEIGHBOURS
     size = gl.minimum(tiles_m - first, NEIGHBOURS)
     within = tile % (NEIGHBOURS * tiles_n)
@@ -55,11 +55,12 @@ def _place(tile, tiles_m, tiles_n, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _ask(x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks):
+def _produce(x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks):
+    """The producer warp: load the K blocks of every tile of this program."""
     STAGES: gl.constexpr = full.shape[0]
     GROUPS: gl.constexpr = xs.shape[0] // STAGES
-    # Block `it`, counted over all tiles, has place it % STAGES. Its `empty` barrier was completed it // STAGES times
-    # when all groups are done with the block before in that place; the wait for parity 1 of a fresh barrier passes.
+    # Block `it`, counted over all tiles, uses stage it % STAGES. The stage's `empty` barrier has completed it // STAGES
+    # phases when all warpgroups have released its previous block. Waiting for parity 1 of a new barrier returns.
     it = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, column = _place(tile, tiles_m, tiles_n, GROUPS)
@@ -76,13 +77,14 @@ def _ask(x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks):
 
 @gluon.jit
 def _halves(y):
-    """The left and the right half of the columns; each thread has its share of both."""
+    """Split into the left and the right half of the columns, without moving data between threads."""
     WIDTH: gl.constexpr = y.shape[1] // 2
     return gl.split(gl.permute(gl.reshape(y, [y.shape[0], 2, WIDTH]), [0, 2, 1]))
 
 
 @gluon.jit
 def _begin_product(y, xs, ws, full, it, G: gl.constexpr):
+    """Wait for block `it` and start its asynchronous product."""
     STAGES: gl.constexpr = full.shape[0]
     GROUPS: gl.constexpr = xs.shape[0] // STAGES
     slot = it % STAGES
@@ -92,9 +94,9 @@ def _begin_product(y, xs, ws, full, it, G: gl.constexpr):
 
 
 @gluon.jit
-def _end_product(y, empty, it, UNDER_WAY: gl.constexpr):
-    """Wait for the product of block `it`, with UNDER_WAY later ones still running, and give its place back."""
-    y = warpgroup_mma_wait(UNDER_WAY, deps=[y])
+def _end_product(y, empty, it, PENDING: gl.constexpr):
+    """Wait for the product of block `it`, with PENDING later products still running, and release its stage."""
+    y = warpgroup_mma_wait(PENDING, deps=[y])
     _barrier()  # all four warps have waited
     mbarrier.arrive(empty.index(it % empty.shape[0]), count=1)
     return y
@@ -102,7 +104,10 @@ def _end_product(y, empty, it, UNDER_WAY: gl.constexpr):
 
 @gluon.jit
 def _put(out, staged, pairs, row, column, half, G: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr):
-    """A piece of a tile: gates (or left columns) are in the lower and ups (or right columns) in the upper halves."""
+    """Apply the activation to PIECE columns of a tile and store them.
+
+    `pairs` holds two bfloat16 per int32: gate (or left column) in the lower half, up (or right column) in the upper.
+    """
     left = (pairs << 16).to(gl.float32, bitcast=True)
     right = (pairs & -65536).to(gl.float32, bitcast=True)
     column += P * PIECE
@@ -117,7 +122,7 @@ def _put(out, staged, pairs, row, column, half, G: gl.constexpr, P: gl.constexpr
             pack=1,
         )
         place = staged.index(2 * G + P)
-        tma.store_wait(1)  # this place has been read, for the tile before
+        tma.store_wait(1)  # the previous tile's store from this buffer has finished reading
         _barrier()
         place.store((left * sigmoid * right).to(gl.bfloat16))
         fence_async_shared()
@@ -156,10 +161,11 @@ def _multiply(
     G: gl.constexpr,
     GATED: gl.constexpr,
 ):
+    """Consumer warpgroup G: multiply and store its rows of every tile of this program."""
     GROUPS: gl.constexpr = staged.shape[0] // 2
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16]) if GROUPS == 2 else NARROW
-    pairs = gl.zeros([ROWS, COLUMNS], gl.int32, NARROW)  # of the tile before: two bfloat16 each
+    pairs = gl.zeros([ROWS, COLUMNS], gl.int32, NARROW)  # the previous tile, two bfloat16 per int32
     row, column = half * 0, half * 0
     it = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -167,7 +173,7 @@ def _multiply(
         y = _begin_product(y, xs, ws, full, it, G)
         y = _begin_product(y, xs, ws, full, it + 1, G)
         pairs1, pairs2 = _halves(pairs)
-        if GROUPS == 2 and it > 0:  # its own branch, lest the compiler works it out before it asks for the products
+        if GROUPS == 2 and it > 0:  # a branch, so that the compiler does not move it before the products
             _put(out, staged, pairs1, row, column, half, G, 0, GATED)
         y = _end_product(y, empty, it, 1)
         y = _begin_product(y, xs, ws, full, it + 2, G)
@@ -195,7 +201,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "num_blocks"])
 def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr, GROUPS: gl.constexpr):
-    STAGES: gl.constexpr = 6 - GROUPS  # what fits
+    STAGES: gl.constexpr = 6 - GROUPS  # as many as fit in shared memory
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * GROUPS, ROWS, BLOCK_K], x.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, COLUMNS, BLOCK_K], w.layout)
     staged = gl.allocate_shared_memory(gl.bfloat16, [2 * GROUPS, ROWS, PIECE], out.layout)
@@ -213,7 +219,7 @@ def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr, GROUP
             [
                 (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 0, GATED)),
                 (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 1, GATED)),
-                (_ask, (x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks)),
+                (_produce, (x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks)),
             ],
             worker_num_warps=[4, 1],
             worker_num_regs=[240, 24],
@@ -224,7 +230,7 @@ def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr, GROUP
                 (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 0, GATED)),
                 (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 1, GATED)),
                 (_multiply, (out, xs, ws, staged, full, empty, half, tiles_m, tiles_n, num_blocks, 2, GATED)),
-                (_ask, (x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks)),
+                (_produce, (x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks)),
             ],
             worker_num_warps=[4, 4, 1],
             worker_num_regs=[160, 160, 24],
@@ -232,6 +238,7 @@ def _many_rows_kernel(x, w, out, M, half, num_blocks, GATED: gl.constexpr, GROUP
 
 
 def many_rows_serves(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel supports this weight: bfloat16, no bias, whole tiles, and at least MIN_BLOCKS blocks of K."""
     num_outputs, num_inputs = weight.shape
     if weight.dtype != torch.bfloat16 or bias is not None:
         return False
@@ -241,7 +248,7 @@ def many_rows_serves(weight: Tensor, bias: Tensor | None) -> bool:
 
 def many_rows_linear(
     x: Tensor,  # [M, K] bfloat16
-    weight: Tensor,  # [N, K]; gated: the gates' rows, then the ups'
+    weight: Tensor,  # [N, K]; gated: the gate rows, then the up rows
     *,
     gated: bool = False,
 ) -> Tensor:  # [M, N], or [M, N / 2] if gated

@@ -1,7 +1,7 @@
-"""A batch-invariant matrix product: a row's bits depend on that row and the weight, on nothing beside them.
+"""The deterministic (batch-invariant) matrix product: a row's bits depend on that row and the weight alone.
 
-Every element is one accumulator that runs over K from first to last in the same steps, whatever the number of rows:
-no split of K, no choice of algorithm by shape. Only how many elements a program has differs between few rows and many.
+Every output element is accumulated over K in the same order and the same steps, whatever the number of rows: no split-K
+and no choice of algorithm by shape. Only the number of elements per program depends on the number of rows.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from nanovllm.kernels.launch import cdiv, launch
 
 BLOCK_K = 64
-GROUP = 8  # tiles of rows that go through the weight together, so that the L2 serves it
+GROUP = 8  # row tiles that walk the weight's tiles together, so that these are read from L2
 
 
 class Tile(NamedTuple):
@@ -59,7 +59,7 @@ def _matmul_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    # Programs in the order of GROUP row tiles by one column tile, then the next column.
+    # Program order for L2 reuse: GROUP row tiles with one column tile, then with the next column tile.
     program = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group_first = program // (GROUP * column_tiles) * GROUP
@@ -119,7 +119,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: Tens
         EVEN_K=k % BLOCK_K == 0,
         STAGES=tile.num_stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        WIDEN=not isinstance(_matmul_kernel, triton.JITFunction),  # the interpreter's dot does not know bfloat16
+        WIDEN=not isinstance(_matmul_kernel, triton.JITFunction),  # the interpreter's dot does not support bfloat16
         num_warps=tile.num_warps,
     )
     return out

@@ -1,7 +1,8 @@
-"""A linear layer for a single row: the weight streams by once, with norm, gate and residual folded in at either end.
+"""A linear layer for a single row, fused with the RMS norm before it and the activation or residual after it.
 
-y = norm(x) W^T + bias; gated: silu(gate) * up of it; then residual + y. The RMS norm costs no pass of its own:
-norm(x) W^T = rstd * ((x * norm_weight) W^T), and x's sum of squares grows along the same loop over K.
+y = norm(x) W^T + bias; if gated, y = silu(gate) * up; then residual + y. Reading the weight limits the speed, so each
+program reads a few rows of it exactly once. The norm takes no extra pass: norm(x) W^T = rstd * ((x * norm_weight) W^T),
+and x's sum of squares is accumulated in the same loop over K.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch
 
-NUM_ROWS = 4  # of the weight, a program
+NUM_ROWS = 4  # rows of the weight per program
 
 
 def linear_reference(
@@ -26,7 +27,7 @@ def linear_reference(
     gated: bool = False,
     scale: Tensor | None = None,  # [N] float32, of an int8 weight
 ) -> Tensor:
-    """For any number of rows: of this kernel, and of those for a few and for gates."""
+    """Any number of rows; the reference of few_rows.py, tiled.py and many_rows.py too."""
     y = x.float()
     if norm_weight is not None:
         y = F.rms_norm(y, y.shape[-1:], norm_weight.float(), eps)
@@ -45,8 +46,11 @@ def linear_reference(
 
 @triton.jit
 def weight_rows(i, first, N, GATED: tl.constexpr):
-    """Which rows of a weight `i` counts for outputs from `first` on, of N; past the end the last one again."""
-    if GATED:  # even ones are gates, odd ones their ups, so that one thread holds both
+    """The weight rows that outputs `first`, `first` + 1, ... need, for indices `i` into a tile, clamped to N outputs.
+
+    Gated, even indices are gate rows and odd ones the matching up rows, so that one thread holds both.
+    """
+    if GATED:
         return tl.minimum(first + i // 2, N - 1) + i % 2 * N
     else:
         return tl.minimum(first + i, N - 1)
@@ -54,7 +58,7 @@ def weight_rows(i, first, N, GATED: tl.constexpr):
 
 @triton.jit
 def _columns(pointers, k, first: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What lies BLOCK_K columns from `first` on; zeros past the end."""
+    """Load BLOCK_K columns from `first` on; zeros past K."""
     if first + BLOCK_K <= K:
         return tl.load(pointers + first)
     else:
@@ -79,14 +83,15 @@ def _one_row_kernel(
     PDL: tl.constexpr,
 ):
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    AHEAD: tl.constexpr = min(STEPS, 4)  # tiles of the weight on their way before anything is known of x
+    AHEAD: tl.constexpr = min(STEPS, 4)  # weight tiles loaded before x is available
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
     num_columns = N // 2 if GATED else N
     first = tl.program_id(0) * WIDTH
     rows = weight_rows(tl.arange(0, ROWS), first, num_columns, GATED)
     k = tl.arange(0, BLOCK_K)
     if scale is not None:
-        # as many int8 items per thread as it loads of x: else x is converted to the weight's layout in shared memory
+        # A thread loads as many int8 items as items of x, else x would be converted to the weight's layout in shared
+        # memory, which takes a barrier.
         k = tl.max_contiguous(k, 128 // x.dtype.element_ty.primitive_bitwidth)
     w_pointers = weight + rows.to(tl.int64)[:, None] * K + k[None, :]
 
@@ -100,7 +105,7 @@ def _one_row_kernel(
     n = first + tl.arange(0, WIDTH)
     if residual is not None:
         before = tl.load(residual + n, mask=n < num_columns, other=0.0)
-        tl.debug_barrier()  # asked for here, not where it is used
+        tl.debug_barrier()  # keeps the compiler from moving the load down to its use
     products = tl.zeros([ROWS, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for step in tl.static_range(STEPS):
@@ -127,20 +132,20 @@ def _one_row_kernel(
 
 def one_row_linear(
     x: Tensor,  # [1, K]
-    weight: Tensor,  # [N, K] of x's type, or int8 with `scale`; gated: the gates' rows, then the ups'
+    weight: Tensor,  # [N, K] of x's type, or int8 with `scale`; gated: the gate rows, then the up rows
     *,
-    scale: Tensor | None = None,  # [N] float32: the value of an int8 weight's row is row * scale
+    scale: Tensor | None = None,  # [N] float32: row n of an int8 weight stands for weight[n] * scale[n]
     bias: Tensor | None = None,  # [N]
-    norm_weight: Tensor | None = None,  # [K]; None = x is not normed
+    norm_weight: Tensor | None = None,  # [K]; None: no norm
     eps: float = 0.0,
-    residual: Tensor | None = None,  # [1, N], or [1, N / 2] if gated: added to in place and returned
+    residual: Tensor | None = None,  # [1, N], or [1, N / 2] if gated; updated in place and returned
     gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     (n, k), num_rows = weight.shape, x.shape[0]
     assert num_rows == 1 and x.shape[1] == k and x.stride(1) == 1 and weight.is_contiguous()
     out = residual if residual is not None else x.new_empty(1, n // 2 if gated else n)
-    assert out.is_contiguous() and out.data_ptr() != x.data_ptr()  # programs still read x when the first ones write
+    assert out.is_contiguous() and out.data_ptr() != x.data_ptr()  # some programs still read x when others write
     assert weight.dtype == (x.dtype if scale is None else torch.int8)
     num_warps = 8 if 4096 <= k <= 8192 else 2
     launch(

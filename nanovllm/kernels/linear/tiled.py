@@ -1,7 +1,8 @@
-"""A linear layer for a few to hundreds of rows: y = x W^T in tiles, about as many as there are multiprocessors.
+"""A linear layer for a few to hundreds of rows, with about as many tiles as the device has SMs.
 
-Gated it gives silu(gate) * up in the same launch. `split_k_linear` returns
-float32 partial sums over slices of K, so that there are more programs than tiles; `add_rms_norm` adds them up.
+`tiled_linear` computes y = x W^T + bias, or silu(gate) * up of it in the same launch. `split_k_linear` is for weights
+with few output rows: it divides K among up to four programs per tile and returns their float32 partial sums, which
+`add_rms_norm` or `add_partial_sums` add to the residual.
 """
 
 from dataclasses import dataclass
@@ -26,20 +27,20 @@ class Tile:
     block_m: int  # rows of x
     block_n: int  # rows of the weight
     block_k: int
-    weight_left: bool = False  # tensor cores take 64 rows on the left: the weight's, where that needs fewer steps
+    weight_left: bool = False  # compute W x^T: wgmma takes 64 rows on the left, which few rows of x would not fill
     num_warps: int = 4
 
     def stage_bytes(self, x_size: int, weight_size: int) -> int:
-        """Shared memory of one pipeline stage, for items of x and of the weight with so many bytes."""
+        """Shared memory of one pipeline stage. Sizes are bytes per item."""
         return (self.block_m * x_size + self.block_n * weight_size) * self.block_k
 
     def converted_bytes(self, x_size: int, weight_size: int) -> int:
-        """Shared memory of a weight tile that was converted to x's type. As the left operand it stays in registers."""
+        """Shared memory for an int8 weight tile converted to x's type; a left operand stays in registers."""
         return 0 if weight_size == x_size or self.weight_left else self.block_n * self.block_k * x_size
 
 
 def _tile(m: int, num_weight_rows: int, *, gated: bool, split_k: bool) -> Tile:
-    """What measured best on an H200, in the chain of a layer's kernels."""
+    """The tiles that measured fastest on an H200 among a layer's other kernels."""
     if m <= 16:
         return Tile(16, 64, 128, weight_left=True)
     if m <= 32:
@@ -49,7 +50,7 @@ def _tile(m: int, num_weight_rows: int, *, gated: bool, split_k: bool) -> Tile:
     if m <= 128 and gated:
         return Tile(128, 64, 64, weight_left=True)
     if m <= 128:
-        # in two blocks of rows and two splits
+        # two row blocks with two splits each
         return Tile(64, _block_n(num_weight_rows, 4), 128) if split_k else Tile(64, 64, 64)
     if gated:
         return Tile(128, 128, 64, weight_left=True, num_warps=8)
@@ -57,12 +58,12 @@ def _tile(m: int, num_weight_rows: int, *, gated: bool, split_k: bool) -> Tile:
 
 
 def _block_n(num_weight_rows: int, programs_each: int) -> int:
-    """64 rows of the weight, or 32 where tiles would else be so few that half of the chip had none."""
+    """64 weight rows per tile, or 32 if 64 would leave half of the SMs without a program."""
     return 64 if cdiv(num_weight_rows, 64) * programs_each > num_sms() // 2 else 32
 
 
 @cache
-def _device_limits() -> tuple[int, int]:  # SMs, bytes of shared memory a program may have
+def _device_limits() -> tuple[int, int]:  # number of SMs, bytes of shared memory per program
     if not torch.cuda.is_available():
         return 1, 1 << 20
     properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
@@ -118,20 +119,21 @@ def _tiled_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    STEP: tl.constexpr = SPLITS * BLOCK_K  # of all splits together
-    SLICE: tl.constexpr = (K + STEP - 1) // STEP * BLOCK_K  # of x and W, for a split
+    STEP: tl.constexpr = SPLITS * BLOCK_K  # columns that all splits cover in one iteration
+    SLICE: tl.constexpr = (K + STEP - 1) // STEP * BLOCK_K  # columns of one split
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first_n = tl.program_id(0) * WIDTH
     split = tl.program_id(2)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
-    # a gate and its up are in the same thread's hands: columns side by side, or rows eight apart
+    # One thread must hold a gate and its up: they are adjacent columns of the result, or rows eight apart.
     if GATED and WEIGHT_LEFT:
         w_rows = tl.minimum(first_n + j // 16 * 8 + j % 8, N - 1) + j // 8 % 2 * N
     else:
         w_rows = weight_rows(j, first_n, N, GATED)
     k = split * SLICE + tl.arange(0, BLOCK_K)[None, :]
-    # past the end come other rows again: one row for them all would keep a corner of L2 busy, and masks cost time
+    # Row indices past M wrap around instead of being masked or clamped: a mask costs time, and clamping would have many
+    # programs read the same row and overload one slice of L2.
     x_pointers = x + (m % M)[:, None] * x_stride + k
     rows_of_weight = weight + w_rows.to(tl.int64)[:, None] * K
     w_pointers = rows_of_weight + k
@@ -144,7 +146,7 @@ def _tiled_kernel(
         m, w_rows = m[:, None], w_rows[None, :]
         n = first_n + tl.arange(0, WIDTH)[None, :]
     if PDL:
-        # the first lines of every row; more of them would keep others from theirs
+        # only the first two lines of every row: more would delay other programs' first lines
         LINE: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth  # items
         prefetch(rows_of_weight + tl.minimum(split * SLICE + tl.arange(0, 2) * LINE, K - 1)[None, :])
         tl.extra.cuda.gdc_wait()
@@ -164,10 +166,10 @@ def _tiled_kernel(
 
 def tiled_linear(
     x: Tensor,  # [M, K] bfloat16 or float16, M <= MAX_ROWS
-    weight: Tensor,  # [N, K] of x's type, or int8 with `scale`; gated: the gates' rows, then the ups'
+    weight: Tensor,  # [N, K] of x's type, or int8 with `scale`; gated: the gate rows, then the up rows
     bias: Tensor | None = None,  # [N]
     *,
-    scale: Tensor | None = None,  # [N] float32: the value of an int8 weight's row is row * scale
+    scale: Tensor | None = None,  # [N] float32: row n of an int8 weight stands for weight[n] * scale[n]
     gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:  # [M, N], or [M, N / 2] if gated
@@ -200,7 +202,7 @@ def split_k_linear(
 
 
 def _num_stages(tile: Tile, num_programs: int, num_steps: int, x_size: int, weight_size: int) -> int:
-    """As deep a pipeline as shared memory allows, or half of it where then all programs find a place at once."""
+    """As many pipeline stages as fit in shared memory; in half of it, if then two programs per SM hold all of them."""
     num_sms, shared_bytes = _device_limits()
     if num_sms < num_programs <= 2 * num_sms:
         shared_bytes = shared_bytes // 2 - 1024
@@ -245,7 +247,7 @@ def _launch(
         STAGES=_num_stages(tile, grid[0] * grid[1] * splits, num_steps, x.element_size(), weight.element_size()),
         GATED=gated,
         WEIGHT_LEFT=tile.weight_left,
-        WIDEN=not isinstance(_tiled_kernel, triton.JITFunction),  # the interpreter's dot does not know bfloat16
+        WIDEN=not isinstance(_tiled_kernel, triton.JITFunction),  # the interpreter's dot does not support bfloat16
         PDL=pdl,
         num_warps=tile.num_warps,
         pdl=pdl,

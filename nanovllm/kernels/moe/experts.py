@@ -1,7 +1,8 @@
-"""A mixture of experts in a fixed number of launches: no size on the host depends on what the router chose.
+"""A mixture of experts in a fixed number of launches whose grids do not depend on the router's choices.
 
-A pair is a token and one of its choices, numbered token * k + choice. Few tokens' pairs each read their expert
-(moe_rows.py); more are grouped by expert first (moe_grouped.py).
+The host never needs to know how many tokens an expert has, so the launches can be captured in a CUDA graph. A pair is a
+token and one of its chosen experts, numbered token * k + choice. For a few tokens every pair reads its expert's weights
+(rows.py); for more, pairs are grouped by expert first (grouped.py).
 """
 
 import torch
@@ -13,24 +14,24 @@ from nanovllm.kernels.moe.rows import rows_forward
 from nanovllm.kernels.moe.tiles import choose_tiles, row_tiles
 from nanovllm.kernels.moe.weights import ExpertWeights
 
-ROW_TOKENS = 4  # up to so many tokens share so few experts that grouping them would not pay
+ROW_TOKENS = 4  # up to this many tokens few pairs have the same expert, and grouping costs more than it saves
 
 
 def experts_forward(
     x: Tensor,  # [T, H]
-    gate_up: Tensor,  # [E, 2 * I, H], of x's type or int8: the rows of gate, then those of up
+    gate_up: Tensor,  # [E, 2 * I, H], of x's type or int8; the gate rows, then the up rows
     down: Tensor,  # [E, H, I], of x's type or int8
     weights: Tensor,  # [T, k], of x's type
-    experts: Tensor,  # [T, k]; a choice outside 0..E-1 adds nothing
+    experts: Tensor,  # [T, k]; a choice outside 0..E-1 is skipped
     *,
-    gate_up_scale: Tensor | None = None,  # [E, 2 * I] float32: the value of an int8 weight's row is row * scale
-    down_scale: Tensor | None = None,  # [E, H] float32
+    gate_up_scale: Tensor | None = None,  # [E, 2 * I] float32, of an int8 weight
+    down_scale: Tensor | None = None,  # [E, H] float32, of an int8 weight
     out: Tensor | None = None,  # [T, H]
-    residual: Tensor | None = None,  # [T, H]: the result is added to it, in place unless `out` is given
-    deterministic: bool = False,  # a token's bits do not depend on the others of the batch
+    residual: Tensor | None = None,  # [T, H], added to the result; updated in place unless `out` is given
+    deterministic: bool = False,  # a token's bits do not depend on the rest of the batch
     pdl: bool = False,
 ) -> Tensor:
-    """Sum over a token's choices of weight * down(silu(gate(x)) * up(x)), each by the chosen expert."""
+    """For each token the sum over its choices of routing weight * down(silu(gate(x)) * up(x))."""
     if out is None:
         out = torch.empty_like(x) if residual is None else residual
     if x.shape[0] == 0:
@@ -57,7 +58,7 @@ def experts_forward_reference(
     down_scale: Tensor | None = None,  # [E, H]
     residual: Tensor | None = None,  # [T, H]
 ) -> Tensor:
-    """Token by token and expert by expert, in float64."""
+    """One token and one expert at a time, in float64."""
     gate_up, down = gate_up.double(), down.double()
     if gate_up_scale is not None:
         gate_up = gate_up * gate_up_scale[:, :, None]

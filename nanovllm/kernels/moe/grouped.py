@@ -1,7 +1,7 @@
-"""The experts of many tokens: pairs of a token and a choice are grouped by expert, then multiplied block by block.
+"""The experts of many tokens: (token, choice) pairs are grouped by expert, then multiplied in blocks.
 
-A block is BLOCK_M pairs of one expert alone. The result lands in the order of the pairs, where each token's choices are
-added up.
+A block holds up to BLOCK_M pairs of one expert. Results are written in the order of the pairs, and a last kernel adds
+up each token's choices.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from nanovllm.kernels.moe.weights import ExpertWeights
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
 def _group_kernel(
     experts_ptr,  # [num_pairs]
-    pairs_ptr,  # [max_blocks * BLOCK_M]: the pairs of each block; num_pairs where a block is not full
-    block_experts_ptr,  # [max_blocks]: the expert of each block; -1 after the last
+    pairs_ptr,  # [max_blocks * BLOCK_M], written: the pairs of each block, padded with num_pairs
+    block_experts_ptr,  # [max_blocks], written: the expert of each block, -1 for unused blocks
     num_pairs,
     max_blocks,
     NUM_EXPERTS: tl.constexpr,
@@ -29,7 +29,7 @@ def _group_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program an expert: each counts all experts' pairs to know where its own begin, then places them in order."""
+    """One program per expert: it counts the pairs of all experts to find where its own begin, then writes these."""
     mine = tl.program_id(0)
     offsets = tl.arange(0, CHUNK)
     if PDL:
@@ -59,7 +59,7 @@ def _group_kernel(
     padding = first_block * BLOCK_M + count + tl.arange(0, BLOCK_M)
     tl.store(pairs_ptr + padding, tl.zeros([BLOCK_M], tl.int32) + num_pairs, mask=padding < end_block * BLOCK_M)
 
-    unused_begin = tl.where(mine == 0, num_blocks, max_blocks)  # the first program marks what no expert needs
+    unused_begin = tl.where(mine == 0, num_blocks, max_blocks)  # the first program marks the unused blocks
     for begin in range(0, max_blocks, CHUNK):
         block = begin + offsets
         is_mine = (block >= first_block) & (block < end_block)
@@ -69,7 +69,7 @@ def _group_kernel(
 
 @triton.jit
 def _rows(ptrs, valid, k, begin, SIZE_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The next [BLOCK_M, BLOCK_K] of gathered rows; zeros where there is none."""
+    """Load the next [BLOCK_M, BLOCK_K] of the gathered rows; zeros for padding and past SIZE_K."""
     if SIZE_K % BLOCK_K == 0:
         rows = tl.load(ptrs + begin, mask=valid[:, None], other=0.0)
     else:
@@ -107,16 +107,16 @@ def _scaled(acc, ptrs, WEIGHT_LEFT: tl.constexpr):
 @triton.jit(do_not_specialize=["num_pairs"])
 def _experts_kernel(
     x_ptr,  # [num_pairs / SHARED, SIZE_K]
-    weight_ptr,  # [E, SIZE_N, SIZE_K]; GATED: [E, 2 * SIZE_N, SIZE_K], the rows of gate, then those of up
-    scale_ptr,  # [E, SIZE_N], GATED: [E, 2 * SIZE_N], of an int8 weight
+    weight_ptr,  # [E, SIZE_N, SIZE_K]; GATED: [E, 2 * SIZE_N, SIZE_K], the gate rows, then the up rows
+    scale_ptr,  # [E, SIZE_N]; GATED: [E, 2 * SIZE_N]; or None
     pairs_ptr,  # [max_blocks * BLOCK_M]
     block_experts_ptr,  # [max_blocks]
-    routing_ptr,  # [num_pairs], the routing weights; not GATED
+    routing_ptr,  # [num_pairs], the routing weights; not used if GATED
     out_ptr,  # [num_pairs, SIZE_N]
     num_pairs,
     SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
-    SHARED: tl.constexpr,  # so many pairs in turn have one row of x
+    SHARED: tl.constexpr,  # number of consecutive pairs that use the same row of x
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -124,7 +124,7 @@ def _experts_kernel(
     WEIGHT_LEFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = silu(gate(x)) * up(x), or weight(x) * routing weight, each pair by its own expert."""
+    """out = silu(gate(x)) * up(x), or routing weight * down(x), with the weights of each pair's expert."""
     tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // tiles
     n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -178,6 +178,7 @@ def _sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """out = residual + the sum of each token's TOP_K rows of y: one program per token and BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -188,7 +189,7 @@ def _sum_kernel(
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         expert = tl.load(experts_ptr + pair)
-        # a row of y that no expert wrote holds anything
+        # rows of y whose choice is no expert were never written
         end = tl.where((expert >= 0) & (expert < NUM_EXPERTS), SIZE, 0)
         total += tl.load(y_ptr + pair * SIZE + column, mask=column < end, other=0.0).to(tl.float32)
     places = token * SIZE + column
@@ -208,6 +209,7 @@ def grouped_forward(
     *,
     pdl: bool,
 ) -> Tensor:
+    """Four launches: group, gate_up, down, sum. Arguments as for `experts_forward`; returns `out`."""
     (num_tokens, hidden_size), (num_experts, _, size) = x.shape, layer.down.shape
     top_k, num_pairs = experts.shape[1], experts.numel()
     pairs, block_experts = group(experts, num_experts, block_m=tiles.block_m, pdl=pdl)
@@ -261,8 +263,11 @@ def grouped_forward(
 
 
 def group(experts: Tensor, num_experts: int, *, block_m: int, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """Blocks of pairs of one expert each: the pairs [blocks * block_m], padded with their number; the experts [blocks],
-    -1 after the last. An expert's pairs keep their order."""
+    """Group pairs into blocks of one expert each.
+
+    Returns the pairs [max_blocks * block_m], padded with num_pairs, and the expert of each block [max_blocks], -1 for
+    unused blocks. An expert's pairs keep their order.
+    """
     num_pairs = experts.numel()
     max_blocks = min(num_pairs, num_experts) + num_pairs // block_m
     pairs = torch.empty(max_blocks * block_m, dtype=torch.int32, device=experts.device)

@@ -1,4 +1,4 @@
-"""A router's choice in one launch: from its logits each token's best experts and their weights."""
+"""Routing in one launch: softmax over the router's logits, top-k experts and their weights."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from nanovllm.kernels.launch import launch, next_power_of_2
 
 
 def route_reference(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Weights and experts [T, top_k], the best first; of equals the one with the lowest number."""
+    """Weights and experts [T, top_k], the most likely first; among equals the lowest expert first."""
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices
     experts = order[:, :top_k]
     weights = logits.float().softmax(dim=-1).gather(1, experts)
@@ -26,8 +26,8 @@ def _route_kernel(
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    EXPERTS: tl.constexpr,  # powers of two that hold them
-    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,  # NUM_EXPERTS, padded to a power of two
+    CHOICES: tl.constexpr,  # TOP_K, padded to a power of two
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,7 @@ def _route_kernel(
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """As the reference; the experts as int32."""
+    """Weights of logits' type and experts as int32, both [T, top_k]; see the reference."""
     num_tokens, num_experts = logits.shape
     assert logits.is_contiguous() and top_k <= num_experts
     weights = logits.new_empty(num_tokens, top_k)

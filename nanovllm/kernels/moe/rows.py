@@ -1,4 +1,7 @@
-"""The experts of one to a few tokens: every pair of a token and a choice reads its expert itself, at memory speed."""
+"""The experts of one to a few tokens: every (token, choice) pair reads its expert's weights by itself.
+
+Reading the weights limits the speed; matrix-vector products on plain cores are enough.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ from nanovllm.kernels.moe.weights import ExpertWeights
 def _gate_up_row_kernel(
     x_ptr,  # [T, SIZE_K]
     weight_ptr,  # [NUM_EXPERTS, 2 * SIZE_N, SIZE_K]
-    scale_ptr,  # [NUM_EXPERTS, 2 * SIZE_N], of an int8 weight
+    scale_ptr,  # [NUM_EXPERTS, 2 * SIZE_N], or None
     experts_ptr,  # [T * TOP_K]
     hidden_ptr,  # [T * TOP_K, SIZE_N]
     SIZE_N: tl.constexpr,
@@ -27,6 +30,7 @@ def _gate_up_row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """hidden = silu(gate(x)) * up(x): one program per pair and BLOCK_N columns of hidden."""
     tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
     pair = tl.program_id(0) // tiles
     n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -40,7 +44,7 @@ def _gate_up_row_kernel(
     rows = tl.minimum(n, SIZE_N - 1)[:, None] * SIZE_K
     gate_ptrs = weight_ptr + expert * (2 * SIZE_N * SIZE_K) + rows + k[None, :]
     up_ptrs = gate_ptrs + SIZE_N * SIZE_K
-    # once for each row of weights: every thread loads the part it multiplies, and no barrier stands between the loads
+    # x is loaded in the shape of the weight tile: each thread loads what it multiplies, and no barrier is needed
     x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64) * SIZE_K + (n * 0)[:, None] + k[None, :]
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -62,7 +66,7 @@ def _gate_up_row_kernel(
 def _down_row_kernel(
     hidden_ptr,  # [T * TOP_K, SIZE_K]
     weight_ptr,  # [NUM_EXPERTS, SIZE_N, SIZE_K]
-    scale_ptr,  # [NUM_EXPERTS, SIZE_N], of an int8 weight
+    scale_ptr,  # [NUM_EXPERTS, SIZE_N], or None
     experts_ptr,  # [T * TOP_K]
     routing_ptr,  # [T * TOP_K], the routing weights
     residual_ptr,  # [T, SIZE_N]
@@ -76,6 +80,7 @@ def _down_row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """out = residual + sum over choices of routing weight * down(hidden): one program per token and BLOCK_N columns."""
     tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
     token = (tl.program_id(0) // tiles).to(tl.int64)
     n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -119,6 +124,7 @@ def rows_forward(
     *,
     pdl: bool,
 ) -> Tensor:
+    """Two launches. Arguments as for `experts_forward`; returns `out`."""
     (num_tokens, hidden_size), (num_experts, _, size) = x.shape, layer.down.shape
     top_k = experts.shape[1]
     hidden = torch.empty(num_tokens * top_k, size, dtype=x.dtype, device=x.device)

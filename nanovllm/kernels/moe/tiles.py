@@ -1,4 +1,4 @@
-"""In which pieces a mixture of experts is multiplied: by type, and by how many tokens an expert has."""
+"""Tile shapes of the expert kernels, chosen by type and by the mean number of tokens per expert."""
 
 from typing import Any, NamedTuple
 
@@ -6,13 +6,13 @@ import torch
 
 
 class Tile(NamedTuple):
-    """The part of a weight one step of a program multiplies, and how the program runs."""
+    """The tile of a weight that one program multiplies, and its launch options."""
 
-    block_n: int  # rows of the weight: columns of the result
+    block_n: int  # rows of the weight, columns of the result
     block_k: int
     num_warps: int
     num_stages: int
-    weight_left: bool = False  # the weight as the left factor: its rows fill a tensor core's 64 where tokens are few
+    weight_left: bool = False  # compute W x^T: wgmma takes 64 rows on the left, which few tokens would not fill
 
     @property
     def options(self) -> dict[str, Any]:
@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    block_m: int  # pairs of a block
+    block_m: int  # pairs per block
     gate_up: Tile
     down: Tile
 
@@ -34,13 +34,13 @@ DECODE_TILES = Tiles(16, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4))
 MEDIUM_TILES = Tiles(32, gate_up=Tile(64, 64, 4, 4, weight_left=True), down=Tile(64, 128, 4, 4, weight_left=True))
 LARGE_TILES = Tiles(64, gate_up=Tile(64, 64, 4, 4), down=Tile(128, 64, 4, 4))
 PREFILL_TILES = Tiles(128, gate_up=Tile(128, 64, 8, 3), down=Tile(128, 64, 8, 4))
-# a float32 product is no tensor core's work: small tiles, to keep it in the registers
+# float32 products do not run on tensor cores: small tiles, so that the accumulator fits in registers
 FLOAT32_DECODE_TILES = Tiles(16, gate_up=Tile(32, 32, 4, 3), down=Tile(32, 32, 4, 3))
 FLOAT32_PREFILL_TILES = Tiles(64, gate_up=Tile(32, 32, 4, 3), down=Tile(64, 32, 4, 3))
 
 
 def choose_tiles(pairs_per_expert: float, dtype: torch.dtype, *, deterministic: bool) -> Tiles:
-    """`deterministic`: the tiles that lose least where there are many tokens, whatever their number."""
+    """`deterministic` uses the same tiles for any number of tokens."""
     if dtype == torch.float32:
         return FLOAT32_PREFILL_TILES if deterministic or pairs_per_expert > 32 else FLOAT32_DECODE_TILES
     if deterministic:
@@ -53,5 +53,6 @@ def choose_tiles(pairs_per_expert: float, dtype: torch.dtype, *, deterministic: 
 
 
 def row_tiles(dtype: torch.dtype) -> tuple[Tile, Tile]:
+    """Tiles of gate_up and down for the kernels of rows.py."""
     block_k = 256 if dtype == torch.float32 else 512
     return Tile(4, block_k, 4, 1), Tile(4, 256, 4, 1)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class ExpertWeights(NamedTuple):
-    """The experts of one layer. A scale belongs to an int8 weight: the value of its row is row * scale."""
+    """The experts of one layer. int8 weights have one scale per output row: a row stands for row * scale."""
 
     gate_up: Tensor  # [E, 2 * I, H]
     down: Tensor  # [E, H, I]

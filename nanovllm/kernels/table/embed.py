@@ -1,4 +1,4 @@
-"""Token embeddings straight from the request table: of given positions, or of each row's newest token."""
+"""Look up token embeddings from the request table, at given positions or for each row's newest token."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 
-TILE = 4096  # elements a program copies where there are many tokens
+TILE = 4096  # elements per program in `embed_tokens`
 
 
 def embed_tokens_reference(tokens: Tensor, rows: Tensor, positions: Tensor, embedding: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def embed_tokens_reference(tokens: Tensor, rows: Tensor, positions: Tensor, embe
 @triton.jit(do_not_specialize=["num_tokens"])
 def _embed_kernel(
     tokens,  # [R, max_len]
-    length,  # [R]; None where positions are given
+    length,  # [R], or None if positions are given
     rows,  # [T]
     positions,  # [T]
     embedding,  # [V, hidden]
@@ -33,8 +33,9 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # The wait first: what later kernels of the step read before their own must not be still in the making. Where
-        # they read positions, these are there already, and are stored here once more.
+        # This kernel is the barrier between the previous step and this step's layers: it waits before it lets others
+        # start, because later kernels read block tables and positions before their own wait. Positions that they read
+        # this early were written by decode_tables.py, and are stored here again with the same values.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -99,7 +100,7 @@ def gather_inputs(
     out: Tensor,  # [B, hidden], written
     pdl: bool = False,
 ) -> None:
-    """Position and embedding of each row's newest token; -1 and zeros for row 0, which has none."""
+    """Write the position and the embedding of each row's newest token; -1 and zeros for row 0, the padding row."""
     _launch(tokens, length, rows, positions, embedding, out, rows_each=1, pdl=pdl)
 
 
@@ -111,6 +112,6 @@ def embed_tokens(
     *,
     out: Tensor,  # [T, hidden], written
 ) -> None:
-    """Embeddings of the tokens at these positions of these rows; zeros for padding."""
+    """Write the embeddings of the tokens at these positions of these rows; zeros for padding."""
     rows_each = max(1, TILE // next_power_of_2(out.shape[1]))
     _launch(tokens, None, rows, positions, embedding, out, rows_each=rows_each, pdl=False)

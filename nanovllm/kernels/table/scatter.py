@@ -1,4 +1,4 @@
-"""Write scattered values into a table: how a step's changes reach the request table."""
+"""Write values at given indices of a table; used to apply a step's changes to the request table."""
 
 import torch
 import triton
@@ -23,6 +23,6 @@ def _scatter_kernel(table, indices, values, num_values, BLOCK: tl.constexpr):
 
 
 def scatter(table: Tensor, indices: Tensor, values: Tensor) -> None:
-    """table[indices[i]] = values[i] for int32 tensors; an index occurs at most once."""
+    """table[indices[i]] = values[i], all int32. No index may occur twice."""
     assert table.dtype == indices.dtype == values.dtype == torch.int32
     launch(_scatter_kernel, (cdiv(indices.numel(), BLOCK),), table, indices, values, indices.numel(), BLOCK=BLOCK)
