@@ -1,4 +1,4 @@
-"""A tensor that still lies in its file, and the place in memory that takes it, or a part of it."""
+"""A tensor stored in a checkpoint file, and the destination in memory that it, or a part of it, is loaded into."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-Part = tuple[slice, ...]  # of the first dimensions; those not named are whole
-Index = tuple[int | slice, ...]
+Part = tuple[slice, ...]  # a slice per leading dimension; the remaining dimensions are complete
+Index = tuple[int | slice, ...]  # where in a weight of the model a tensor goes; () is all of it
 
 
 class Stored(Protocol):
+    """A tensor in a checkpoint file that can be read completely or in part."""
+
     @property
     def shape(self) -> tuple[int, ...]: ...
 
@@ -20,17 +22,19 @@ class Stored(Protocol):
 
 
 class Target(Protocol):
-    """A weight in memory that knows how to store what a file holds."""
+    """A weight of the model, which converts checkpoint tensors to its own storage format."""
 
-    def load(self, index: Index, tensor: Stored, part: Part) -> None: ...
+    def load(self, index: Index, tensor: Stored, part: Part) -> None:
+        """Read the `part` of a tensor and store it at `index`."""
+        ...
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place `index` in `target`, which takes the `part` of a checkpoint tensor that is held here."""
+    """The destination of a checkpoint tensor: its `part`, which this rank holds, goes to `index` of `target`."""
 
     target: Target
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the complete tensor in the checkpoint
     index: Index = ()
     part: Part = ()
 

@@ -229,7 +229,7 @@ def test_damaged_tokenizer_json(folder, content):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.json"])
-@pytest.mark.parametrize("content, message", [("{", "cannot be read as JSON"), ("[1]", "must hold a JSON object")])
+@pytest.mark.parametrize("content, message", [("{", "cannot be read as JSON"), ("[1]", "must be a JSON object")])
 def test_damaged_settings(folder, name, content, message):
     edit_json(folder / "tokenizer_config.json", chat_template=...)
     (folder / name).write_text(content)
