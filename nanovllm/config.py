@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.option import option
-from nanovllm.state import BlockGroup
+from nanovllm.state import BlockGroup, CacheLayout
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -254,12 +254,25 @@ class Config:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         self._refuse(name, f"must be one of {', '.join(choices)}{hint}")
 
-    def scheduler_config(self, *, max_model_len: int, groups: tuple[BlockGroup, ...]) -> SchedulerConfig:
+    def cache_layout(self, *, windows: tuple[int | None, ...], max_model_len: int) -> CacheLayout:
+        """`windows`: of the model's paged groups."""
+        return CacheLayout(
+            windows=windows,
+            block_size=self.kv_cache_block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_tokens=self.max_num_batched_tokens,
+        )
+
+    def scheduler_config(
+        self, *, max_model_len: int, groups: tuple[BlockGroup, ...], keeps_row_state: bool = False
+    ) -> SchedulerConfig:
+        """`keeps_row_state`: no cached prefix can be continued from, since a layer's state is not kept in blocks."""
         return SchedulerConfig(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             block_size=self.kv_cache_block_size,
             groups=groups,
-            enable_prefix_caching=self.enable_prefix_caching,
+            enable_prefix_caching=self.enable_prefix_caching and not keeps_row_state,
         )

@@ -100,3 +100,53 @@ def state_groups(layer_states: Seq[LayerState]) -> tuple[StateGroup, ...]:
 
 def _order(paged: bool, window: int | None) -> tuple[bool, bool, int]:
     return (not paged, window is not None, -(window or 0))
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """How many blocks each paged group of a model gets, from the number of blocks of the first.
+
+    Memory is divided as `max_num_seqs` sequences of equal length would use it, with the greatest length that fits. So
+    every group has as many blocks as the first, which keeps the most of each sequence, unless its window is shorter
+    than that length: then it has blocks for that many windows, as many again for cached prefixes, and blocks for the
+    tokens that one step adds.
+    """
+
+    windows: tuple[int | None, ...]  # of the groups
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_tokens: int  # of a step
+
+    def blocks_needed(self, window: int | None) -> int:
+        """The most blocks that a sequence of max_model_len tokens needs at once."""
+        return BlockGroup(0, window).blocks_needed(self.max_model_len, self.block_size)
+
+    def groups(self, num_blocks: int) -> tuple[BlockGroup, ...]:
+        """`num_blocks`: of the first group."""
+        new_tokens = -(-self.max_num_tokens // self.block_size)
+        groups = [BlockGroup(num_blocks, window) for window in self.windows[:1]]
+        for window in self.windows[1:]:
+            most = 2 * self.max_num_seqs * self.blocks_needed(window) + new_tokens
+            groups.append(BlockGroup(min(num_blocks, most), window))
+        return tuple(groups)
+
+    def num_blocks_in(self, num_bytes: int, block_bytes: Seq[int]) -> int | None:
+        """The most blocks of the first group with which all fit into `num_bytes`; None if blocks take no memory.
+
+        `block_bytes`: of a block of each group.
+        """
+        if not any(block_bytes):
+            return None
+
+        def takes(num_blocks: int) -> int:
+            groups = self.groups(num_blocks)
+            return sum(group.num_blocks * size for group, size in zip(groups, block_bytes, strict=True))
+
+        low, high = 0, 1
+        while takes(high) <= num_bytes:
+            high *= 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if takes(middle) <= num_bytes else (low, middle)
+        return low

@@ -1,6 +1,6 @@
 """What an attention implementation must offer; `sdpa.py` is the plain one that all others are tested against."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ class CacheShape:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  # of each layer; layers with equal windows share a block table
     dtype: torch.dtype  # the model computes in
     cache_dtype: torch.dtype
     device: torch.device
@@ -35,11 +35,12 @@ class BatchGeometry:
     first_tokens: np.ndarray  # [num_seqs] index of the sequence's first new token among the step's tokens
     token_seqs: np.ndarray  # [num_tokens] which sequence each token belongs to
     positions: np.ndarray  # [num_tokens]
-    block_tables: np.ndarray  # [num_seqs, max_blocks] valid as far as start + num_new reaches
+    # by window: [num_seqs, max_blocks], valid from the window's first block to the last new token's
+    block_tables: Mapping[int | None, np.ndarray]
     # the same on the device, int32
     device_rows: Tensor  # [num_tokens] row of the request table each token belongs to
     device_positions: Tensor  # [num_tokens]
-    device_blocks: Tensor  # [rows of the request table, max_blocks]
+    device_blocks: Mapping[int | None, Tensor]  # by window: [rows of the request table, max_blocks]
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,18 @@ class AttentionBackend(Protocol):
     block_size: int
     plans_on_device: bool  # `decode_step` is there: decodes need nothing from the host
 
-    def make_cache(self, num_blocks: int) -> list[LayerCache]: ...
+    def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
+        """A cache for each layer, with as many blocks as its window's group has."""
+        ...
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> Any:
         """Whatever all layers of a step share: indices, masks. `upload` sends an array along with the step's others;
         the tensor it returns is filled by the time `forward` runs."""
         ...
 
-    def decode_step(self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, stream_k: bool) -> Any:
+    def decode_step(
+        self, rows: Tensor, positions: Tensor, *, blocks: Mapping[int | None, Tensor], lengths: Tensor, stream_k: bool
+    ) -> Any:
         """In place of `prepare`, a step of decodes alone whose positions only the device knows.
 
         [n] rows and positions, and the block tables and lengths of all rows; `stream_k` where lengths are `uneven`.

@@ -6,7 +6,7 @@ position 0 attends to its own fresh keys, a later one to what its blocks hold.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,9 +51,11 @@ class PrefillChunk:
 @dataclass(frozen=True)
 class SdpaStep:
     cos_sin: tuple[Tensor, Tensor]  # of each token's position
-    slots: Tensor  # [num_tokens * 2 * kv_heads] rows of the cache as [k|v * block * kv_head * position, head_dim]
     num_decodes: int
-    decodes: dict[int | None, list[DecodeGroup]]  # by window
+    # by window
+    # [num_tokens * 2 * kv_heads] rows of the cache as [k|v * block * kv_head * position, head_dim]
+    slots: dict[int | None, Tensor]
+    decodes: dict[int | None, list[DecodeGroup]]
     chunks: dict[int | None, list[PrefillChunk]]
 
 
@@ -68,15 +70,15 @@ class SdpaBackend:
         self._heads = np.arange(shape.num_kv_heads)
         # torch's CPU kernel reads a shared KV head where it lies; on CUDA some types would fall back to the slow path
         self._shares_heads = shape.device.type == "cpu" and shape.num_heads > shape.num_kv_heads
-        self._num_pages = 0  # blocks * kv_heads: where values begin, counted in pages
+        self._num_pages: dict[int | None, int] = {}  # by window: blocks * kv_heads, where values begin
         self._buffer = torch.empty(0, dtype=shape.cache_dtype, device=shape.device)
 
-    def make_cache(self, num_blocks: int) -> list[LayerCache]:
+    def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
         s = self.shape
-        self._num_pages = num_blocks * s.num_kv_heads
-        size = (2, num_blocks, s.num_kv_heads, s.block_size, s.head_dim)
+        self._num_pages = {window: num_blocks[window] * s.num_kv_heads for window in self._windows}
+        sizes = [(2, num_blocks[window], s.num_kv_heads, s.block_size, s.head_dim) for window in s.windows]
         # zeros, not empty: padding may read a position before anyone wrote it, and NaN * 0 is NaN
-        return [LayerCache(zeros(size, s.cache_dtype, s.device)) for _ in range(s.num_layers)]
+        return [LayerCache(zeros(size, s.cache_dtype, s.device)) for size in sizes]
 
     # --- once a step --------------------------------------------------------------------------------------------------
 
@@ -84,23 +86,23 @@ class SdpaBackend:
         num_decodes = geometry.num_decodes
         return SdpaStep(
             cos_sin=self._rotation.gather(self._tensor(geometry.positions)),
-            slots=self._slots(geometry),
             num_decodes=num_decodes,
+            slots={w: self._slots(geometry, w) for w in self._windows},
             decodes={w: self._decode_groups(geometry, w) if num_decodes else [] for w in self._windows},
             chunks={w: self._chunks(geometry, w) for w in self._windows},
         )
 
     def decode_step(
-        self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, stream_k: bool
+        self, rows: Tensor, positions: Tensor, *, blocks: Mapping[int | None, Tensor], lengths: Tensor, stream_k: bool
     ) -> SdpaStep:
         raise NotImplementedError("what to gather is decided on the host")
 
-    def _slots(self, geometry: BatchGeometry) -> Tensor:
+    def _slots(self, geometry: BatchGeometry, window: int | None) -> Tensor:
         size = self.shape.block_size
         positions = geometry.positions
-        blocks = geometry.block_tables[geometry.token_seqs, positions // size]
+        blocks = geometry.block_tables[window][geometry.token_seqs, positions // size]
         keys = (blocks[:, None] * self.shape.num_kv_heads + self._heads) * size + (positions % size)[:, None]
-        return self._tensor(np.concatenate([keys, keys + self._num_pages * size], axis=1).reshape(-1))
+        return self._tensor(np.concatenate([keys, keys + self._num_pages[window] * size], axis=1).reshape(-1))
 
     def _decode_groups(self, geometry: BatchGeometry, window: int | None) -> list[DecodeGroup]:
         kv_len = geometry.starts[: geometry.num_decodes] + 1
@@ -108,7 +110,7 @@ class SdpaBackend:
         first_block = first // self.shape.block_size
         num_blocks = (kv_len - 1) // self.shape.block_size + 1 - first_block
         return [
-            self._decode_group(rows, geometry, kv_len, first, first_block, int(num_blocks[rows].max()))
+            self._decode_group(rows, geometry, window, kv_len, first, first_block, int(num_blocks[rows].max()))
             for rows in _similar(kv_len - first, 2 * self.shape.num_kv_heads * self.shape.head_dim)
         ]
 
@@ -116,6 +118,7 @@ class SdpaBackend:
         self,
         rows: np.ndarray,
         geometry: BatchGeometry,
+        window: int | None,
         kv_len: np.ndarray,  # [num_decodes]
         first: np.ndarray,  # [num_decodes] first position that is seen
         first_block: np.ndarray,  # [num_decodes]
@@ -132,7 +135,7 @@ class SdpaBackend:
         seen = (positions >= begin[:, None]) & (positions < end[:, None])
         return DecodeGroup(
             rows=None if len(rows) == len(kv_len) else self._tensor(rows),
-            pages=self._pages(geometry.block_tables[rows[:, None], columns], max_len),
+            pages=self._pages(geometry.block_tables[window][rows[:, None], columns], max_len, window),
             mask=None if everything else self._mask(seen)[:, None, None, :],
         )
 
@@ -142,19 +145,23 @@ class SdpaBackend:
             start, num_new = int(geometry.starts[index]), int(geometry.num_new[index])
             kv_len = start + num_new
             seen_back = kv_len if window is None else window
+            first_block = max(start - seen_back + 1, 0) // self.shape.block_size
+            first = first_block * self.shape.block_size  # blocks before have left the window and may be others' by now
             mask = None
             if start or kv_len > seen_back:
-                distance = np.arange(start, kv_len)[:, None] - np.arange(kv_len)
+                distance = np.arange(start, kv_len)[:, None] - np.arange(first, kv_len)
                 mask = self._mask((distance >= 0) & (distance < seen_back))
-            num_blocks = -(-kv_len // self.shape.block_size)
-            pages = self._pages(geometry.block_tables[index : index + 1, :num_blocks], kv_len) if start else None
+            pages = None
+            if start:
+                blocks = slice(first_block, -(-kv_len // self.shape.block_size))
+                pages = self._pages(geometry.block_tables[window][index : index + 1, blocks], kv_len - first, window)
             chunks.append(PrefillChunk(int(geometry.first_tokens[index]), num_new, pages, mask))
         return chunks
 
-    def _pages(self, block_tables: np.ndarray, length: int) -> Pages:  # [seqs, blocks]
+    def _pages(self, block_tables: np.ndarray, length: int, window: int | None) -> Pages:  # [seqs, blocks]
         s = self.shape
         keys = block_tables[:, None, :] * s.num_kv_heads + self._heads[:, None]  # [seqs, kv_heads, blocks]
-        index = self._tensor(np.stack([keys, keys + self._num_pages]).reshape(-1))
+        index = self._tensor(np.stack([keys, keys + self._num_pages[window]]).reshape(-1))
         size = len(index) * s.block_size * s.head_dim
         if self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=s.cache_dtype, device=s.device)
@@ -177,7 +184,7 @@ class SdpaBackend:
         s, kv = self.shape, cache.kv
         qkv = rotate(qkv if norm is None else norm_heads(qkv, norm), step.cos_sin)
         new = qkv[:, s.num_heads :].reshape(-1, s.head_dim)  # each token's keys, then its values
-        kv.view(-1, s.head_dim).index_copy_(0, step.slots, new.to(s.cache_dtype))
+        kv.view(-1, s.head_dim).index_copy_(0, step.slots[window], new.to(s.cache_dtype))
         groups, chunks = step.decodes[window], step.chunks[window]
         if len(groups) == 1 and not chunks:
             return self._decode(qkv, kv, groups[0])

@@ -7,7 +7,7 @@ With `deterministic`, decodes go the way of prefill chunks, in tiles of one fixe
 neither on what else is in the step nor on how its sequence was cut into chunks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,11 +49,12 @@ class Chunks:
 class TritonStep:
     rows: Tensor  # [num_tokens] of the request table
     positions: Tensor  # [num_tokens] -1 = padding
-    blocks: Tensor  # [rows of the request table, max_blocks]
+    blocks: Mapping[int | None, Tensor]  # by window: [rows of the request table, max_blocks]
     num_decodes: int
     chunks: Chunks | None
     stream_k: bool  # divide all tiles evenly among programs, because decode lengths are very unequal
-    tables: Tensor | None = None  # [num_decodes, max_blocks] their blocks, where they are a small batch
+    # [num_decodes, max_blocks]: where they are a small batch, their blocks of layers without a window
+    tables: Tensor | None = None
     planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: how the decodes' work is cut
 
 
@@ -122,9 +123,14 @@ class TritonBackend:
             return True
         return num_decodes >= MOST_DECODES and self.shape.cache_dtype.itemsize > 1
 
-    def make_cache(self, num_blocks: int) -> list[LayerCache]:
+    def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
+        made = {window: iter(self._group_cache(window, num_blocks[window])) for window in set(self.shape.windows)}
+        return [next(made[window]) for window in self.shape.windows]
+
+    def _group_cache(self, window: int | None, num_blocks: int) -> list[LayerCache]:
+        """For each layer with this window; they lie in one tensor."""
         s = self.shape
-        slots = (s.num_layers, 2, num_blocks, s.num_kv_heads, s.block_size)
+        slots = (s.windows.count(window), 2, num_blocks, s.num_kv_heads, s.block_size)
         # zeros, not empty: a tile may read a position before anyone wrote it, and NaN * 0 is NaN
         kv = torch.zeros((*slots, s.head_dim), dtype=s.cache_dtype, device=s.device)
         if s.cache_dtype.itemsize > 1:
@@ -156,15 +162,16 @@ class TritonBackend:
         )
 
     def decode_step(
-        self, rows: Tensor, positions: Tensor, *, blocks: Tensor, lengths: Tensor, stream_k: bool
+        self, rows: Tensor, positions: Tensor, *, blocks: Mapping[int | None, Tensor], lengths: Tensor, stream_k: bool
     ) -> TritonStep:
         n, num_decodes, chunks, tables = len(rows), len(rows), None, None
         if self._deterministic:
             chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
             num_decodes = 0
         elif n <= self._small_batch and not stream_k:
-            tables = torch.empty(n, blocks.shape[1], dtype=torch.int32, device=blocks.device)
-            decode_tables(rows, blocks, lengths, tables=tables, positions=positions)
+            full = blocks[None]
+            tables = torch.empty(n, full.shape[1], dtype=torch.int32, device=full.device)
+            decode_tables(rows, full, lengths, tables=tables, positions=positions)
         return TritonStep(
             rows=rows,
             positions=positions,
@@ -229,7 +236,7 @@ class TritonBackend:
             cache.scales,
             rows=step.rows[:n],
             positions=step.positions[:n],
-            blocks=step.blocks,
+            blocks=step.blocks[window],
             prefix=prefix,
             workspace=self._workspace,
             q_norm=None if norm is None else norm.q,
@@ -259,7 +266,7 @@ class TritonBackend:
             cache.scales,
             rows=step.rows[first:],
             positions=step.positions[first:],
-            blocks=step.blocks,
+            blocks=step.blocks[window],
             k_norm=None if norm is None else norm.k,
             eps=0.0 if norm is None else norm.eps,
             cos_sin=self._rotary_table,
@@ -279,7 +286,7 @@ class TritonBackend:
             chunk_first_tokens=chunks.first_tokens,
             chunk_num_new=chunks.num_new,
             tiles=chunks.tiles,
-            blocks=step.blocks,
+            blocks=step.blocks[window],
             num_heads=s.num_heads,
             num_kv_heads=s.num_kv_heads,
             window=window,

@@ -68,7 +68,7 @@ class EmptyRunner:
             self._results[size] = StepResult(tokens=[[1000 + number] for number in range(size)])
         return EmptyStep(self._results[size])
 
-    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
+    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
         return [1.0]
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.state import BlockGroup
 from nanovllm.text.prompts import Prompt, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.collector import collector_paused
@@ -72,8 +71,12 @@ class LLMEngine:
         if executor.runs_beside_host:
             gc.freeze()  # what is here now stays: the collector need not look at it while steps of a millisecond run
         overlap = executor.runs_beside_host if self.config.overlap is None else self.config.overlap
-        groups = (BlockGroup(executor.num_blocks),)
-        sizes = self.config.scheduler_config(max_model_len=self.max_model_len, groups=groups)
+        layout = self.config.cache_layout(windows=self.model_config.windows, max_model_len=self.max_model_len)
+        sizes = self.config.scheduler_config(
+            max_model_len=self.max_model_len,
+            groups=layout.groups(executor.num_blocks),
+            keeps_row_state=self.model_config.keeps_row_state,
+        )
         return EngineCore(Scheduler(sizes), executor, depth=int(overlap))
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -245,7 +248,8 @@ class LLMEngine:
         params = SamplingParams(prompt_logprobs=0)  # no token's hidden state may come out of the prefix cache
         self._intake.check_tokens(token_ids, params)
         blocks = self._core.scheduler.block_manager
-        longest = min(self.max_model_len, blocks.num_blocks * blocks.block_size)
+        room = [pool.num_blocks * blocks.block_size for pool in blocks.pools]
+        longest = min([self.max_model_len, *room])
         if not 0 < len(token_ids) <= longest:
             raise RequestError(
                 f"the input has {len(token_ids)} tokens: at least 1 and at most {longest} can be embedded"
@@ -254,7 +258,9 @@ class LLMEngine:
         if not blocks.allocate(seq):
             return None
         try:
-            return self._core.executor.embed(token_ids, seq.block_tables[0].blocks, pooling)
+            if blocks.cover(seq, len(token_ids)) < len(token_ids):
+                return None
+            return self._core.executor.embed(token_ids, [table.blocks for table in seq.block_tables], pooling)
         except EngineError as error:
             self._fail(error)
             raise

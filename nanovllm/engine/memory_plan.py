@@ -2,16 +2,38 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Place
 from nanovllm.layers.spec import Weight
 from nanovllm.models.registry import describe
 from nanovllm.models.shard import shard_of
+from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.hub import resolve_model
 
+if TYPE_CHECKING:
+    from nanovllm.runner.kv_cache import CacheSize
+
 GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPlan:
+    """Layers that keep the same tokens of a sequence in blocks of their own."""
+
+    num_layers: int  # of the whole model
+    window: int | None  # tokens that are kept of a sequence; None = all
+    num_blocks: int
+    bytes_per_token: int
+    max_sequences: float  # of max_model_len, that fit into the blocks
+
+    def __str__(self) -> str:
+        kept = "all tokens" if self.window is None else f"a window of {self.window:,} tokens"
+        return (
+            f"{self.num_layers} layers keep {kept}: {self.num_blocks:,} blocks, {self.bytes_per_token:,} bytes per "
+            f"token, {self.max_sequences:,.1f} sequences"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +41,16 @@ class MemoryPlan:
     model: str
     architecture: str
     device: str
-    num_devices: int  # what follows, parameters aside, is of the device that has least room
+    num_devices: int  # the memory below is that of the device with the least room
     dtype: str
     num_parameters: int
     weight_bytes: int
-    kv_bytes_per_token: int
-    kv_cache_bytes: int
-    num_blocks: int
+    kv_bytes_per_token: int  # of all layers
+    kv_cache_bytes: int  # blocks and states per row
+    row_state_bytes: int  # the part of it for layers that keep one state per running sequence
+    num_blocks: int  # of the first group
     block_size: int
+    groups: tuple[GroupPlan, ...]
     max_model_len: int
     reason: str  # where the size of the KV cache comes from
 
@@ -34,8 +58,12 @@ class MemoryPlan:
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
+    @property
+    def max_sequences(self) -> float:
+        """How many sequences of max_model_len tokens fit into the blocks."""
+        return min((group.max_sequences for group in self.groups), default=float("inf"))
+
     def __str__(self) -> str:
-        full = self.num_tokens / self.max_model_len
         return "\n".join(
             [
                 f"model       {self.model} ({self.architecture}, {self.num_parameters / 1e6:,.0f}M parameters)",
@@ -43,18 +71,43 @@ class MemoryPlan:
                 f"weights     {self.weight_bytes / GIB:.2f} GiB",
                 f"KV cache    {self.kv_cache_bytes / GIB:.2f} GiB ({self.reason})",
                 f"            {self.num_blocks:,} blocks of {self.block_size} tokens, "
-                f"{self.kv_bytes_per_token:,} bytes a token",
-                f"fits        {self.num_tokens:,} tokens: {full:,.1f} sequences of max_model_len={self.max_model_len}",
+                f"{self.kv_bytes_per_token:,} bytes per token",
+                *self._group_lines(),
+                f"fits        {self.num_tokens:,} tokens: {self.max_sequences:,.1f} sequences of "
+                f"max_model_len={self.max_model_len}",
             ]
         )
+
+    def _group_lines(self) -> list[str]:
+        """What the groups of layers keep, unless all layers keep all tokens."""
+        lines = []
+        if len(self.groups) > 1 or any(group.window is not None for group in self.groups):
+            lines = [f"            {group}" for group in self.groups]
+        if self.row_state_bytes:
+            lines.append(f"            {self.row_state_bytes / GIB:.2f} GiB for states per running sequence")
+        return lines
 
     def _times(self) -> str:
         return "" if self.num_devices == 1 else f"; {self.num_devices} of them, and of each:"
 
 
+def _group_plans(model: ModelSpec, size: "CacheSize") -> tuple[GroupPlan, ...]:
+    num_layers = {group.window: len(group.layers) for group in model.state_groups() if group.paged}
+    return tuple(
+        GroupPlan(
+            num_layers=num_layers[group.window],
+            window=group.window,
+            num_blocks=group.num_blocks,
+            bytes_per_token=block_bytes // size.layout.block_size,
+            max_sequences=group.num_blocks / size.layout.blocks_needed(group.window),
+        )
+        for group, block_bytes in zip(size.groups, size.block_bytes, strict=True)
+    )
+
+
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
-    from nanovllm.runner.kv_cache import CacheSize, size_kv_cache
+    from nanovllm.runner.kv_cache import size_kv_cache
     from nanovllm.weights.formats import weight_format
 
     config = Config.from_options(model, options)
@@ -71,7 +124,7 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     def of_weight(weight: Weight, shape: tuple[int, ...]) -> int:
         return packed.num_bytes(shape, dtype.itemsize) if weight.packable else prod(shape) * dtype.itemsize
 
-    def of_stage(stage: int) -> tuple[CacheSize, int]:
+    def of_stage(stage: int) -> "tuple[CacheSize, int]":
         shard = shard_of(model_config, Place(stage * tensor, tensor, pipeline))
         num_bytes = shard.num_bytes(of_weight)
         size = size_kv_cache(
@@ -94,10 +147,12 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=model_config.num_parameters(),
         weight_bytes=num_bytes,
-        kv_bytes_per_token=size.block_bytes // size.block_size,
+        kv_bytes_per_token=sum(size.block_bytes) // size.layout.block_size,
         kv_cache_bytes=size.num_bytes,
+        row_state_bytes=size.row_bytes,
         num_blocks=size.num_blocks,
-        block_size=size.block_size,
+        block_size=size.layout.block_size,
+        groups=_group_plans(model_config, size),
         max_model_len=max_model_len,
         reason=size.reason,
     )

@@ -28,7 +28,7 @@ class Executor(Protocol):
         """Queue a step behind those launched before it."""
         ...
 
-    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
+    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
         """The pooled hidden state of a text, computed in blocks that the caller lends."""
         ...
 

@@ -58,7 +58,7 @@ class Wait(_Message):
 class Embed(_Message):
     call: int
     token_ids: list[int]
-    block_table: list[int]
+    block_tables: list[list[int]]
     pooling: str
 
 

@@ -19,8 +19,8 @@ class UniprocExecutor:
     def launch(self, plan: StepPlan) -> StepHandle:
         return self._runner.launch(plan)
 
-    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
-        return self._runner.embed(token_ids, block_table, pooling)
+    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
+        return self._runner.embed(token_ids, block_tables, pooling)
 
     def check(self) -> None:
         """As long as this process runs it can go on."""

@@ -49,7 +49,7 @@ class Runner(Protocol):
     @property
     def startup_seconds(self) -> dict[str, float]: ...
     def launch(self, plan: StepPlan) -> StepHandle: ...
-    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]: ...
+    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]: ...
     def close(self) -> None: ...
 
 
@@ -109,8 +109,8 @@ class Worker:
                 self._steps[-1].sample(masks)
             case Wait(call, behind):
                 return self._wait(call, behind)
-            case Embed(call, token_ids, block_table, pooling):
-                embedding = self._runner.embed(token_ids, block_table, pooling)
+            case Embed(call, token_ids, block_tables, pooling):
+                embedding = self._runner.embed(token_ids, block_tables, pooling)
                 return Answer(call, self._checksum, embedding=embedding if self._reports else None)
             case Open(host):
                 self._store = self._model.open_store(host)

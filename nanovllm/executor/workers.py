@@ -161,10 +161,10 @@ class WorkersExecutor:
         assert result is not None
         return result
 
-    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
+    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
         self._check_open()
         call = self._next_call()
-        self._send(Embed(call, token_ids, block_table, pooling), self._all_ranks)
+        self._send(Embed(call, token_ids, block_tables, pooling), self._all_ranks)
         embedding = self._answer(call).embedding
         assert embedding is not None
         return embedding

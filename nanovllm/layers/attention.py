@@ -1,7 +1,5 @@
 """Self-attention of one layer: project, attend, project."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from nanovllm.layers.mlp import part_of
 from nanovllm.layers.residual import Residual
 from nanovllm.layers.slots import slots_of
 from nanovllm.layers.spec import AttentionSpec
+from nanovllm.layers.step import Step
 from nanovllm.weights.dense import DenseWeight
 
 
@@ -48,7 +47,7 @@ class Attention:
             self._qk_norm.both[: self._num_heads] = self.q_norm
             self._qk_norm.both[self._num_heads :] = self.k_norm
 
-    def mix(self, x: Residual, state: LayerCache, step: Any, *, norm: RMSNorm) -> Tensor:
+    def mix(self, x: Residual, state: LayerCache, step: Step, *, norm: RMSNorm) -> Tensor:
         """[num_tokens, heads * head_dim]: what each token gathers from those before it; `o_proj` adds it to x."""
         qkv = self.qkv_proj(x, norm=norm).view(len(x), -1, self._head_dim)
-        return self.backend.forward(qkv, self._qk_norm, state, step, self.window)
+        return self.backend.forward(qkv, self._qk_norm, state, step.attention, self.window)

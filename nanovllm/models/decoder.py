@@ -11,6 +11,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.residual import Residual
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, norm_weight
+from nanovllm.layers.step import Step
 from nanovllm.models.shard import Shard
 
 
@@ -24,7 +25,7 @@ class Mixer(Part, Protocol):
 
     o_proj: Any  # (mixed, add_to=x) adds the result to the residual stream
 
-    def mix(self, x: Residual, state: Any, step: Any, *, norm: RMSNorm) -> Tensor:
+    def mix(self, x: Residual, state: Any, step: Step, *, norm: RMSNorm) -> Tensor:
         """norm(x) mixed: [num_tokens, ...]. `state` is this layer's, `step` says which tokens belong together."""
         ...
 
@@ -59,7 +60,7 @@ class DecoderLayer:
         self.ffn_norm = RMSNorm(norm_weight(spec.hidden_size), context, eps=spec.norm_eps)
         self.feed_forward: FeedForward = build_part(spec.feed_forward, context)
 
-    def __call__(self, x: Residual, state: Any, step: Any, wanted: Tensor | None = None) -> Residual:
+    def __call__(self, x: Residual, state: Any, step: Step, wanted: Tensor | None = None) -> Residual:
         """`wanted`: the tokens, [n] indices, whose rows are kept; of the others only the state is updated."""
         mixed = self.mixer.mix(x, state, step, norm=self.input_norm)
         if wanted is not None:
@@ -99,7 +100,7 @@ class Decoder:
             weights = {"weight": self.spec.head_weight()}
             self.lm_head = Linear(weights, context, shared=None if tied is None else tied.weight)
 
-    def __call__(self, x: Tensor, states: list[Any], step: Any, wanted: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor:
         """Embedded tokens through all layers, [num_tokens, hidden]; `states` has one entry per layer.
 
         With `wanted`, [n] indices of tokens, gives [n, hidden]: the last layer does no more than these need.

@@ -7,7 +7,7 @@ from nanovllm.distributed.group import Place
 from nanovllm.errors import ConfigError
 from nanovllm.layers.spec import LayerSpec, Weight
 from nanovllm.models.spec import ModelSpec
-from nanovllm.state import PagedState
+from nanovllm.state import LayerState
 
 NumBytes = Callable[[Weight, tuple[int, ...]], int]
 
@@ -48,10 +48,9 @@ class Shard:
         rank, size = self.tensor_rank, self.tensor_parallel_size
         return sum(of_weight(weight, weight.shard_shape(rank, size)) for weight in self.weights())
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Of this rank's layers and KV heads, in a KV cache of this dtype."""
-        states = [layer.mixer.state(dtype, self.tensor_parallel_size) for layer in self.layer_specs]
-        return sum(state.bytes_per_token for state in states if isinstance(state, PagedState))
+    def layer_states(self, dtype: str) -> list[LayerState]:
+        """What each of this rank's layers keeps, of its KV heads, in a KV cache of this dtype."""
+        return [layer.mixer.state(dtype, self.tensor_parallel_size) for layer in self.layer_specs]
 
     def widest_activation(self) -> int:
         """Most numbers that a linear of this rank's layers gives for one token."""

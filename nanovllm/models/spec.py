@@ -21,7 +21,7 @@ from nanovllm.layers.spec import (
     Weight,
     norm_weight,
 )
-from nanovllm.state import PagedState
+from nanovllm.state import PagedState, StateGroup, state_groups
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3", "gguf_factors")
@@ -83,6 +83,20 @@ class ModelSpec:
         """Of all layers, in a KV cache of this dtype."""
         states = [layer.mixer.state(dtype) for layer in self.layers]
         return sum(state.bytes_per_token for state in states if isinstance(state, PagedState))
+
+    def state_groups(self, dtype: str = "float32") -> tuple[StateGroup, ...]:
+        """What the layers keep of a sequence, in groups; `dtype`: of the KV cache."""
+        return state_groups([layer.mixer.state(dtype) for layer in self.layers])
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the groups whose state is paged."""
+        return tuple(group.window for group in self.state_groups() if group.paged)
+
+    @property
+    def keeps_row_state(self) -> bool:
+        """Whether a layer keeps one state per sequence, so that no cached prefix can be continued from."""
+        return not all(group.paged for group in self.state_groups())
 
     def with_eos(self, eos_token_ids: tuple[int, ...]) -> "ModelSpec":
         return replace(self, eos_token_ids=eos_token_ids)

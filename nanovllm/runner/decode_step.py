@@ -8,13 +8,15 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backend import AttentionBackend, LayerCache
+from nanovllm.attention.backend import AttentionBackend
 from nanovllm.kernels.select import compiled_sizes, graph_sizes
+from nanovllm.layers.step import Sequences, Step
 from nanovllm.runner.graphs import Graphs
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.sampling import KernelSampler
@@ -64,16 +66,21 @@ class DecodeStep:
         max_num_seqs: int,
         device: torch.device,
         eager: bool,
+        keeps_row_state: bool = False,
     ) -> None:
+        """`keeps_row_state`: a layer of the model does."""
         self._stage, self._backend, self._table, self._sampler = stage, backend, table, sampler
         self._positions = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
         self._sizes = graph_sizes(max_num_seqs)
+        self._numbers: Tensor | None = None  # [max_num_seqs] 0, 1, 2, ..., for layers with a state per row
+        if keeps_row_state:
+            self._numbers = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
         self._graphs = None if eager else Graphs(device)
 
     def size_for(self, num_rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
-    def run(self, kind: StepKind, caches: list[LayerCache]) -> Tensor | None:
+    def run(self, kind: StepKind, caches: list[Any]) -> Tensor | None:
         """[size] tokens or [size, vocab] logits, valid until the next run; None for logits of another rank."""
         if self._graphs is None:
             return self._step(kind, caches)
@@ -81,12 +88,12 @@ class DecodeStep:
             self._record(kind, caches)
         return self._graphs.replay(kind)
 
-    def compile(self, caches: list[LayerCache]) -> None:
+    def compile(self, caches: list[Any]) -> None:
         """Launch what the first answers will need: a step for each class of sizes that has kernels of its own."""
         for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in compiled_sizes()}):
             self._step(StepKind(size, Ending.TOKENS, stream_k=False), caches)
 
-    def _record(self, kind: StepKind, caches: list[LayerCache]) -> None:
+    def _record(self, kind: StepKind, caches: list[Any]) -> None:
         """With padding rows alone, which change nothing, once to have everything compiled and once to record it."""
         assert self._graphs is not None
         rows = self._table.decode_rows.clone()
@@ -95,13 +102,18 @@ class DecodeStep:
         self._graphs.record(kind, partial(self._step, kind, caches))
         self._table.decode_rows.copy_(rows)
 
-    def _step(self, kind: StepKind, caches: list[LayerCache]) -> Tensor | None:
+    def _step(self, kind: StepKind, caches: list[Any]) -> Tensor | None:
         table = self._table
         rows, positions = table.decode_rows[: kind.size], self._positions[: kind.size]
         # in this order: once the embedding is under way, layers may read ahead what `decode_step` has laid out
-        step = self._backend.decode_step(
+        attention = self._backend.decode_step(
             rows, positions, blocks=table.blocks, lengths=table.length, stream_k=kind.stream_k
         )
+        sequences = None
+        if self._numbers is not None:
+            numbers = self._numbers[: kind.size]
+            sequences = Sequences(rows=rows, starts=positions, first_tokens=numbers, num_new=torch.ones_like(numbers))
+        step = Step(attention, sequences)
         x = self._stage.newest_inputs(table, rows, positions)
         logits = self._stage.logits(self._stage.forward(x, caches, step))
         if kind.ending is Ending.LOGITS:

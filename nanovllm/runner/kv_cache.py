@@ -1,32 +1,38 @@
-"""How many blocks the KV cache gets."""
+"""How much memory the state of sequences gets: blocks for each paged group, and one state per row."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from nanovllm.attention.backend import AttentionBackend
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.errors import ConfigError
 from nanovllm.models.shard import Shard
 from nanovllm.runner.device import available_memory
+from nanovllm.state import BlockGroup, CacheLayout, PagedState, state_groups
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSize:
-    num_blocks: int
-    block_size: int
-    block_bytes: int
-    reason: str  # where the number comes from, for people
+    num_blocks: int  # of the first paged group; the layout says how many the others have
+    layout: CacheLayout
+    block_bytes: tuple[int, ...]  # of a block of each paged group, on this rank
+    row_bytes: int  # of all rows' states, on this rank
+    reason: str  # where the number of blocks comes from, for people
 
     @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+    def groups(self) -> tuple[BlockGroup, ...]:
+        return self.layout.groups(self.num_blocks)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        paged = sum(group.num_blocks * size for group, size in zip(self.groups, self.block_bytes, strict=True))
+        return paged + self.row_bytes
 
 
 def size_kv_cache(
@@ -46,28 +52,45 @@ def size_kv_cache(
 
     `activation_bytes`: what the largest step was seen to take; None = estimate it.
     """
-    block_size = config.kv_cache_block_size
-    block_bytes = shard.kv_bytes_per_token(str(dtype).removeprefix("torch.")) * block_size
+    layout = config.cache_layout(windows=shard.model.windows, max_model_len=max_model_len)
+    own = state_groups(shard.layer_states(str(dtype).removeprefix("torch.")))
+    own_bytes = {group.window: group.bytes_per_block(layout.block_size) for group in own if group.paged}
+    block_bytes = tuple(own_bytes.get(window, 0) for window in layout.windows)
+    row_bytes = (config.max_num_seqs + 1) * sum(group.num_bytes for group in own if not group.paged)
     if config.num_kv_cache_blocks != -1:
         num_blocks, reason = config.num_kv_cache_blocks, f"num_kv_cache_blocks={config.num_kv_cache_blocks}"
-    elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
-        reason = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     else:
-        if device.type == "cuda":
-            budget, reason = _gpu_budget(config, shard, device, weight_bytes, activation_bytes)
-        else:
-            share = config.cpu_memory_utilization
-            budget = int(max(available_memory() // num_ranks - weight_bytes, 0) * share)
-            reason = f"cpu_memory_utilization={share} of the free memory"
-        useful = config.max_num_seqs * -(-max_model_len // block_size)
-        num_blocks = min(budget // block_bytes, useful)
-    if num_blocks < 1:
+        budget, reason = _budget(config, shard, device, weight_bytes, activation_bytes, num_ranks)
+        useful = config.max_num_seqs * -(-max_model_len // layout.block_size)
+        fits = layout.num_blocks_in(budget - row_bytes, block_bytes)
+        num_blocks = useful if fits is None else fits
+        if config.kv_cache_memory_bytes is None:
+            num_blocks = min(num_blocks, useful)
+    if num_blocks < 1 and layout.windows:
+        size = sum(block_bytes)
         raise ConfigError(
-            f"no memory for the KV cache: one block of {block_size} tokens takes {block_bytes / GIB:.3f} GiB, and "
+            f"no memory for the KV cache: one block of {layout.block_size} tokens takes {size / GIB:.3f} GiB, and "
             f"{reason} leaves less; raise it, or lower kv_cache_block_size, max_num_batched_tokens or the model"
         )
-    return CacheSize(num_blocks=num_blocks, block_size=block_size, block_bytes=block_bytes, reason=reason)
+    return CacheSize(num_blocks=num_blocks, layout=layout, block_bytes=block_bytes, row_bytes=row_bytes, reason=reason)
+
+
+def _budget(
+    config: Config,
+    shard: Shard,
+    device: torch.device,
+    weight_bytes: int,
+    activation_bytes: int | None,
+    num_ranks: int,
+) -> tuple[int, str]:
+    """Bytes for the state of sequences, and where the number comes from."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
+    if device.type == "cuda":
+        return _gpu_budget(config, shard, device, weight_bytes, activation_bytes)
+    share = config.cpu_memory_utilization
+    budget = int(max(available_memory() // num_ranks - weight_bytes, 0) * share)
+    return budget, f"cpu_memory_utilization={share} of the free memory"
 
 
 def smallest(size: CacheSize, world: Group, device: torch.device) -> CacheSize:
@@ -76,6 +99,24 @@ def smallest(size: CacheSize, world: Group, device: torch.device) -> CacheSize:
         return size
     everyone = world.all_gather(torch.tensor([size.num_blocks], device=device))
     return replace(size, num_blocks=int(everyone.min()))
+
+
+def make_states(
+    shard: Shard, backend: AttentionBackend, num_blocks: Mapping[int | None, int], *, max_num_seqs: int
+) -> list[Any]:
+    """What each of the rank's layers keeps: the attention backend's cache, or a tensor [max_num_seqs + 1, *shape].
+
+    `num_blocks`: of each paged group, by its window.
+    """
+    paged = iter(backend.make_cache(num_blocks))
+    states: list[Any] = []
+    for state in shard.layer_states(str(backend.shape.cache_dtype).removeprefix("torch.")):
+        if isinstance(state, PagedState):
+            states.append(next(paged))
+        else:
+            size = (max_num_seqs + 1, *state.shape)
+            states.append(torch.zeros(size, dtype=getattr(torch, state.dtype), device=backend.shape.device))
+    return states
 
 
 def _gpu_budget(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.launch import usable
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.rotary_embedding import rotary_table
-from nanovllm.layers.spec import AttentionSpec
+from nanovllm.layers.spec import AttentionSpec, RopeSpec
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
@@ -34,7 +34,7 @@ from nanovllm.runner.device import (
 )
 from nanovllm.runner.embedding import embed
 from nanovllm.runner.forward_batch import ForwardBatch, build_batch, step_capacity
-from nanovllm.runner.kv_cache import size_kv_cache, smallest
+from nanovllm.runner.kv_cache import make_states, size_kv_cache, smallest
 from nanovllm.runner.logprobs import PendingScores, score
 from nanovllm.runner.phases import Phases
 from nanovllm.runner.request_table import RequestTable
@@ -47,6 +47,8 @@ from nanovllm.weights.formats import weight_format
 
 Sent = TypeVar("Sent")
 ALL_IN_ONE = Parallel.alone()
+# what the attention backend is built for in a model, or a pipeline stage, without attention; it is not called
+NO_ATTENTION = AttentionSpec(hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, rope=RopeSpec(theta=10000.0))
 PROMPT_ROWS = 128  # prompt tokens scored at once: [rows, vocab] in float32 is large
 
 
@@ -79,6 +81,7 @@ class ModelRunner:
             with self.phases.timed("warm_up"):
                 activations = self._warm_up(config)
             with self.phases.timed("kv_cache"):
+                self.states = []  # those of the warm-up
                 size = size_kv_cache(
                     config,
                     self.model.shard,
@@ -89,13 +92,14 @@ class ModelRunner:
                     num_ranks=place.world_size,
                 )
                 self.cache_size = smallest(size, parallel.world, self.device)
-                self.caches = self.backend.make_cache(self.cache_size.num_blocks)
+                self.states = self._make_states({group.window: group.num_blocks for group in self.cache_size.groups})
 
     def _build(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         shard = shard_of(model_config, self._parallel.place)
         attention = [layer.mixer for layer in shard.layer_specs if isinstance(layer.mixer, AttentionSpec)]
-        own = attention[0].on_ranks(shard.tensor_parallel_size)
+        own = (attention or [NO_ATTENTION])[0].on_ranks(shard.tensor_parallel_size)
+        self._keeps_row_state = model_config.keeps_row_state
         shape = CacheShape(
             num_layers=len(attention),
             num_heads=own.num_heads,
@@ -124,6 +128,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             block_size=config.kv_cache_block_size,
             device=self.device,
+            windows=model_config.windows,
         )
         capacity = step_capacity(max_num_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
         self._max_num_tokens = config.max_num_batched_tokens
@@ -143,6 +148,7 @@ class ModelRunner:
                     max_num_seqs=config.max_num_seqs,
                     device=self.device,
                     eager=config.enforce_eager,
+                    keeps_row_state=self._keeps_row_state,
                 )
 
     def _load(self, config: Config, path: Path) -> None:
@@ -169,14 +175,14 @@ class ModelRunner:
         if not usable(self.device.type):
             yield
             return
-        self.caches = self.backend.make_cache(1)
+        self.states = self._make_states(dict.fromkeys(self.table.blocks, 1))
 
         def launches() -> None:
             with self.phases.timed("launches"):
                 for step in self._largest_steps(config):
                     self.launch(step)
                 if self._decode is not None:
-                    self._decode.compile(self.caches)
+                    self._decode.compile(self.states)
 
         with compile_ahead(launches, num_local_processes=self._parallel.place.world_size) as wait:
             self.table.clear()
@@ -195,7 +201,7 @@ class ModelRunner:
         """Run the largest steps there can be, on a cache of one block: what they take beside weights and cache."""
         if self.device.type == "cpu":
             return 0
-        self.caches, steps = self.backend.make_cache(1), self._largest_steps(config)
+        self.states, steps = self._make_states(dict.fromkeys(self.table.blocks, 1)), self._largest_steps(config)
         taken = max(
             peak_memory(lambda: [self.launch(step).wait() for step in steps], self.device),
             peak_memory(
@@ -216,10 +222,10 @@ class ModelRunner:
             return self._launch_decode(plan, self._decode)
         sampled = plan.sampled_rows()
         head_size = self._head_size(len(sampled))
-        batch = self._send(lambda: build_batch(plan, self.table, self.backend, self._upload, head_size=head_size))
+        batch = self._send(lambda: self._build_batch(plan, head_size))
         x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
         scores_prompts = any(chunk.num_prompt_logprobs is not None for chunk in plan.chunks)
-        hidden = self._stage.forward(x, self.caches, batch.attn, None if scores_prompts else batch.logits_rows)
+        hidden = self._stage.forward(x, self.states, batch.step, None if scores_prompts else batch.logits_rows)
         prompt_logprobs = {}
         if hidden is not None and scores_prompts:
             prompt_logprobs = self._score_prompts(plan, batch, hidden)
@@ -238,6 +244,21 @@ class ModelRunner:
 
         return GuidedStep(finish) if plan.guided_rows else finish({})
 
+    def _make_states(self, num_blocks: dict[int | None, int]) -> list[Any]:
+        """`num_blocks`: of each paged group, by its window."""
+        max_num_seqs = self.table.tokens.shape[0] - 1
+        return make_states(self.model.shard, self.backend, num_blocks, max_num_seqs=max_num_seqs)
+
+    def _build_batch(self, plan: StepPlan, head_size: int) -> ForwardBatch:
+        return build_batch(
+            plan,
+            self.table,
+            self.backend,
+            self._upload,
+            head_size=head_size,
+            keeps_row_state=self._keeps_row_state,
+        )
+
     def _head_size(self, num_sampled: int) -> int:
         """That of the decode graph for as many rows: a size that cuBLAS has not seen may make it load another kernel,
         for which it waits until the device is idle."""
@@ -255,7 +276,7 @@ class ModelRunner:
         if sampling.plain and not plan.guided_rows:
             ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
         stream_k = uneven(self.table.host_length[sampling.host_rows])
-        ran = decode.run(StepKind(size, ending, stream_k), self.caches)
+        ran = decode.run(StepKind(size, ending, stream_k), self.states)
         drawn_or_logits = None if ran is None else ran[:n]
         order = self._decoding.order
 
@@ -314,14 +335,14 @@ class ModelRunner:
         return scored
 
     @torch.inference_mode()
-    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
+    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
         """One vector of unit length for a text, whose keys and values go into these blocks, otherwise unused."""
         hidden = embed(
             self._stage,
             self.backend,
-            self.caches,
+            self.states,
             token_ids,
-            block_table,
+            dict(zip(self.table.blocks, block_tables, strict=True)),
             pooling=pooling,
             max_num_tokens=self._max_num_tokens,
         )
@@ -330,7 +351,7 @@ class ModelRunner:
     def close(self) -> None:
         if self._decode is not None:
             self._decode.close()
-        del self._stage, self.model, self.caches, self.table, self.backend, self._sampler, self._decode, self._upload
+        del self._stage, self.model, self.states, self.table, self.backend, self._sampler, self._decode, self._upload
         self._sampling = None
         if self.device.type == "cuda":
             release_memory(self)

@@ -25,10 +25,21 @@ class RequestTable:
     All of the device's columns are views of one int32 tensor, so what changes in a step is a list of (index, value).
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        windows: tuple[int | None, ...] = (None,),  # of the paged groups
+    ) -> None:
         rows, max_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
+        self.block_size = block_size
         columns = ("length", "temperature", "top_k", "top_p", "min_p", "seed_low", "seed_high")
-        shapes = {"tokens": (rows, max_model_len), "blocks": (rows, max_blocks), "decode_rows": (max_num_seqs,)}
+        self._groups = tuple(f"blocks of group {group}" for group in range(len(windows)))
+        shapes: dict[str, tuple[int, ...]] = {"tokens": (rows, max_model_len), "decode_rows": (max_num_seqs,)}
+        shapes |= {name: (rows, max_blocks) for name in self._groups}
         shapes |= {name: (rows,) for name in columns}
         sizes = [math.prod(shape) for shape in shapes.values()]
         self._starts = dict(zip(shapes, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
@@ -38,7 +49,8 @@ class RequestTable:
             name: part.view(shape) for (name, shape), part in zip(shapes.items(), self._all.split(sizes), strict=True)
         }
         self.tokens = views["tokens"]  # [rows, max_model_len]
-        self.blocks = views["blocks"]  # [rows, max_blocks]
+        # by the window of their group: [rows, max_blocks] each
+        self.blocks = {window: views[name] for window, name in zip(windows, self._groups, strict=True)}
         self.decode_rows = views["decode_rows"]  # [max_num_seqs] who decodes, padded with row 0
         self.length = views["length"]  # [rows] known tokens, as all columns from here on
         self.temperature = views["temperature"].view(torch.float32)  # 0 = greedy
@@ -48,7 +60,8 @@ class RequestTable:
         self.seed_low, self.seed_high = views["seed_low"], views["seed_high"]
 
         self.host_length = np.zeros(rows, dtype=np.int64)
-        self.host_blocks = np.zeros((rows, max_blocks), dtype=np.int64)
+        self.host_blocks = {window: np.zeros((rows, max_blocks), dtype=np.int64) for window in windows}
+        self._host_groups = tuple(self.host_blocks.values())  # the same arrays by group
         self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
         self._requests: list[NewRow | None] = [None] * rows
         self._writes: list[tuple[np.ndarray, np.ndarray]] = []  # (indices, values) not yet on the device
@@ -71,9 +84,9 @@ class RequestTable:
             self.host_length[new.row] = len(new.token_ids)
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
             self._write("tokens", new.row, new.token_ids)
-            for blocks in new.block_tables:
-                self.host_blocks[new.row, : len(blocks)] = blocks
-                self._write("blocks", new.row, blocks)
+            for group, blocks in enumerate(new.block_tables):
+                self._host_groups[group][new.row, : len(blocks)] = blocks
+                self._write(self._groups[group], new.row, blocks)
         params = [new.params for new in new_rows]
         seeds = np.array([new.seed for new in new_rows], dtype=np.int64).view(np.int32).reshape(-1, 2)  # low half first
         columns: dict[str, np.ndarray | list[int] | list[float]] = {
@@ -92,10 +105,17 @@ class RequestTable:
             self._writes.append((self._starts[name] + rows, column))
 
     def _grow(self, new_blocks: tuple[NewBlocks, ...]) -> None:
-        grown = [(new.row, at, block) for new in new_blocks for at, block in enumerate(new.blocks, new.index)]
-        rows, places, blocks = np.array(grown, dtype=np.int32).T
-        self.host_blocks[rows, places] = blocks
-        self._writes.append((self._starts["blocks"] + rows * self._widths["blocks"] + places, blocks))
+        for group, name in enumerate(self._groups):
+            grown = [
+                (new.row, at, block)
+                for new in new_blocks
+                if new.group == group
+                for at, block in enumerate(new.blocks, new.index)
+            ]
+            if grown:
+                rows, columns, blocks = np.array(grown, dtype=np.int32).T
+                self._host_groups[group][rows, columns] = blocks
+                self._writes.append((self._starts[name] + rows * self._widths[name] + columns, blocks))
 
     def set_decode_rows(self, rows: tuple[int, ...], *, size: int) -> None:
         """Who decodes from now on, padded to `size`."""
@@ -132,7 +152,8 @@ class RequestTable:
         """Forget all requests."""
         self._all.zero_()
         self.host_length[:] = 0
-        self.host_blocks[:] = 0
+        for blocks in self._host_groups:
+            blocks[:] = 0
         self._requests = [None] * len(self._requests)
         self._writes.clear()
 

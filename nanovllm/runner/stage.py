@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backend import LayerCache
 from nanovllm.distributed.group import Parallel
 from nanovllm.layers.context import BuildContext
+from nanovllm.layers.step import Step
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.inputs import TokenInputs
 from nanovllm.runner.request_table import RequestTable
@@ -45,11 +45,11 @@ class Stage:
         x = torch.empty(num_tokens, self.model.spec.hidden_size, dtype=self._dtype, device=self._device)
         return self._group.receive(x, self._group.rank - 1)
 
-    def forward(self, x: Tensor, caches: list[LayerCache], step: Any, wanted: Tensor | None = None) -> Tensor | None:
+    def forward(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor | None:
         """Through the stage's layers, the `wanted` tokens, [n] indices, to the end; None where later stages go on."""
         if self._group.rank == self._group.size - 1:
-            return self.model(x, caches, step, wanted)
-        self._group.send(self.model(x, caches, step), self._group.rank + 1)
+            return self.model(x, states, step, wanted)
+        self._group.send(self.model(x, states, step), self._group.rank + 1)
         return None
 
     def logits(self, hidden: Tensor | None) -> Tensor | None:  # [num_rows, hidden] -> [num_rows, vocab]

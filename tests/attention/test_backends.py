@@ -17,6 +17,7 @@ BACKENDS = {
     "triton deterministic": partial(TritonBackend, max_num_seqs=8, deterministic=True),
 }
 HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 16, 16, 64
+POISONED = NUM_BLOCKS - 1  # a block of NaN
 
 # (tokens already computed, new tokens) of each sequence; decodes first
 STEPS = {
@@ -47,7 +48,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
     return out.reshape(len(q), -1).float()
 
 
-def geometry_of(parts: list[tuple[int, int]], block_tables: np.ndarray) -> BatchGeometry:
+def geometry_of(parts: list[tuple[int, int]], block_tables: np.ndarray, window: int | None) -> BatchGeometry:
     starts, num_new = np.array(parts).T
     first_tokens = np.cumsum(num_new) - num_new
     token_seqs = np.repeat(np.arange(len(parts)), num_new)
@@ -60,10 +61,10 @@ def geometry_of(parts: list[tuple[int, int]], block_tables: np.ndarray) -> Batch
         first_tokens=first_tokens,
         token_seqs=token_seqs,
         positions=positions,
-        block_tables=block_tables,
+        block_tables={window: block_tables},
         device_rows=as_int32(token_seqs),
         device_positions=as_int32(positions),
-        device_blocks=as_int32(block_tables),
+        device_blocks={window: as_int32(block_tables)},
     )
 
 
@@ -73,7 +74,7 @@ def as_int32(array: np.ndarray) -> torch.Tensor:
 
 def block_tables_of(parts: list[tuple[int, int]]) -> np.ndarray:
     """Block tables in random order without shared blocks: [seqs, blocks of the longest]; unused entries are block 0."""
-    order = iter(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist())
+    order = iter(torch.randperm(POISONED, generator=torch.Generator().manual_seed(3)).tolist())
     sizes = [-(-(start + new) // BLOCK_SIZE) for start, new in parts]
     tables = np.zeros((len(parts), max(sizes)), dtype=np.int64)
     for table, size in zip(tables, sizes, strict=True):
@@ -107,26 +108,29 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
         ),
         unrotated(HEAD_DIM),
     )
-    (layer,) = backend.make_cache(NUM_BLOCKS)
+    (layer,) = backend.make_cache({window: NUM_BLOCKS})
     cache = layer.kv
-    cache.fill_(1e4)  # old values of other requests, which must not be read
+    cache[:, POISONED] = float("nan")
+    cache[:, :POISONED] = 1e4  # old values of other requests, which must not be read
     tables = block_tables_of(parts)
     generator = torch.Generator().manual_seed(0)
     news, expected = [], []
     for (start, new), table in zip(parts, tables, strict=True):
         q = torch.randn(new, num_heads, HEAD_DIM, generator=generator)
         k, v = torch.randn(2, start + new, num_kv_heads, HEAD_DIM, generator=generator)
-        for position in range(start):
+        first_block = 0 if window is None else max(start - window + 1, 0) // BLOCK_SIZE
+        table[:first_block] = POISONED  # what has left the window belongs to others by now
+        for position in range(first_block * BLOCK_SIZE, start):
             block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
             cache[0, block, :, offset], cache[1, block, :, offset] = k[position], v[position]
         news.append(torch.cat([q, k[start:], v[start:]], dim=1))
         expected.append(plain_attention(q, k, v, window))
     before = cache.clone()
-    geometry = geometry_of(parts, tables)
+    geometry = geometry_of(parts, tables, window)
     out = backend.forward(torch.cat(news).to(DEVICE), None, layer, backend.prepare(geometry, as_int32), window)
     torch.testing.assert_close(out.cpu(), torch.cat(expected), atol=1e-5, rtol=1e-5)
 
-    written = (cache != before).any(dim=-1)  # [k|v, block, kv_head, position]
+    written = (cache != before)[:, :POISONED].any(dim=-1)  # [k|v, block, kv_head, position]
     assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"
 
 
@@ -171,11 +175,11 @@ def test_a_decode_step_that_only_the_device_knows(
     )
     backend = BACKENDS[backend_name](shape, unrotated(head_dim))
     tables = block_tables_of(parts)
-    (layer,) = backend.make_cache(NUM_BLOCKS)
+    (layer,) = backend.make_cache({None: NUM_BLOCKS})
     layer.kv.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
     qkv = torch.randn(3, num_heads + 4, head_dim, generator=torch.Generator().manual_seed(2)).to(dtype).to(DEVICE)
     expected_cache = LayerCache(layer.kv.clone())
-    step = backend.prepare(geometry_of(parts, tables), as_int32)
+    step = backend.prepare(geometry_of(parts, tables, None), as_int32)
     expected = backend.forward(qkv.clone(), None, expected_cache, step, None)
 
     rows, known = as_int32(np.array([1, 0, 2, 3, 0])), as_int32(np.array([40, -1, 3, 100, -1]))
@@ -185,7 +189,7 @@ def test_a_decode_step_that_only_the_device_knows(
     real = torch.tensor([0, 2, 3], device=DEVICE)
     padded[real] = qkv
     positions = torch.full_like(known, 77)
-    step = backend.decode_step(rows, positions, blocks=blocks, lengths=lengths, stream_k=stream_k)
+    step = backend.decode_step(rows, positions, blocks={None: blocks}, lengths=lengths, stream_k=stream_k)
     if reads_ahead and not stream_k:
         assert torch.equal(positions, known)
     else:

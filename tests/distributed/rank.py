@@ -19,7 +19,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.models.registry import describe
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.state import BlockGroup
 
 TIMEOUT = 120.0
 
@@ -69,7 +68,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     )
     model = describe(path).config
     runner = ModelRunner(config, model, path, max_model_len=256, parallel=parallel)
-    sizes = config.scheduler_config(max_model_len=256, groups=(BlockGroup(runner.cache_size.num_blocks),))
+    sizes = config.scheduler_config(max_model_len=256, groups=runner.cache_size.groups)
     core = EngineCore(Scheduler(sizes), runner, depth=case.get("depth", 0))
     seqs = [_sequence(index, asked, model.vocab_size) for index, asked in enumerate(case["requests"])]
     for seq in seqs:

@@ -81,7 +81,7 @@ class FakeRunner:
             time.sleep(SLOW_SECONDS)
         return FakeStep(self._rank, plan)
 
-    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
+    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
         return [float(self._rank), *map(float, token_ids)]
 
     def close(self) -> None:

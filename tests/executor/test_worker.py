@@ -34,7 +34,7 @@ class Recorder:
         self.plans.append(plan)
         return RecordedStep(self, len(self.plans))
 
-    def embed(self, token_ids: list[int], block_table: list[int], pooling: str) -> list[float]:
+    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
         return [0.5]
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ def test_a_result_can_be_that_of_an_earlier_plan_and_those_before_it_are_dropped
 
 
 def test_only_one_rank_sends_what_was_computed_and_all_agree_on_its_checksum() -> None:
-    commands = (Launch(StepPlan(decode_rows=(1,))), Wait(1, 0), Embed(2, [1], [0], "last"))
+    commands = (Launch(StepPlan(decode_rows=(1,))), Wait(1, 0), Embed(2, [1], [[0]], "last"))
     answers = []
     for rank in range(2):
         worker, _ = started(Place(rank=rank, tensor_parallel_size=2))

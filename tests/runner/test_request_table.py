@@ -44,7 +44,7 @@ def test_a_row_is_filled_and_filled_anew() -> None:
     params = SamplingParams(temperature=0.5, top_k=9, top_p=0.25, min_p=0.125)
     send(table, StepPlan(new_rows=(new_row(2, range(100, 120), params, seed=-(2**62) + 5),)))
     assert table.tokens[2, :20].tolist() == list(range(100, 120))
-    assert table.blocks[2].tolist() == [7, 8, 0]
+    assert table.blocks[None][2].tolist() == [7, 8, 0]
     assert table.length.tolist() == [0, 0, 20, 0]
     assert table.host_length.tolist() == [0, 0, 20, 0]
     columns = [column[2].item() for column in (table.temperature, table.top_k, table.top_p, table.min_p)]
@@ -61,7 +61,7 @@ def test_blocks_grow_and_tokens_are_appended() -> None:
     table = make_table()
     send(table, StepPlan(new_rows=(new_row(1, range(9), SamplingParams()), new_row(3, range(4), SamplingParams()))))
     send(table, StepPlan(new_blocks=(NewBlocks(3, 2, (11,)), NewBlocks(1, 1, (12, 13)))))
-    for blocks in (table.blocks, table.host_blocks):
+    for blocks in (table.blocks[None], table.host_blocks[None]):
         assert blocks.tolist() == [[0, 0, 0], [7, 12, 13], [0, 0, 0], [7, 8, 11]]
     rows = torch.tensor([3, 1], dtype=torch.int32, device=DEVICE_)
     table.append(rows, torch.tensor([55, 66], device=DEVICE_))
