@@ -80,29 +80,29 @@ class DecodeStep:
     def size_for(self, num_rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
-    def run(self, kind: StepKind, caches: list[Any]) -> Tensor | None:
+    def run(self, kind: StepKind, states: list[Any]) -> Tensor | None:
         """[size] tokens or [size, vocab] logits, valid until the next run; None for logits of another rank."""
         if self._graphs is None:
-            return self._step(kind, caches)
+            return self._step(kind, states)
         if kind not in self._graphs:
-            self._record(kind, caches)
+            self._record(kind, states)
         return self._graphs.replay(kind)
 
-    def compile(self, caches: list[Any]) -> None:
+    def compile(self, states: list[Any]) -> None:
         """Launch what the first answers will need: a step for each class of sizes that has kernels of its own."""
         for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in compiled_sizes()}):
-            self._step(StepKind(size, Ending.TOKENS, stream_k=False), caches)
+            self._step(StepKind(size, Ending.TOKENS, stream_k=False), states)
 
-    def _record(self, kind: StepKind, caches: list[Any]) -> None:
+    def _record(self, kind: StepKind, states: list[Any]) -> None:
         """With padding rows alone, which change nothing, once to have everything compiled and once to record it."""
         assert self._graphs is not None
         rows = self._table.decode_rows.clone()
         self._table.decode_rows.zero_()
-        self._step(kind, caches)
-        self._graphs.record(kind, partial(self._step, kind, caches))
+        self._step(kind, states)
+        self._graphs.record(kind, partial(self._step, kind, states))
         self._table.decode_rows.copy_(rows)
 
-    def _step(self, kind: StepKind, caches: list[Any]) -> Tensor | None:
+    def _step(self, kind: StepKind, states: list[Any]) -> Tensor | None:
         table = self._table
         rows, positions = table.decode_rows[: kind.size], self._positions[: kind.size]
         # in this order: once the embedding is under way, layers may read ahead what `decode_step` has laid out
@@ -115,7 +115,7 @@ class DecodeStep:
             sequences = Sequences(rows=rows, starts=positions, first_tokens=numbers, num_new=torch.ones_like(numbers))
         step = Step(attention, sequences)
         x = self._stage.newest_inputs(table, rows, positions)
-        logits = self._stage.logits(self._stage.forward(x, caches, step))
+        logits = self._stage.logits(self._stage.forward(x, states, step))
         if kind.ending is Ending.LOGITS:
             return logits
         if logits is None:

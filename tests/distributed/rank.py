@@ -75,7 +75,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
         core.scheduler.add(seq)
     seen = Seen(num_blocks=runner.cache_size.num_blocks, carries_result=runner.carries_result)
     seen.num_weights = sum(slot.target.tensor[slot.index].numel() for slot in runner.model.slots().values())
-    seen.cache_elements = sum(cache.kv.numel() for cache in runner.caches)
+    seen.cache_elements = sum(cache.kv.numel() for cache in runner.states)
     while core.has_work:
         core.step()
         seen.num_steps += 1
@@ -86,7 +86,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
         seen.num_preemptions += seq.num_preemptions
     for text in case.get("embed", ()):
         blocks = list(range(-(-len(text) // config.kv_cache_block_size)))
-        seen.embeddings += [runner.embed(text, blocks, pooling) for pooling in ("last", "mean")]
+        seen.embeddings += [runner.embed(text, [blocks] * len(sizes.groups), pooling) for pooling in ("last", "mean")]
     runner.close()
     return seen
 
