@@ -1,6 +1,6 @@
-"""The published workload through the public API: `python bench.py [MODEL]`.
+"""Runs the published workload through the public API: `python bench.py [MODEL]`.
 
-On a CPU this takes long; `nanovllm bench throughput --help` shows how to shrink it, and measures more.
+This takes long on a CPU; `nanovllm bench throughput` measures more and can run a smaller workload.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Every option of the engine: flat and frozen as users write it, checked here, handed on in small parts."""
+"""Every option of the engine with its help text, its default and its checks."""
 
 import difflib
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def replace_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the control plane needs to know; plain numbers."""
+    """The numbers that the scheduler and the block manager need."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -60,7 +60,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What a user may set. `Config.from_options` refuses unknown names and points at the nearest known one."""
+    """The options of an engine. Construction checks them and raises `ConfigError`.
+
+    `Config.from_options` also accepts earlier spellings, and suggests the nearest name for an unknown one.
+    """
 
     # model
     model: str | None = option(
@@ -75,12 +78,12 @@ class Config:
         AdjustableInt(16896),
         "Maximum number of tokens computed in one step, prompt and generated tokens together. Longer prompts are "
         "computed in chunks over several steps. A larger value speeds up prompts and takes more memory. The default is "
-        "raised to max_num_seqs.",
+        "raised to max_num_seqs if that is larger.",
     )
     max_num_seqs: int = option(
         AdjustableInt(512),
         "Maximum number of sequences that run at the same time. Further requests wait in the queue. The default is "
-        "lowered to max_num_batched_tokens.",
+        "lowered to max_num_batched_tokens if that is smaller.",
     )
     max_model_len: int = option(
         4096,
@@ -179,7 +182,7 @@ class Config:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kv_cache_block_size"):
             self._check_int(name, 1)
         for name in ("gpu_memory_utilization", "cpu_memory_utilization"):
-            self._check_share(name)
+            self._check_fraction(name)
         for name in ("enable_prefix_caching", "enforce_eager", "deterministic", "skip_tokenizer_init"):
             self._check_type(name, bool)
         if self.overlap is not None:
@@ -241,7 +244,7 @@ class Config:
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             self._refuse(name, f"must be an integer of at least {low}")
 
-    def _check_share(self, name: str) -> None:
+    def _check_fraction(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
             self._refuse(name, "must be a number in (0, 1]")

@@ -325,7 +325,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config cut short": (lambda f: truncate(f, "config.json"), r"config\.json: cannot be read as JSON"),
     "config in bytes": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{"), r"config\.json: cannot be read"),
     "config that is a list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object, not a list"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing beside the safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), "the folder contains safetensors but no config.json"),
     "generation config cut short": (
         lambda f: truncate(f, "generation_config.json"),
         r"generation_config\.json: cannot be read as JSON",

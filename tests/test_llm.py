@@ -561,6 +561,13 @@ def test_plan_tells_what_opening_takes(capsys: pytest.CaptureFixture[str]) -> No
         assert scheduler_of(llm).config.num_blocks == plan.num_blocks
 
 
+def test_a_small_step_lowers_the_default_number_of_sequences() -> None:
+    with LLM(model_dir(TEXT_MODEL), device="cpu", max_num_batched_tokens=5, num_kv_cache_blocks=64) as llm:
+        assert (llm.config.max_num_batched_tokens, llm.config.max_num_seqs) == (5, 5)
+        outputs = llm.generate([prompt_of(9)] * 7, greedy_params(4), use_tqdm=False)
+        assert [len(output["token_ids"]) for output in outputs] == [4] * 7
+
+
 def test_earlier_spellings_of_options_are_keywords_of_llm() -> None:
     old: dict[str, Any] = {"kvcache_block_size": 16, "num_kvcache_blocks": 8}
     with LLM(model_dir(TEXT_MODEL), device="cpu", max_model_len=128, **old) as llm:

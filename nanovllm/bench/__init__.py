@@ -1,1 +1,1 @@
-"""Benchmarks: programs that measure this engine, each teaching in its docstring what it measures and why."""
+"""Benchmarks of this engine. The docstring of each explains what it measures and why."""

@@ -1,4 +1,4 @@
-"""How arguments of a command are read that are more than a word: numbers within bounds, spans, JSON."""
+"""Argument types for argparse: numbers within bounds, ranges, JSON."""
 
 import argparse
 import json
@@ -7,17 +7,19 @@ from typing import Any
 
 
 def count(text: str) -> int:
+    """An integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
+    """Integers of at least 1, separated by commas."""
     return [count(part) for part in text.split(",")]
 
 
 def span(text: str) -> tuple[int, int]:
-    """'64:256', or '128' for exactly that."""
+    """The lowest and the highest value: '64:256', or '128' for both."""
     low, colon, high = text.partition(":")
     ends = count(low), count(high if colon else low)
     if ends[0] > ends[1]:
@@ -26,20 +28,22 @@ def span(text: str) -> tuple[int, int]:
 
 
 def whole_number(text: str) -> int:
+    """An integer of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 0")
     return int(text)
 
 
 def number(text: str) -> float:
+    """Any number, also inf and nan."""
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def positive(text: str) -> float:
-    """Also inf."""
+    """A number above 0, also inf."""
     value = number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
@@ -47,6 +51,7 @@ def positive(text: str) -> float:
 
 
 def positive_finite(text: str) -> float:
+    """A number above 0, without inf."""
     value = positive(text)
     if value == math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a finite number above 0")
@@ -54,10 +59,11 @@ def positive_finite(text: str) -> float:
 
 
 def json_object(text: str) -> dict[str, Any]:
+    """A JSON object as a dictionary."""
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write '{{\"name\": value}}'")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; write '{{\"name\": value}}'")
     return value

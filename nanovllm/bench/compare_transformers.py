@@ -1,21 +1,21 @@
-"""How much faster than transformers, on the same weights in the same process.
+"""Compare the speed with transformers, on the same weights in the same process.
 
-The yardstick everyone has at hand is `transformers`' generate: it pads a batch to its longest prompt and runs until its
-longest answer is done, so short requests wait for long ones and padding is computed like text. An engine batches what
-is there at each step instead. The ratio of the two says what that, and a leaner step, is worth on this machine.
+`transformers`' generate pads a batch to its longest prompt and runs until its longest output is complete, so short
+requests wait for long ones and padding is computed like text. This engine forms a new batch for each step instead. The
+ratio of the two speeds shows the gain from that and from faster steps on this machine.
 
-A machine's speed drifts by more than such differences: other programs, heat. So both run in turn (A B A B ...), each
-round gives a ratio, and the median of the ratios is the result. Both are greedy, ignore end-of-sequence and use all
-cores. Only tokens that were asked for count: what `transformers` computes beyond a request's own length does not.
-The prefix cache is emptied before each run.
+The speed of a machine varies by more than such differences, because of other programs and of heat. So both sides run
+in turn (A B A B ...); each round gives a ratio, and the median of the ratios is the result. Both sides sample greedily,
+ignore end-of-sequence tokens and use all cores. Only requested tokens count: what `transformers` computes beyond a
+request's own length does not. The prefix cache is emptied before each run.
 
-  batch     16 requests at once, 64 to 256 tokens in, 64 to 128 out
-  stream    a single request, 128 tokens in, 128 out
-  agreement the share of output tokens up to the first difference; below 1 is normal outside float32
+  batch     16 requests at once, prompts of 64 to 256 tokens, outputs of 64 to 128
+  stream    a single request, a prompt of 128 tokens, an output of 128
+  agreement fraction of output tokens before the first difference; below 1 is normal outside float32
 
-A CPU without bfloat16 arithmetic runs transformers in bfloat16 a hundred times slower than in float32;
---transformers-dtype chooses its type separately. --random-weights needs no weights on this machine: random ones of the
-named model's shape (SmolLM2-135M's if none is named) serve both sides. Needs the transformers package.
+On a CPU without bfloat16 arithmetic transformers runs a hundred times slower in bfloat16 than in float32;
+--transformers-dtype sets its data type separately. With --random-weights no checkpoint is needed: both sides load
+random weights of the model's shape (SmolLM2-135M's without --model). Needs the transformers package.
 """
 
 import argparse
@@ -44,19 +44,44 @@ DEFAULT_SHAPE = "smollm2-135m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=count, default=3, metavar="N", help="runs of each; default: %(default)s")
-    parser.add_argument("--num-seqs", type=count, default=16, metavar="N", help="requests in the batch; default: 16")
+    parser.add_argument(
+        "--rounds", type=count, default=3, metavar="N", help="Number of runs of each side. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--num-seqs", type=count, default=16, metavar="N", help="Number of requests in the batch. Default: 16."
+    )
     lengths: dict[str, Any] = {"type": span, "metavar": "A:B"}
-    parser.add_argument("--input-len", default=(64, 256), help="prompts of the batch; default: 64:256", **lengths)
-    parser.add_argument("--output-len", default=(64, 128), help="answers of the batch; default: 64:128", **lengths)
     parser.add_argument(
-        "--stream-len", type=count, default=128, metavar="N", help="tokens in, and out, of the stream; default: 128"
+        "--input-len",
+        default=(64, 256),
+        help="Prompt lengths of the batch, drawn from A to B tokens. Default: 64:256.",
+        **lengths,
     )
     parser.add_argument(
-        "--transformers-dtype", choices=DTYPES, default="auto", help="default: auto, the same as nanovllm's"
+        "--output-len",
+        default=(64, 128),
+        help="Output lengths of the batch, drawn from A to B tokens. Default: 64:128.",
+        **lengths,
     )
-    parser.add_argument("--threads", type=count, metavar="N", help="default: all cores this process may use")
-    parser.add_argument("--random-weights", action="store_true", help="random weights of the model's shape for both")
+    parser.add_argument(
+        "--stream-len",
+        type=count,
+        default=128,
+        metavar="N",
+        help="Prompt and output length of the stream, in tokens. Default: 128.",
+    )
+    parser.add_argument(
+        "--transformers-dtype",
+        choices=DTYPES,
+        default="auto",
+        help="Data type that transformers computes in. Default: auto, the same as nanovllm's.",
+    )
+    parser.add_argument(
+        "--threads", type=count, metavar="N", help="Number of threads. Default: all cores that this process may use."
+    )
+    parser.add_argument(
+        "--random-weights", action="store_true", help="Use random weights of the model's shape on both sides."
+    )
 
 
 def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
@@ -74,7 +99,7 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     with ours as llm:
         facts = environment(llm) | {"model": "random weights" if args.random_weights else _name(engine)}
         cases = _workloads(args, llm)
-        for workload in cases.values():  # what happens only once is not measured
+        for workload in cases.values():  # warm-up
             _run_nanovllm(llm, workload.first_tokens(2))
             _run_transformers(theirs, workload.first_tokens(2))
         rows = [
@@ -132,7 +157,7 @@ def _timed(generate: Callable[[], list[list[int]]]) -> Run:
 
 
 def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """The share of tokens before each request's first difference: after it the two continue different texts."""
+    """Fraction of tokens before each request's first difference: after it the two sides continue different texts."""
     equal = 0
     for a, b in zip(ours, theirs, strict=True):
         differences = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
@@ -190,7 +215,7 @@ def _open_transformers(folder: Path, dtype: str) -> Any:
     model, account = opened
     if account["missing_keys"]:
         raise CheckpointError(f"transformers found no weights for {sorted(account['missing_keys'])[:8]}")
-    model.generation_config.eos_token_id = None  # run to the asked-for length
+    model.generation_config.eos_token_id = None  # always generate the requested length
     model.generation_config.pad_token_id = 0
     return model.eval()
 
@@ -207,7 +232,7 @@ def _quiet_transformers() -> Any:
 
 
 def _same_weights(engine: dict[str, Any], scratch: Path, *, random: bool) -> tuple[Path, str]:
-    """A folder that both can read, and the type nanovllm computes in: the model's own, or one written to `scratch`."""
+    """A folder that both sides can load (the model's own, or one written to `scratch`), and nanovllm's data type."""
     import torch
 
     from nanovllm.models.registry import describe

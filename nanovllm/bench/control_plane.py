@@ -1,18 +1,18 @@
-"""What the control plane costs a step, measured without a model.
+"""CPU time that the scheduler takes per step, measured without a model.
 
-While the device computes, Python decides what comes next. If that takes longer than the step, the device waits for
-Python, and a decode step of a small model on a fast GPU lasts about a millisecond. So the scheduler's work should
-follow what changes, not what runs. Two kinds of decode step show whether it does:
+While the device computes a step, Python schedules the next one. If that takes longer than the step, the device waits,
+and a decode step of a small model on a fast GPU takes about a millisecond. So the scheduler's work should grow with the
+number of changes, not with the number of running sequences. Two kinds of decode step show whether it does:
 
-  unchanged   no sequence needs anything. The plan is the very same object as the step before; what is left is a
-              comparison and an addition a sequence to schedule, and an appended token to update
-  new blocks  a sixteenth of the sequences have filled their last KV block: each of them gets a new one, and the full
-              one becomes findable in the prefix cache. (Blocks of 16 tokens and lengths spread evenly over them make
-              this every step; with larger blocks it is rarer.)
+  unchanged   no sequence changes. The plan is the same object as in the step before; schedule() does a comparison and
+              an addition per sequence, update() appends a token
+  new blocks  one sixteenth of the sequences have filled their last KV cache block: each gets a new one, and the full
+              one enters the prefix cache. (Blocks of 16 tokens, with lengths spread evenly over them, make this happen
+              in every step; with larger blocks it is rarer.)
 
-Every step gets the same list of tokens back, so nothing but `schedule()` and `update()` is on the clock, and the clock
-is that of this thread alone: other processes do not count. The median is the cost; the 99th percentile also shows
-hiccups, such as the garbage collector's.
+Every step returns the same list of tokens, so only `schedule()` and `update()` are measured, in CPU time of this
+thread: other processes do not count. The median is the cost; the 99th percentile includes pauses such as the garbage
+collector's.
 
     python -m nanovllm.bench.control_plane --num-seqs 256
 """
@@ -33,7 +33,7 @@ SMALL_BLOCK = 16
 
 
 def decoding_scheduler(*, num_seqs: int, num_steps: int, block_size: int) -> Scheduler:
-    """A scheduler whose sequences are all prefilled and have `num_steps` to go; their lengths are spread evenly."""
+    """A scheduler with all prompts computed and `num_steps` decode steps left; lengths are spread over a block."""
     max_model_len = PROMPT_LEN + SMALL_BLOCK + num_steps + 2
     scheduler = Scheduler(
         SchedulerConfig(
@@ -74,11 +74,13 @@ def measure(*, num_seqs: int, num_steps: int, block_size: int) -> list[tuple[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time schedule() + update() of a decode step, without a model.")
-    parser.add_argument("--num-seqs", type=int, default=256, help="sequences that decode together (default: 256)")
-    parser.add_argument("--num-steps", type=int, default=1000, help="steps to time of each kind (default: 1000)")
+    parser.add_argument("--num-seqs", type=int, default=256, help="Number of sequences in a step. Default: 256.")
+    parser.add_argument(
+        "--num-steps", type=int, default=1000, help="Number of steps to time of each kind. Default: 1000."
+    )
     args = parser.parse_args()
 
-    print(f"{args.num_seqs} sequences, µs a step   schedule + update = median      p99")
+    print(f"{args.num_seqs} sequences, µs per step schedule + update = median      p99")
     never_full = PROMPT_LEN + SMALL_BLOCK + args.num_steps + 2
     for kind, block_size in (("unchanged", never_full), ("new blocks", SMALL_BLOCK)):
         times = measure(num_seqs=args.num_seqs, num_steps=args.num_steps, block_size=block_size)

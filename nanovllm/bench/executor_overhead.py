@@ -1,16 +1,16 @@
-"""What it costs a step that its workers are other processes, measured without a model.
+"""Time that a step takes longer because its workers are other processes, measured without a model.
 
-A plan goes out to every rank, each rank answers, and the results are compared. All of that is on top of what the model
-computes, at every step, so it should be short beside a decode step of a small model on a fast GPU: a millisecond.
+In every step the engine sends a plan to all ranks, each rank replies, and the engine compares the results. This should
+take much less than a decode step of a small model on a fast GPU, which is about a millisecond.
 
-The workers here have no model: a step gives fixed tokens at once. Two ways to run them:
+The workers of this benchmark have no model: they return fixed tokens at once. Two ways to run them:
 
-  one at a time   launch a step, wait for it: the whole way there and back, during which a device would idle
-  overlapped      the next step is launched before the last is waited for, as the engine does it: what is left is the
-                  work that does not fit beside the step
+  one at a time   launch a step and wait for its result: the whole round trip, during which a device would be idle
+  overlapped      launch the next step before waiting for the last one, as the engine does: only the work that does not
+                  overlap with the step remains
 
-The clock is the wall's, as waiting is what counts; on a machine with fewer cores than processes, they also wait for
-each other.
+Times are wall-clock times, because waiting counts. On a machine with fewer cores than processes, the processes also
+wait for each other.
 
     python -m nanovllm.bench.executor_overhead --num-workers 2 --num-seqs 256
 """
@@ -33,6 +33,8 @@ from nanovllm.plan import StepPlan, StepResult
 
 
 class EmptyStep:
+    """A launched step whose result is already known."""
+
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
@@ -44,7 +46,7 @@ class EmptyStep:
 
 
 class NoModel:
-    """Nobody meets anybody: there is nothing to compute together."""
+    """Builds runners without a model, which need no store to find each other."""
 
     port = 0
 
@@ -56,6 +58,8 @@ class NoModel:
 
 
 class EmptyRunner:
+    """Returns fixed tokens for any plan."""
+
     num_blocks = 1
     startup_seconds: dict[str, float] = {}
 
@@ -72,7 +76,7 @@ class EmptyRunner:
         return [1.0]
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """There is nothing to free."""
 
 
 def open_executor(num_workers: int) -> WorkersExecutor:
@@ -84,7 +88,7 @@ def open_executor(num_workers: int) -> WorkersExecutor:
 
 
 def measure(executor: WorkersExecutor, plans: list[StepPlan], *, depth: int) -> list[float]:
-    """Microseconds from one result to the next."""
+    """Microseconds from one result to the next, with `depth` further steps in flight."""
     pending = [executor.launch(plan) for plan in plans[:depth]]
     times = []
     last = time.perf_counter()
@@ -101,16 +105,18 @@ def measure(executor: WorkersExecutor, plans: list[StepPlan], *, depth: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time a step of workers that have no model.")
-    parser.add_argument("--num-workers", type=int, default=2, help="ranks (default: 2)")
-    parser.add_argument("--num-seqs", type=int, default=256, help="sequences that decode together (default: 256)")
-    parser.add_argument("--num-steps", type=int, default=2000, help="steps to time of each kind (default: 2000)")
+    parser.add_argument("--num-workers", type=int, default=2, help="Number of ranks. Default: 2.")
+    parser.add_argument("--num-seqs", type=int, default=256, help="Number of sequences in a step. Default: 256.")
+    parser.add_argument(
+        "--num-steps", type=int, default=2000, help="Number of steps to time of each kind. Default: 2000."
+    )
     args = parser.parse_args()
 
     executor = open_executor(args.num_workers)
     plan = StepPlan(decode_rows=tuple(range(args.num_seqs)))
     unchanged = [plan] * args.num_steps
     changed = [replace(plan, decode_rows=plan.decode_rows[n % 2 :]) for n in range(args.num_steps)]
-    print(f"{args.num_workers} workers, {args.num_seqs} sequences, µs a step      median      p99")
+    print(f"{args.num_workers} workers, {args.num_seqs} sequences, µs per step    median      p99")
     for kind, plans in (("unchanged rows", unchanged), ("rows that change", changed)):
         for way, depth in (("one at a time", 0), ("overlapped", 1)):
             times = measure(executor, plans, depth=depth)

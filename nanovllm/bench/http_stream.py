@@ -1,7 +1,7 @@
-"""The least of HTTP/1.1 and of server-sent events that a load client needs; nothing between the socket and the clock.
+"""A minimal client for HTTP/1.1 and server-sent events, with as little as possible between the socket and the clock.
 
-One connection a request. What arrives is read in the callback that brought it, in pieces of any size: a piece may end
-inside a chunk's length, a line or a character.
+Each request uses its own connection. Data is parsed in the callback that receives it, in pieces of any size: a piece
+may end inside a chunk's length, a line or a character.
 """
 
 import asyncio
@@ -14,32 +14,34 @@ from urllib.parse import urlsplit
 from nanovllm.errors import ConfigError
 
 MAX_HEAD_BYTES = 64 << 10
-MAX_LINE_BYTES = 8 << 10  # a chunk's length, or a line after the last chunk
-MAX_ERROR_BYTES = 64 << 10  # of the body of a refusal
+MAX_LINE_BYTES = 8 << 10  # of a chunk's length, or of a trailer line after the last chunk
+MAX_ERROR_BYTES = 64 << 10  # kept of the body of an error response
 
 
 class RequestFailed(Exception):
-    """One request got no whole answer; `kind` is what failures are counted by."""
+    """A request got no complete answer. Failures are counted by `kind`."""
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(f"{kind}: {message}" if message else kind)
         self.kind = kind
 
 
-# --- where to, and what ----------------------------------------------------------------------------------------------
+# --- sending ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Server:
+    """Where requests go."""
+
     host: str
     port: int
     authority: str  # host and port as the URL wrote them
-    prefix: str  # in front of every path
+    prefix: str  # precedes every path
     tls: ssl.SSLContext | None = None
     api_key: str | None = None
 
     def message(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """A whole request, ready to be sent."""
+        """The bytes of a request."""
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
             f"Host: {self.authority}",
@@ -53,14 +55,14 @@ class Server:
 
 
 def parse_server(url: str, api_key: str | None = None) -> Server:
-    """From 'http://host:port'; a '/v1' at the end, which the paths bring themselves, is taken off."""
+    """Parse 'http://host:port'. A '/v1' at the end is removed, because the paths begin with it."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"base_url={url!r}: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or "@" in url:
-        raise ConfigError(f"base_url={url!r}: write http://host:port or https://host:port, with a path if need be")
+        raise ConfigError(f"base_url={url!r}: write http://host:port or https://host:port, optionally with a path")
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError(f"base_url={url!r}: only visible ASCII characters can be in a URL")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -71,7 +73,7 @@ def parse_server(url: str, api_key: str | None = None) -> Server:
 
 
 async def exchange(server: Server, message: bytes, on_body: Callable[[bytes], None]) -> None:
-    """Send `message`; hand the body of a 200 on as it comes. Returns at its end, or raises RequestFailed."""
+    """Send `message` and pass the body of a 200 response to `on_body` as it arrives. Raises RequestFailed."""
     loop = asyncio.get_running_loop()
     connection = _Connection(message, on_body)
     try:
@@ -81,17 +83,18 @@ async def exchange(server: Server, message: bytes, on_body: Callable[[bytes], No
     except OSError as error:
         raise RequestFailed("cannot connect", str(error)) from None
     except asyncio.CancelledError:
-        connection.ended.cancel()  # nobody will ask how it ended
+        connection.ended.cancel()  # its exception would never be retrieved
         raise
     try:
         await connection.ended
     finally:
         transport.abort()
     if connection.response.status != 200:
-        raise RequestFailed(f"HTTP {connection.response.status}", error_text(bytes(connection.refusal)))
+        raise RequestFailed(f"HTTP {connection.response.status}", error_text(bytes(connection.error_body)))
 
 
 async def fetch(server: Server, path: str) -> bytes:
+    """The body of a GET request."""
     body = bytearray()
     await exchange(server, server.message("GET", path), body.extend)
     return bytes(body)
@@ -100,7 +103,7 @@ async def fetch(server: Server, path: str) -> bytes:
 class _Connection(asyncio.Protocol):
     def __init__(self, message: bytes, on_body: Callable[[bytes], None]) -> None:
         self.response = ResponseReader()
-        self.refusal = bytearray()  # the body of any status but 200
+        self.error_body = bytearray()  # the body of any status but 200
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._message = message
         self._on_body = on_body
@@ -116,8 +119,8 @@ class _Connection(asyncio.Protocol):
             body = self.response.feed(data)
             if self.response.status == 200:
                 self._on_body(body)
-            elif len(self.refusal) < MAX_ERROR_BYTES:
-                self.refusal += body
+            elif len(self.error_body) < MAX_ERROR_BYTES:
+                self.error_body += body
         except RequestFailed as failure:
             self.ended.set_exception(failure)
         else:
@@ -130,11 +133,13 @@ class _Connection(asyncio.Protocol):
         if self.response.ends_with_connection and error is None:
             self.ended.set_result(None)
         else:
-            self.ended.set_exception(RequestFailed("connection lost", str(error or "closed inside the answer")))
+            self.ended.set_exception(
+                RequestFailed("connection lost", str(error or "closed before the end of the response"))
+            )
 
 
 def error_text(body: bytes) -> str:
-    """What an error's body says: OpenAI's message where it has one, else its first line."""
+    """The message in an error body: OpenAI's message field if there is one, else the first line."""
     text = body.decode(errors="replace").strip()
     try:
         error = json.loads(text)["error"]
@@ -147,17 +152,17 @@ def error_text(body: bytes) -> str:
 
 
 class ResponseReader:
-    """Pieces of a response in, what they hold of its body out."""
+    """Parses a response in pieces; `feed` returns the part of the body that a piece contains."""
 
     def __init__(self) -> None:
-        self.status = 0  # until the head has come
+        self.status = 0  # until the head has been read
         self.is_complete = False
-        self.ends_with_connection = False  # the body has no length of its own
+        self.ends_with_connection = False  # the body has no length and ends when the connection is closed
         self._buffer = bytearray()
         self._body = bytearray()
-        self._left = 0  # bytes still to come of this chunk, or of the body
+        self._left = 0  # bytes missing of this chunk, or of the body
         self._is_chunked = False
-        self._read = self._read_head  # the next thing to read; says whether it could
+        self._read = self._read_head  # reads the next element; returns False if more data is needed
 
     def feed(self, data: bytes) -> bytes:
         self._buffer += data
@@ -173,10 +178,10 @@ class ResponseReader:
         first, *lines = head.decode("latin-1").split("\r\n")
         version, _, status = first.partition(" ")
         if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
-            raise RequestFailed("malformed response", f"{first[:80]!r} is no status line")
+            raise RequestFailed("malformed response", f"{first[:80]!r} is not a status line")
         self._buffer = rest
         self.status = int(status[:3])
-        if self.status >= 200:  # else another head follows
+        if self.status >= 200:  # after a 1xx status another head follows
             self._choose_framing(dict(map(_header, lines)))
         return True
 
@@ -211,7 +216,7 @@ class ResponseReader:
     def _read_chunk_end(self) -> bool:
         line = self._take_line()
         if line:
-            raise RequestFailed("malformed response", "a chunk is longer than it says")
+            raise RequestFailed("malformed response", "a chunk is longer than its stated length")
         self._read = self._read_chunk_end if line is None else self._read_size
         return line is not None
 
@@ -251,16 +256,16 @@ def _number(text: str, *, base: int) -> int:
     except ValueError:
         number = -1
     if number < 0:
-        raise RequestFailed("malformed response", f"{text[:80]!r} is no length")
+        raise RequestFailed("malformed response", f"{text[:80]!r} is not a length")
     return number
 
 
 class EventReader:
-    """Pieces of a stream of server-sent events in, the data of each whole event out, still undecoded."""
+    """Parses server-sent events in pieces; `feed` returns the data of each complete event as bytes."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of a line
-        self._data: list[bytes] = []  # of the event under way
+        self._rest = b""  # the incomplete line
+        self._data: list[bytes] = []  # data lines of the incomplete event
 
     def feed(self, piece: bytes) -> list[bytes]:
         events = []

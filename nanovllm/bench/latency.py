@@ -1,21 +1,21 @@
-"""How long a user waits: for the first token, and for each one after it.
+"""Time to the first token and time per output token, for several batch sizes.
 
-The first token needs the whole prompt computed: arithmetic, growing with the prompt. Every later one needs a single
-token computed per sequence: that is reading memory, the weights once for the whole batch and each sequence's own KV
-cache. So a step grows slowly with the batch until the KV cache, or the arithmetic, outweighs the weights; where it
-does is what the batch sizes of this benchmark show. At batch 1 it is the engine's own overhead that shows.
+For the first token the whole prompt is computed, which takes arithmetic and grows with the prompt. For every further
+token one token per sequence is computed, which reads memory: the weights once for the whole batch, and the KV cache of
+each sequence. So the time of a step grows slowly with the batch until reading the KV cache, or the arithmetic, takes
+longer than reading the weights; the batch sizes of this benchmark show where. Batch 1 shows the engine's overhead.
 
 All requests of a batch arrive at once. A step counts as a decode step while all of them are decoding; the first few
-are left out, and its time is the time between two results, whatever else is under way meanwhile. By default a GPU gets
-batches of 1, 8, 64 and 256 with prompts of 960 tokens, each once unmeasured; a CPU 1, 8 and 64 with 128 tokens.
+decode steps are left out. The time of a step is the time between two results. The default on a GPU is batches of 1, 8,
+64 and 256 with prompts of 960 tokens, each after an unmeasured run; on a CPU 1, 8 and 64 with 128 tokens.
 
-  prefill seconds        all prompts of the batch computed, in a run of its own in which each request ends there
-  ttft first ms          until the first request of the batch has its first token
-  ms/token, step p99 ms  a decode step, median and 99th percentile: the time between two tokens of a request
-  fraction of roofline   the least time of such a step over its median. The least time is that of reading the weights
-                         and the batch's keys and values at the memory bandwidth measured here (or of the arithmetic)
-  prefill fraction       the same for the prefill, where it is the arithmetic that counts
-  tokens/second          of the whole batch while decoding
+  prefill seconds        time to compute all prompts of the batch, in a separate run with one output token per request
+  ttft first ms          time to the first token of the first request of the batch
+  ms/token, step p99 ms  median and 99th percentile of a decode step: the time between two tokens of a request
+  fraction of roofline   the minimum time of such a step, divided by its median. The minimum is the time to read the
+                         weights and the batch's KV cache at the measured memory bandwidth (or to do the arithmetic)
+  prefill fraction       the same for the prefill, which is limited by arithmetic
+  tokens/second          output tokens per second of the whole batch while it decodes
 """
 
 import argparse
@@ -34,14 +34,20 @@ if TYPE_CHECKING:
 
 GPU_BATCH_SIZES, CPU_BATCH_SIZES = [1, 8, 64, 256], [1, 8, 64]
 GPU_INPUT_LEN, CPU_INPUT_LEN = 960, 128
-MOST_UNSETTLED_STEPS = 8  # after the prefill; an eighth of the steps where there are few
+MAX_SKIPPED_STEPS = 8  # unmeasured decode steps after the prefill; at most an eighth of all
 WARM_UP_TOKENS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-sizes", type=counts, metavar="N,N", help="default: 1,8,64; on a GPU also 256")
-    parser.add_argument("--input-len", type=count, metavar="N", help="prompt tokens; default: 128; on a GPU 960")
-    parser.add_argument("--output-len", type=count, default=64, metavar="N", help="new tokens; default: %(default)s")
+    parser.add_argument(
+        "--batch-sizes", type=counts, metavar="N,N", help="Batch sizes to measure. Default: 1,8,64, on a GPU also 256."
+    )
+    parser.add_argument(
+        "--input-len", type=count, metavar="N", help="Prompt length in tokens. Default: 128, on a GPU 960."
+    )
+    parser.add_argument(
+        "--output-len", type=count, default=64, metavar="N", help="Output length in tokens. Default: %(default)s."
+    )
 
 
 def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
@@ -51,12 +57,12 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     from nanovllm.bench.workload import make_workload
 
     if args.output_len < 3:
-        raise ConfigError(f"output_len={args.output_len}: must be at least 3, or there is no step to time")
+        raise ConfigError(f"output_len={args.output_len}: must be at least 3, or there is no decode step to time")
     on_gpu = runs_on_gpu(engine)
     batch_sizes = args.batch_sizes or (GPU_BATCH_SIZES if on_gpu else CPU_BATCH_SIZES)
     input_len = args.input_len or (GPU_INPUT_LEN if on_gpu else CPU_INPUT_LEN)
     timings = {}
-    with LLM(**{"skip_tokenizer_init": True, **engine}) as llm:  # no text is made
+    with LLM(**{"skip_tokenizer_init": True, **engine}) as llm:  # no text is needed
         facts = environment(llm)
         warm_up(llm)
         for batch_size in batch_sizes:
@@ -84,16 +90,19 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds from the arrival of the batch, except for the steps, which are seconds each."""
+    """Seconds from the arrival of the batch; for `decode_steps`, seconds of each step."""
 
     prefill: float
     first_token_of_first: float
-    num_unsettled: int  # decode steps left out before those below
+    num_skipped: int  # decode steps before those in `decode_steps`
     decode_steps: list[float]
 
 
 def time_steps(llm: "LLM", workload: "Workload", prefill_seconds: float) -> Timing:
-    """Only the first and the last request are listened to, so that reporting costs nothing at any batch size."""
+    """Run the workload and time its steps.
+
+    Only the first and the last request are streamed, so that creating outputs does not add to the time of a step.
+    """
     begin = time.perf_counter()
     last_index = len(workload.prompts) - 1
     names = [
@@ -115,10 +124,10 @@ def time_steps(llm: "LLM", workload: "Workload", prefill_seconds: float) -> Timi
     if not decode_steps:
         raise ConfigError(
             f"max_num_seqs={llm.config.max_num_seqs}, output_len={workload.output_lens[0]}: the first of "
-            f"{len(names)} requests ended before the last was decoding; raise them, or measure smaller batches"
+            f"{len(names)} requests ended before the last one was decoding; raise them, or measure smaller batches"
         )
-    num_unsettled = min(MOST_UNSETTLED_STEPS, len(decode_steps) // 8)
-    return Timing(prefill_seconds, first_tokens[names[0]], num_unsettled, decode_steps[num_unsettled:])
+    num_skipped = min(MAX_SKIPPED_STEPS, len(decode_steps) // 8)
+    return Timing(prefill_seconds, first_tokens[names[0]], num_skipped, decode_steps[num_skipped:])
 
 
 def _row(batch_size: int, input_len: int, timing: Timing, roofline: "Roofline") -> Row:
@@ -126,8 +135,8 @@ def _row(batch_size: int, input_len: int, timing: Timing, roofline: "Roofline") 
 
     middle = median(timing.decode_steps)
     steps = sorted(timing.decode_steps)
-    context = input_len + timing.num_unsettled + (len(steps) + 1) // 2  # of the last request in the middle step
-    least_prefill = roofline.prefill_seconds([input_len] * batch_size)
+    context = input_len + timing.num_skipped + (len(steps) + 1) // 2  # of the last request in the middle step
+    min_prefill = roofline.prefill_seconds([input_len] * batch_size)
     return {
         "batch_size": batch_size,
         "prefill_seconds": timing.prefill,
@@ -135,7 +144,7 @@ def _row(batch_size: int, input_len: int, timing: Timing, roofline: "Roofline") 
         "ms_per_token": middle * 1e3,
         "step_p99_ms": steps[min(len(steps) - 1, round(0.99 * (len(steps) - 1)))] * 1e3,
         "fraction_of_roofline": roofline.step_seconds(batch_size, context) / middle,
-        "prefill_fraction": least_prefill / timing.prefill,
+        "prefill_fraction": min_prefill / timing.prefill,
         "tokens_per_second": batch_size / middle,
         "steps": len(steps),
     }

@@ -1,6 +1,6 @@
-"""Sends requests to a server at their times, and writes down when each piece of each answer came.
+"""Sends requests to a server at their due times and records when each piece of each answer arrives.
 
-All times are of one clock. A request that is due at a time counts from then on, even when it could be sent only later.
+All times are from one clock. The latency of a request counts from its due time, even if it could only be sent later.
 """
 
 import asyncio
@@ -14,24 +14,24 @@ from typing import Any
 from nanovllm.bench.http_stream import EventReader, RequestFailed, Server, error_text, exchange
 from nanovllm.bench.traces import Prompt, Request, text_of
 
-PIECES_OF_A_DELTA = ("content", "reasoning_content", "reasoning", "tool_calls")
-BROKEN_OFF = ("abort", "error")  # reasons to finish that are no end of an answer
+DELTA_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
+FAILED_REASONS = ("abort", "error")  # finish reasons of an incomplete answer
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go, and what all of them ask for."""
+    """The server, and the fields that all requests have in common."""
 
     server: Server
     model: str
     endpoint: str = "/v1/completions"
     temperature: float = 0.0
     ignore_eos: bool = True
-    as_text: bool = False  # token ids are sent as words
+    as_text: bool = False  # send words instead of token ids
     extra_body: dict[str, Any] = field(default_factory=dict)
-    timeout: float | None = None  # seconds, of a request
+    timeout: float | None = None  # seconds per request
 
     def message(self, prompt: Prompt, output_len: int) -> bytes:
         body = {
@@ -57,13 +57,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request's story. Times are of the load's clock."""
+    """When one request was sent and answered, and how it ended."""
 
-    begin: float  # when it was due; where there is no schedule, when it was sent
+    begin: float  # the due time; without one, the time of sending
     sent: float
     ended: float
-    piece_times: array  # of every piece of the answer that showed something
-    num_input_tokens: int  # as the server counts them; else those made here
+    piece_times: array  # arrival times of the pieces of the answer that have content
+    num_input_tokens: int  # as the server reports; else the number of token ids that were sent
     num_output_tokens: int
     wanted_output_tokens: int
     failure: RequestFailed | None = None
@@ -74,19 +74,19 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Until the last token."""
+        """From `begin` to the last token."""
         return self.piece_times[-1] - self.begin
 
     @property
     def seconds_per_token(self) -> float | None:
-        """After the first one; None where there is no other."""
+        """Mean time per token after the first; None if there is only one token."""
         if self.num_output_tokens < 2:
             return None
         return (self.piece_times[-1] - self.piece_times[0]) / (self.num_output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Between one piece and the next."""
+        """Seconds between consecutive pieces."""
         return [after - before for before, after in zip(self.piece_times, self.piece_times[1:], strict=False)]
 
 
@@ -98,7 +98,7 @@ async def drive(
     on_end: Callable[[Outcome], None] = lambda outcome: None,
     clock: Clock = time.perf_counter,
 ) -> list[Outcome]:
-    """Send every request once, in order; what fails is not tried again."""
+    """Send every request once, in order. Failed requests are not retried."""
     slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     outcomes: list[Outcome] = []
 
@@ -112,7 +112,7 @@ async def drive(
     start: float | None = None
     async with asyncio.TaskGroup() as group:
         for request in requests:
-            prepared = _prepare(request, target)  # while there is nothing to do but to wait
+            prepared = _prepare(request, target)  # before the due time, so that it delays nothing
             start = clock() if start is None else start
             due = None if request.due is None else start + request.due
             if due is not None:
@@ -126,7 +126,7 @@ async def drive(
 @dataclass(frozen=True)
 class _Prepared:
     message: bytes
-    num_tokens: int  # of its prompt, as far as they are known here
+    num_tokens: int  # of the prompt, 0 if it is text
     output_len: int
 
 
@@ -143,7 +143,7 @@ async def _send(target: Target, prepared: _Prepared, due: float | None, clock: C
     try:
         async with asyncio.timeout(target.timeout):
             await exchange(target.server, prepared.message, answer.feed)
-        answer.check_whole()
+        answer.check_complete()
     except RequestFailed as error:
         failure = error
     except TimeoutError:
@@ -161,20 +161,20 @@ async def _send(target: Target, prepared: _Prepared, due: float | None, clock: C
 
 
 class Answer:
-    """What one stream has said so far, and when."""
+    """Parses the stream of one answer and records when its pieces arrive."""
 
     def __init__(self, clock: Clock) -> None:
         self.piece_times = array("d")
         self.num_input_tokens = 0
-        self._counted_tokens: int | None = None  # by the server
+        self._reported_tokens: int | None = None  # by the server
         self._is_finished = False
         self._events = EventReader()
         self._clock = clock
 
     @property
     def num_output_tokens(self) -> int:
-        """As the server counts them; from one that does not, a token a piece."""
-        return len(self.piece_times) if self._counted_tokens is None else self._counted_tokens
+        """As the server reports; if it does not, one token per piece."""
+        return len(self.piece_times) if self._reported_tokens is None else self._reported_tokens
 
     def feed(self, body: bytes) -> None:
         now = self._clock()
@@ -193,21 +193,21 @@ class Answer:
     def _take_chunk(self, chunk: dict[str, Any], now: float) -> None:
         for choice in chunk.get("choices") or ():
             reason = choice.get("finish_reason")
-            if reason in BROKEN_OFF:
+            if reason in FAILED_REASONS:
                 raise RequestFailed("error in the stream", f"finish_reason {reason!r}")
             delta = choice.get("delta") or {}
-            if choice.get("text") or any(delta.get(name) for name in PIECES_OF_A_DELTA):
+            if choice.get("text") or any(delta.get(name) for name in DELTA_FIELDS):
                 self.piece_times.append(now)
             self._is_finished |= reason is not None
         usage = chunk.get("usage")
         if usage:
             self.num_input_tokens = int(usage["prompt_tokens"])
-            self._counted_tokens = int(usage.get("completion_tokens") or 0)
+            self._reported_tokens = int(usage.get("completion_tokens") or 0)
 
-    def check_whole(self) -> None:
+    def check_complete(self) -> None:
         if not self._is_finished:
             raise RequestFailed("stream ended early", f"after {len(self.piece_times)} pieces")
         if not self.num_output_tokens:
             raise RequestFailed("empty answer")
-        if not self.piece_times:  # tokens that show nothing, such as special ones: their end is all that can be seen
+        if not self.piece_times:  # tokens without text, such as special tokens: only their end is known
             self.piece_times.append(self._clock())

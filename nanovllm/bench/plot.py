@@ -1,4 +1,4 @@
-"""A load test as one small SVG: each latency over the time of the test, and how it is distributed."""
+"""Draws a load test as an SVG: each latency over the time of the test, and its distribution."""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ import numpy as np
 from nanovllm.bench.load import Outcome
 
 WIDTH, HEIGHT = 960, 520  # pixels
-PANEL_WIDTH, PANEL_HEIGHT, GAP = 240, 170, 64  # GAP: from panel to panel, where the labels of the axes stand
+PANEL_WIDTH, PANEL_HEIGHT, GAP = 240, 170, 64  # GAP: space between panels for the labels of the axes
 LEFT, TOP = 64, 72
-NUM_QUANTILES = 200  # a curve's points
+NUM_QUANTILES = 200  # points of a curve
 LABELLED_QUANTILES = {50: "median", 99: "p99"}
 TEXT = 'font-family="sans-serif" font-size="12" fill="#222"'
 SMALL = 'font-family="sans-serif" font-size="10" fill="#555"'
@@ -26,18 +26,18 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """A rectangle with two axes that begin at 0 and end at a round number."""
+    """A rectangle with two axes from 0 to a round number."""
 
     left: int
     top: int
-    most_x: float
-    most_y: float
+    max_x: float
+    max_y: float
 
     def x(self, value: float) -> float:
-        return self.left + PANEL_WIDTH * value / self.most_x
+        return self.left + PANEL_WIDTH * value / self.max_x
 
     def y(self, value: float) -> float:
-        return self.top + PANEL_HEIGHT * (1 - value / self.most_y)
+        return self.top + PANEL_HEIGHT * (1 - value / self.max_y)
 
     def frame(self, label_x: str, label_y: str) -> list[str]:
         bottom, right = self.top + PANEL_HEIGHT, self.left + PANEL_WIDTH
@@ -48,7 +48,7 @@ class Panel:
             f'<text x="{self.left}" y="{self.top - 6}" {SMALL}>{label_y}</text>',
         ]
         for part in range(3):
-            x, y = self.most_x * part / 2, self.most_y * part / 2
+            x, y = self.max_x * part / 2, self.max_y * part / 2
             lines.append(f'<text x="{self.x(x):.1f}" y="{bottom + 14}" text-anchor="middle" {SMALL}>{x:g}</text>')
             lines.append(f'<text x="{self.left - 5}" y="{self.y(y) + 4:.1f}" text-anchor="end" {SMALL}>{y:g}</text>')
         return lines
@@ -74,23 +74,23 @@ def draw(outcomes: Sequence[Outcome], caption: str) -> str:
         left = LEFT + index * (PANEL_WIDTH + GAP)
         most = round_up(max((y for _, y in points), default=1.0))
         over_time = Panel(left, TOP, seconds, most)
-        shares = Panel(left, TOP + PANEL_HEIGHT + GAP, most, 100)
+        distribution = Panel(left, TOP + PANEL_HEIGHT + GAP, most, 100)
         lines.append(f'<text x="{left}" y="{TOP - 22}" {TEXT}>{title}</text>')
         lines += over_time.frame("seconds into the test", "ms")
         lines += _dots(over_time, points, colour) + _failures(over_time, failed)
-        lines += shares.frame("ms", "% of requests at most")
-        lines += _curve(shares, [y for _, y in points], colour)
+        lines += distribution.frame("ms", "% of requests at most")
+        lines += _curve(distribution, [y for _, y in points], colour)
     return "\n".join([*lines, "</svg>", ""])
 
 
 def _dots(panel: Panel, points: Sequence[tuple[float, float]], colour: str) -> list[str]:
-    """All in one path: a line of no length with round ends is a dot."""
+    """All dots in one path: a line of length 0 with round ends is a dot."""
     path = "".join(f"M{panel.x(x):.1f} {panel.y(y):.1f}h0" for x, y in points)
     return [f'<path d="{path}" stroke="{colour}" stroke-opacity="0.6" stroke-width="3" stroke-linecap="round"/>']
 
 
 def _failures(panel: Panel, times: Sequence[float]) -> list[str]:
-    """Short strokes on the axis of time."""
+    """Short strokes on the time axis."""
     path = "".join(f"M{panel.x(time):.1f} {panel.y(0):.1f}v-8" for time in times)
     return [f'<path d="{path}" stroke="{FAILED}"/>'] if path else []
 
@@ -104,7 +104,10 @@ def _curve(panel: Panel, values: Sequence[float], colour: str) -> list[str]:
         for percent, value in zip(percents, np.percentile(values, percents), strict=True)
     )
     lines = [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
-    corner = panel.left + PANEL_WIDTH - 8, panel.top + PANEL_HEIGHT - 26  # where a curve that ends at the top never is
+    corner = (
+        panel.left + PANEL_WIDTH - 8,
+        panel.top + PANEL_HEIGHT - 26,
+    )  # a curve that ends at the top does not reach it
     for row, (percent, name) in enumerate(LABELLED_QUANTILES.items()):
         value = float(np.percentile(values, percent))
         text = f"{name} {value:.4g} ms"
@@ -114,7 +117,7 @@ def _curve(panel: Panel, values: Sequence[float], colour: str) -> list[str]:
 
 
 def round_up(value: float) -> float:
-    """To a few digits whose half is round too: an axis shows both."""
+    """Round up to a number with few digits whose half has few digits too, because an axis shows both."""
     if value <= 0:
         return 1.0
     unit = 10.0 ** math.floor(math.log10(value))

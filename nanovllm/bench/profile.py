@@ -1,19 +1,18 @@
-"""What a GPU does in a decode step: which kernels run, for how long, and how long it runs none.
+"""Which kernels a decode step runs on a GPU, how long each takes, and how long the GPU is idle.
 
-While a GPU waits it earns nothing. It waits between two kernels of a step (a launch, the tail of one and the ramp of
-the next) and between two steps (for Python, for a copy). In a recorded graph the former is a microsecond or less, and
-with one step scheduled ahead the latter should be nothing at all. The picture shows both: bars are kernels, white is
-waiting.
+A GPU is idle between two kernels of a step (launch, last blocks of one kernel and first blocks of the next) and between
+two steps (waiting for Python or for a copy). In a CUDA graph the first gap is at most a microsecond; with one step
+scheduled ahead the second should be zero. The plot shows both: bars are kernels, white is idle time.
 
-All sequences of a batch decode; some steps pass first, then `torch.profiler` notes the start and the end of every
-kernel, in graphs as well, and the first and the last steps of what it saw are cut off. Noting costs a little time, so
-read shares here and milliseconds in `nanovllm bench latency`. Needs a GPU.
+All sequences of a batch decode. After some unmeasured steps `torch.profiler` records the start and the end of every
+kernel, also inside CUDA graphs; the first and the last recorded steps are dropped. Recording slows the steps down a
+little, so read percentages here and milliseconds in `nanovllm bench latency`. Needs a GPU.
 
-  idle percent       time in which no kernel ran, copies not counted as kernels
-  long gaps percent  the part of it in gaps of more than 5 µs: the GPU waited for the host
-  kernels/step       how many were launched
+  idle percent       time in which no kernel ran; copies do not count as kernels
+  long gaps percent  time in gaps of more than 5 µs, in which the GPU waited for the host
+  kernels/step       number of kernels in one step
 
-Below that, for each batch size, the kernels that took the most time. --svg FILE draws two steps of every batch size.
+A second table lists the kernels that took the most time for each batch size. --svg FILE draws two steps of each.
 """
 
 import argparse
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 SETTLING_STEPS = 8
-EDGE_STEPS = 2  # cut off at either end of what was recorded
+EDGE_STEPS = 2  # steps dropped at the start and at the end of the recording
 LONG_GAP_US = 5.0
 NUM_KERNELS_SHOWN = 12
 NAME_WIDTH = 60
-# The first kind whose pattern is found in a kernel's name.
+# A kernel is of the first kind whose pattern matches its name.
 KINDS = {
     "copy": r"memcpy|memset",
     "attention": r"attention|attn|flash|fmha|decode|prefill|_plan_kernel",
@@ -47,24 +46,34 @@ KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-sizes", type=counts, default=[16, 64, 256], metavar="N,N", help="default: 16,64,256")
-    parser.add_argument("--input-len", type=count, default=960, metavar="N", help="prompt tokens; default: %(default)s")
-    parser.add_argument("--steps", type=count, default=20, metavar="N", help="steps to look at; default: %(default)s")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of two steps of each batch size")
+    parser.add_argument(
+        "--batch-sizes",
+        type=counts,
+        default=[16, 64, 256],
+        metavar="N,N",
+        help="Batch sizes to profile. Default: 16,64,256.",
+    )
+    parser.add_argument(
+        "--input-len", type=count, default=960, metavar="N", help="Prompt length in tokens. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--steps", type=count, default=20, metavar="N", help="Number of steps to record. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="Draw two steps of each batch size into this SVG file."
+    )
 
 
 def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     from nanovllm.bench.throughput import runs_on_gpu
 
     if not runs_on_gpu(engine):
-        raise ConfigError(
-            "bench profile looks at a GPU's kernels, and this is a CPU; 'nanovllm bench latency' runs here"
-        )
+        raise ConfigError("bench profile needs a GPU; 'nanovllm bench latency' also runs on a CPU")
     from nanovllm import LLM
     from nanovllm.bench.throughput import warm_up
 
     if args.svg is not None:
-        args.svg.write_text("")  # a path that cannot be written is known before the work, not after it
+        args.svg.write_text("")  # fails now, not after the measurement, if the path cannot be written
     with LLM(**{"skip_tokenizer_init": True, **engine}) as llm:
         facts = environment(llm)
         warm_up(llm)
@@ -78,6 +87,8 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
 
 @dataclass(frozen=True)
 class ProfileReport(Report):
+    """The report with one more table of kernels per batch size."""
+
     kernels: dict[str, list[Row]]
 
     def __str__(self) -> str:
@@ -85,11 +96,13 @@ class ProfileReport(Report):
         return "\n\n".join([super().__str__(), *parts])
 
 
-# --- what was recorded ------------------------------------------------------------------------------------------------
+# --- recorded kernels -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Kernel:
+    """One run of a kernel, or a copy."""
+
     name: str
     start: float  # µs
     end: float
@@ -101,9 +114,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Steps:
-    """The kernels of `num_steps` consecutive decode steps, in the order of their start."""
+    """The kernels of `num_steps` consecutive decode steps, ordered by their start."""
 
-    kernels: list[Kernel]  # copies among them
+    kernels: list[Kernel]  # includes copies
     num_steps: int
 
     @property
@@ -111,7 +124,7 @@ class Steps:
         return max(kernel.end for kernel in self.kernels) - self.kernels[0].start
 
     def gaps(self) -> list[float]:
-        """Times in which no kernel ran; kernels may overlap."""
+        """Lengths in µs of the times in which no kernel ran. Kernels may overlap."""
         running = [kernel for kernel in self.kernels if kernel.kind != "copy"]
         gaps, busy_until = [], running[0].end
         for kernel in running[1:]:
@@ -134,7 +147,7 @@ class Steps:
         }
 
     def kernel_rows(self) -> list[Row]:
-        """The kernels that took the most time, by name; times are those of one step."""
+        """The kernels with the most total time, grouped by name; times are per step."""
         by_name: dict[str, list[Kernel]] = {}
         for kernel in self.kernels:
             by_name.setdefault(kernel.name, []).append(kernel)
@@ -153,13 +166,13 @@ class Steps:
         }
 
     def first(self, num_steps: int) -> "Steps":
-        """Steps are told apart by their number of kernels: they are all alike."""
+        """The first steps. All steps run the same kernels, so a step is a fixed number of them."""
         count = round(len(self.kernels) * num_steps / self.num_steps)
         return Steps(self.kernels[:count], num_steps)
 
 
 def middle_steps(kernels: Iterable[Kernel], num_steps: int) -> Steps:
-    """The recorded steps without the first and the last ones, in which starting and stopping to record shows."""
+    """The recorded steps without the first and the last ones, which starting and stopping the profiler disturbs."""
     in_order = sorted(kernels, key=lambda kernel: kernel.start)
     edge = round(len(in_order) * EDGE_STEPS / num_steps)
     return Steps(in_order[edge : len(in_order) - edge], num_steps - 2 * EDGE_STEPS)
@@ -171,7 +184,7 @@ def _short(name: str) -> str:
 
 
 def record_decode(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -> Steps:
-    """Let a batch decode, and record `num_steps` of its steps when it has settled."""
+    """Decode a batch and record `num_steps` of its steps after some unmeasured ones."""
     from torch.profiler import ProfilerActivity, profile
 
     from nanovllm.bench.workload import make_workload
@@ -199,28 +212,29 @@ def record_decode(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -
         still_running = llm.num_unfinished_requests
     finally:
         llm.abort(names)
-        llm.step()  # takes in what was still under way
+        llm.step()  # collects the step that was still running
     if still_running < batch_size:
         raise EngineError(
-            f"only {still_running} of {batch_size} sequences were still decoding at the end of the record"
+            f"only {still_running} of {batch_size} sequences were still decoding at the end of the recording"
         )
     return middle_steps(_kernels(profiler.events()), num_recorded)
 
 
 def _until_all_decode(llm: "LLM", batch_size: int) -> None:
+    """Run steps until one decodes all sequences and computes no prompt."""
     while not llm.is_finished():
         llm.step()
         plan = llm.llm_engine.last_plan
         if plan is not None and not plan.chunks and len(plan.decode_rows) == batch_size:
             return
     raise ConfigError(
-        f"max_num_seqs={llm.config.max_num_seqs}: {batch_size} sequences never decode together; raise it, give the KV "
-        "cache more memory, or look at smaller batches"
+        f"max_num_seqs={llm.config.max_num_seqs}: {batch_size} sequences never decode in one step; raise it, give the "
+        "KV cache more memory, or profile smaller batches"
     )
 
 
 def _kernels(events: Iterable[Any]) -> list[Kernel]:
-    """Of the profiler's events those of the device; marks that a program sets there are none of them."""
+    """The profiler's device events, without annotations and synchronization."""
     from torch.autograd import DeviceType
 
     kernels = [
@@ -229,11 +243,11 @@ def _kernels(events: Iterable[Any]) -> list[Kernel]:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation and "Sync" not in event.name
     ]
     if not kernels:
-        raise EngineError("torch.profiler saw no kernel: it needs CUPTI, and the right to read the GPU's counters")
+        raise EngineError("torch.profiler recorded no kernel: it needs CUPTI and permission to read the GPU's counters")
     return kernels
 
 
-# --- the picture ------------------------------------------------------------------------------------------------------
+# --- the plot ---------------------------------------------------------------------------------------------------------
 
 WIDTH, MARGIN, LANE, PANEL = 960, 16, 44, 104  # pixels; a panel is a caption, a lane of bars and an axis
 COLOURS = dict(zip(KINDS, ("#8c8c8c", "#3b6fb6", "#d98a29", "#a24c9a", "#4f9e5b"), strict=True))
@@ -241,7 +255,7 @@ TEXT = 'font-family="sans-serif" font-size="13" fill="#222"'
 
 
 def draw(found: dict[int, Steps], num_steps: int = 2) -> str:
-    """An SVG: a lane for each batch size, a bar for each kernel, as wide as it ran."""
+    """An SVG with one lane per batch size and one bar per kernel, as wide as its time."""
     height = 2 * MARGIN + PANEL * len(found) + 20
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',

@@ -1,4 +1,4 @@
-"""What a benchmark gives back: what was measured where, and rows of numbers, as a table or as one JSON document."""
+"""The result of a benchmark: environment, settings and rows of numbers, printed as a table or as JSON."""
 
 import json
 import platform
@@ -18,6 +18,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Report:
+    """The result of one benchmark."""
+
     benchmark: str
     environment: Row
     settings: Row
@@ -27,14 +29,14 @@ class Report:
         return json.dumps(vars(self), indent=2)
 
     def __str__(self) -> str:
-        """The settings, then a table; a single result stands on its side."""
-        head = _upright({**self.environment, **self.settings})
-        body = _upright(self.results[0]) if len(self.results) == 1 else table(self.results)
+        """The settings, then a table of the results; a single result is printed one value per line."""
+        head = _one_per_line({**self.environment, **self.settings})
+        body = _one_per_line(self.results[0]) if len(self.results) == 1 else table(self.results)
         return f"{self.benchmark}\n\n{head}\n\n{body}"
 
 
 def environment(llm: "LLM") -> Row:
-    """What the numbers depend on beside the code."""
+    """The hardware and software that the numbers depend on."""
     import torch
 
     from nanovllm.runner.device import resolve_device, resolve_dtype
@@ -54,12 +56,12 @@ def environment(llm: "LLM") -> Row:
 
 
 def machine() -> Row:
-    """The same for a benchmark without a model."""
+    """The environment of a benchmark without a model."""
     return {"device": _cpu_name(), "nanovllm": __version__, "python": platform.python_version()}
 
 
 def medians_of(rows: list[Row]) -> Row:
-    """The median of every measured column."""
+    """The median of every column of floats."""
     from statistics import median
 
     measured = [name for name, value in rows[0].items() if isinstance(value, float)]
@@ -73,13 +75,13 @@ def _model_name(model: str | None) -> str:
 
 
 def _cpu_name() -> str:
-    """The processor as the kernel names it; on Arm, where it does not, the architecture."""
+    """The processor's name from /proc/cpuinfo; on Arm, which has none there, the architecture."""
     names = [line.split(":")[1].strip() for line in _read("/proc/cpuinfo") if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def peak_memory() -> Row:
-    """The most this process ever held, in MiB; on a GPU also the most that torch held there."""
+    """Peak memory of this process in MiB; on a GPU also the peak that torch reserved there."""
     peak: Row = {"peak_rss_mib": _peak_rss_bytes() / MIB}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -88,7 +90,7 @@ def peak_memory() -> Row:
 
 
 def _peak_rss_bytes() -> int:
-    """From the kernel's count for this program alone: getrusage's also remembers what the parent held before exec."""
+    """From /proc, which counts this program only: getrusage includes the parent's memory before exec."""
     for line in _read("/proc/self/status"):
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
@@ -107,13 +109,13 @@ def _read(path: str) -> list[str]:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _upright(row: Row) -> str:
+def _one_per_line(row: Row) -> str:
     width = max(map(len, row))
     return "\n".join(f"{_title(name):<{width}}  {_show(value)}" for name, value in row.items())
 
 
 def table(rows: list[Row]) -> str:
-    """Numbers to the right, texts to the left."""
+    """Rows as aligned columns: numbers to the right, texts to the left."""
     columns = [_column(name, [row[name] for row in rows]) for name in rows[0]]
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 

@@ -1,27 +1,26 @@
-"""How a running server answers under load: any server that speaks OpenAI's API.
+"""Throughput and latency of a running server under load; any server with the OpenAI API works.
 
-There are two ways to put load on a server, and they answer different questions. In a closed loop (--max-concurrency N)
-N users wait for their answer before they ask again: a slow server is asked less often, so the load adapts to it. That
-measures the most it can do with N at a time. In an open loop (--request-rate R) requests arrive when they arrive, as
-those of many strangers do, whether or not the earlier ones are done: a server that is too slow builds a queue, and
-every second it falls behind shows in the latencies. That measures what users will see.
+There are two ways to put load on a server. In a closed loop (--max-concurrency N) each of N users waits for an answer
+before sending the next request: a slow server gets fewer requests. That measures the highest throughput with N requests
+at a time. In an open loop (--request-rate R) requests arrive independently of the server: if it is too slow, a queue
+builds up and the latencies grow. That measures what users will experience.
 
-The mistake to avoid is called coordinated omission: a client that holds a request back because the server is busy, and
-starts its clock only when it sends it, leaves out just the waiting that the slowness caused. A stall of ten seconds is
-then one bad request instead of the hundred that would have arrived meanwhile. So here the clock of a request that was
-due at some time starts at that time, whatever held it back (--max-concurrency together with a rate, or a client that
-is itself too slow: the send delay says how much). Only where nothing says when a request is due does it start with the
-sending. The connection is opened for each request anew, and counts. What fails is counted by kind, never tried again.
+A client that delays a request because the server is busy, and starts its clock only when it sends it, hides the waiting
+that the slow server caused (coordinated omission). A stall of ten seconds is then one slow request instead of the
+hundred that would have arrived in that time. So the latency of a request counts from the time at which it was due,
+whatever delayed it (--max-concurrency together with a rate, or a client that is too slow; see the send delay). Requests
+without a due time count from sending. Each request opens a new connection, which is included. Failed requests are
+counted by kind and not retried.
 
-Prompts are token ids (words, with --text-prompts or in a chat). A recorded trace is replayed with --trace, with its
-own arrivals, lengths and, where it has them, shared prefixes; 'inf' for --trace-speedup drops the arrivals.
+Prompts are token ids (words with --text-prompts or in a chat). --trace replays a recorded trace with its arrival times,
+its lengths and, if it has them, its shared prefixes; --trace-speedup inf ignores the arrival times.
 
-  TTFT                  until the first piece of the answer that shows something
-  TPOT                  from there to the last one, over the tokens after the first: one number a request
-  ITL                   between one piece and the next: one number a piece, so that stalls are seen
-  E2EL                  until the last piece
-  Request goodput       requests that kept to all the limits of --goodput, a second
-  P99 send delay        how late requests were sent; 0 in a closed loop
+  TTFT                  time to the first piece of the answer that has content
+  TPOT                  time from the first piece to the last, divided by the tokens after the first; one per request
+  ITL                   time between two pieces, one value per piece, which shows stalls
+  E2EL                  time to the last piece
+  Request goodput       requests per second that met all limits of --goodput
+  P99 send delay        how much later than due requests were sent; 0 in a closed loop
 """
 
 import argparse
@@ -45,89 +44,151 @@ DATASETS = ("random", "published", "custom")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NUM_RANDOM, NUM_PUBLISHED = 1000, 256
 PUBLISHED_TEMPERATURE = 0.6
-SECONDS_BETWEEN_LOOKS = 0.25  # while the server is not ready
+SECONDS_BETWEEN_POLLS = 0.25  # while the server is not ready
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    server = parser.add_argument_group("the server")
-    server.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="default: %(default)s")
-    server.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
-    server.add_argument("--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help="default: %(default)s")
-    server.add_argument("--api-key", metavar="KEY")
-    server.add_argument("--ready-timeout", type=positive, metavar="SECONDS", help="wait this long for the server")
-    server.add_argument(
-        "--request-timeout", type=positive, default=3600.0, metavar="SECONDS", help="default: %(default)g"
-    )
-
-    load = parser.add_argument_group("the load")
-    load.add_argument(
-        "--request-rate", type=positive, metavar="R", help="open loop: requests a second; default: inf, all at once"
-    )
-    load.add_argument(
-        "--burstiness",
-        type=positive,
-        default=1.0,
-        metavar="B",
-        help="shape of the gamma distribution of the gaps: 1 is a Poisson process, less has bursts; default: 1",
-    )
-    load.add_argument("--max-concurrency", type=count, metavar="N", help="closed loop: at most N requests at a time")
-
-    requests = parser.add_argument_group("the requests")
-    requests.add_argument("--dataset-name", choices=DATASETS, help="default: random; published: see bench throughput")
-    requests.add_argument(
-        "--dataset-path",
-        type=Path,
-        metavar="FILE",
-        help='custom: a JSON object a line with "prompt" or "messages", and "output_tokens" if need be',
-    )
-    requests.add_argument(
-        "--num-prompts",
-        type=count,
-        metavar="N",
-        help=f"default: {NUM_RANDOM}; published {NUM_PUBLISHED}, custom: the whole file",
-    )
-    requests.add_argument("--random-input-len", type=count, default=1024, metavar="N", help="default: %(default)s")
-    requests.add_argument("--random-output-len", type=count, default=128, metavar="N", help="default: %(default)s")
-    requests.add_argument(
-        "--random-range-ratio",
-        type=ratio,
-        default=0.0,
-        metavar="X",
-        help="lengths are drawn from (1 - X) to (1 + X) times those; default: 0",
-    )
-    requests.add_argument("--custom-output-len", type=count, default=256, metavar="N", help="default: %(default)s")
-    requests.add_argument(
-        "--trace", type=Path, metavar="FILE", help="replay Azure's (.csv) or Mooncake's (.jsonl) trace"
-    )
-    requests.add_argument("--trace-speedup", type=positive, default=1.0, metavar="X", help="default: 1; inf: at once")
-    requests.add_argument("--trace-limit", type=count, metavar="N", help="only the first N requests of the trace")
-    requests.add_argument("--seed", type=whole_number, default=0, metavar="N", help="default: %(default)s")
-    requests.add_argument("--vocab-size", type=count, metavar="N", help="token ids are below it; default: 10,001")
-    requests.add_argument("--text-prompts", action="store_true", help="send words instead of token ids")
-    requests.add_argument(
-        "--temperature", type=not_negative, metavar="X", help=f"default: 0; published: {PUBLISHED_TEMPERATURE}"
-    )
-    requests.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="every answer has its full length; a server that does not know the field may refuse it; default: on",
-    )
-    requests.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields to send")
-
-    output = parser.add_argument_group("the output")
+    _add_server(parser.add_argument_group("server options"))
+    _add_load(parser.add_argument_group("load options"))
+    _add_dataset(parser.add_argument_group("dataset options"))
+    _add_request(parser.add_argument_group("request options"))
+    output = parser.add_argument_group("output options")
     output.add_argument(
         "--goodput",
         type=limit,
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="count the requests that keep to all of these, such as ttft:200 tpot:50 e2el:5000",
+        help="Count the requests that meet all of these limits in milliseconds, such as ttft:200 tpot:50 e2el:5000.",
     )
-    output.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG: latencies over time and as CDFs")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE", help="Draw latencies over time and their distribution into this SVG file."
+    )
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="URL of the server. Default: %(default)s."
+    )
+    group.add_argument(
+        "--model", metavar="NAME", help="Model name to send. Default: the first one that the server lists."
+    )
+    group.add_argument(
+        "--endpoint", choices=(COMPLETIONS, CHAT), default=COMPLETIONS, help="API path to call. Default: %(default)s."
+    )
+    group.add_argument("--api-key", metavar="KEY", help="API key to send.")
+    group.add_argument(
+        "--ready-timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="Seconds to wait until the server answers. Default: 0.",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=positive,
+        default=3600.0,
+        metavar="SECONDS",
+        help="Seconds after which a request counts as failed. Default: %(default)g.",
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--request-rate", type=positive, metavar="R", help="Open loop: requests per second. Default: inf, all at once."
+    )
+    group.add_argument(
+        "--burstiness",
+        type=positive,
+        default=1.0,
+        metavar="B",
+        help="Shape of the gamma distribution of the times between requests: 1 is a Poisson process, a smaller value "
+        "makes bursts. Default: 1.",
+    )
+    group.add_argument("--max-concurrency", type=count, metavar="N", help="Closed loop: at most N requests at a time.")
+
+
+def _add_dataset(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--dataset-name",
+        choices=DATASETS,
+        help="Source of the requests: random, published (see bench throughput) or custom (see --dataset-path). "
+        "Default: random.",
+    )
+    group.add_argument(
+        "--dataset-path",
+        type=Path,
+        metavar="FILE",
+        help='File of the dataset custom: one JSON object per line with "prompt" or "messages", and optionally '
+        '"output_tokens".',
+    )
+    group.add_argument(
+        "--num-prompts",
+        type=count,
+        metavar="N",
+        help=f"Number of requests. Default: {NUM_RANDOM}, published {NUM_PUBLISHED}, custom the whole file.",
+    )
+    group.add_argument(
+        "--random-input-len", type=count, default=1024, metavar="N", help="Random: prompt tokens. Default: %(default)s."
+    )
+    group.add_argument(
+        "--random-output-len", type=count, default=128, metavar="N", help="Random: output tokens. Default: %(default)s."
+    )
+    group.add_argument(
+        "--random-range-ratio",
+        type=ratio,
+        default=0.0,
+        metavar="X",
+        help="Random: lengths are drawn from (1 - X) to (1 + X) times these. Default: 0.",
+    )
+    group.add_argument(
+        "--custom-output-len",
+        type=count,
+        default=256,
+        metavar="N",
+        help='Custom: output tokens of lines without "output_tokens". Default: %(default)s.',
+    )
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Recorded trace to replay, Azure's (.csv) or Mooncake's (.jsonl)."
+    )
+    group.add_argument(
+        "--trace-speedup",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="Factor by which the trace is replayed faster; inf sends all requests at once. Default: 1.",
+    )
+    group.add_argument("--trace-limit", type=count, metavar="N", help="Replay only the first N requests of the trace.")
+
+
+def _add_request(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--seed",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="Random seed of lengths, tokens and arrival times. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--vocab-size", type=count, metavar="N", help="Token ids are below this number. Default: 10,001."
+    )
+    group.add_argument("--text-prompts", action="store_true", help="Send words instead of token ids.")
+    group.add_argument(
+        "--temperature",
+        type=not_negative,
+        metavar="X",
+        help=f"Sampling temperature. Default: 0, published {PUBLISHED_TEMPERATURE}.",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Send ignore_eos, so that every output has its full length. A server that does not know the field may "
+        "refuse the request. Default: on.",
+    )
+    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="Further fields to send.")
 
 
 def not_negative(text: str) -> float:
@@ -151,7 +212,7 @@ def limit(text: str) -> tuple[str, float]:
     return name, positive(milliseconds)
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- running ----------------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> "Report":
@@ -174,7 +235,7 @@ def run(args: argparse.Namespace) -> "Report":
 
 
 def choose_requests(args: argparse.Namespace) -> "list[Request]":
-    """What the arguments ask for, with its arrival times."""
+    """The requests that the arguments describe, with their arrival times."""
     from nanovllm.bench import traces
 
     _check_combination(args)
@@ -216,23 +277,23 @@ def choose_requests(args: argparse.Namespace) -> "list[Request]":
 def _check_combination(args: argparse.Namespace) -> None:
     if args.trace is not None:
         for name, instead in {
-            "request_rate": "its arrivals are its own; --trace-speedup changes them",
-            "num_prompts": "--trace-limit is its number of requests",
-            "dataset_name": "it brings its own requests",
-            "dataset_path": "it brings its own requests",
+            "request_rate": "the trace has arrival times; --trace-speedup scales them",
+            "num_prompts": "use --trace-limit",
+            "dataset_name": "the trace has its own requests",
+            "dataset_path": "the trace has its own requests",
         }.items():
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --trace: {instead}")
     elif args.trace_limit is not None or args.trace_speedup != 1:
         raise ConfigError("--trace-limit and --trace-speedup need --trace FILE")
     if (args.dataset_name == "custom") != (args.dataset_path is not None):
-        raise ConfigError("--dataset-name custom and --dataset-path FILE go together")
+        raise ConfigError("--dataset-name custom and --dataset-path FILE must be given together")
     if args.dataset_name == "custom" and args.text_prompts:
         raise ConfigError("--text-prompts cannot be used with --dataset-name custom: its prompts are sent as they are")
     if args.plot is not None and not args.plot.resolve().parent.is_dir():
         raise ConfigError(f"--plot {args.plot}: there is no folder {args.plot.parent}")
     if args.burstiness != 1 and math.isinf(args.request_rate or math.inf):
-        raise ConfigError("--burstiness needs --request-rate: without it there are no gaps to draw")
+        raise ConfigError("--burstiness needs --request-rate: without a rate all requests are sent at once")
 
 
 async def _load(
@@ -257,7 +318,7 @@ async def _load(
         extra_body=args.extra_body,
         timeout=args.request_timeout,
     )
-    with tqdm(total=len(requests), unit="req", disable=None) as bar:  # None: only on a terminal
+    with tqdm(total=len(requests), unit="req", disable=None) as bar:  # None means only on a terminal
         outcomes = await drive(
             requests, target, max_concurrency=args.max_concurrency, on_end=lambda outcome: bar.update()
         )
@@ -265,7 +326,7 @@ async def _load(
 
 
 async def _first_model(server: "Server", ready_timeout: float | None) -> str:
-    """Of the server's list, once it answers; without a time to wait, it has to at once."""
+    """The first model that the server lists. Waits up to `ready_timeout` seconds for the server."""
     import asyncio
 
     from nanovllm.bench.http_stream import RequestFailed, fetch
@@ -277,20 +338,20 @@ async def _first_model(server: "Server", ready_timeout: float | None) -> str:
                 body = await fetch(server, "/v1/models")
             return json.loads(body)["data"][0]["id"]
         except (ValueError, LookupError, TypeError):
-            raise NanoError(f"{server.authority}: its /v1/models lists no model; name one with --model") from None
+            raise NanoError(f"{server.authority}: /v1/models lists no model; give one with --model") from None
         except (RequestFailed, TimeoutError) as error:
             if asyncio.get_running_loop().time() > deadline:
                 reason = str(error) or "no answer in time"
                 raise NanoError(f"the server at {server.authority} is not ready: {reason}") from None
-        await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+        await asyncio.sleep(SECONDS_BETWEEN_POLLS)
 
 
 def _allow_many_connections() -> None:
-    """As many open files as the system lets this process have: a thousand requests at once need as many sockets."""
+    """Raise the limit of open files: each concurrent request needs a socket."""
     import resource
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""From the stories of single requests to the numbers of a load test, under vLLM's names."""
+"""Computes the metrics of a load test from its requests, with vLLM's names."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ TITLES = {
     "output_throughput": "Output token throughput (tok/s)",
     "total_token_throughput": "Total Token throughput (tok/s)",
     "max_concurrent_requests": "Peak concurrent requests",
-    "shorter_than_asked": "Answers shorter than asked",
+    "shorter_than_asked": "Outputs shorter than requested",
     "p99_send_delay_ms": "P99 send delay (ms)",
 }
 LATENCIES = {
@@ -29,11 +29,14 @@ LATENCIES = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-WIDTH, TITLE_WIDTH = 50, 40  # of vLLM's summary
+WIDTH, TITLE_WIDTH = 50, 40  # as in vLLM's summary
 
 
 def measure(outcomes: Sequence[Outcome], goodput: Mapping[str, float] | None = None) -> Row:
-    """Tokens and latencies are of whole answers; the rest is counted by kind. `goodput`: the most ms of each."""
+    """The metrics by name. Tokens and latencies count complete answers only; failures are counted by kind.
+
+    `goodput` maps latency names to limits in milliseconds.
+    """
     whole = [outcome for outcome in outcomes if outcome.failure is None]
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     duration = max(outcome.ended for outcome in outcomes) - min(outcome.sent for outcome in outcomes)
@@ -68,7 +71,7 @@ def measure(outcomes: Sequence[Outcome], goodput: Mapping[str, float] | None = N
 
 
 def latencies(whole: Iterable[Outcome]) -> dict[str, list[float]]:
-    """In milliseconds; one a request, but of the inter-token latency one for every piece after the first."""
+    """In milliseconds: one per request, and for the inter-token latency one per piece after the first."""
     found: dict[str, list[float]] = {name: [] for name in LATENCIES}
     for outcome in whole:
         for name, seconds in _single(outcome).items():
@@ -79,7 +82,7 @@ def latencies(whole: Iterable[Outcome]) -> dict[str, list[float]]:
 
 
 def is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
-    """Whether the request kept to every limit; one token alone has no time per output token to exceed."""
+    """Whether the request met every limit. With one output token the limit per output token is met."""
     seconds = _single(outcome)
     return all((seconds[name] or 0.0) * 1e3 <= limit for name, limit in limits.items())
 
@@ -95,7 +98,7 @@ def _single(outcome: Outcome) -> dict[str, float | None]:
 def peak_concurrency(outcomes: Iterable[Outcome]) -> int:
     changes = [(time, change) for o in outcomes for time, change in ((o.sent, 1), (o.ended, -1))]
     in_flight = peak = 0
-    for _, change in sorted(changes):  # of one moment, ends come first
+    for _, change in sorted(changes):  # at equal times, ends sort first
         in_flight += change
         peak = max(peak, in_flight)
     return peak
@@ -110,7 +113,7 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
 
 @dataclass(frozen=True)
 class ServeReport(Report):
-    """Prints its one result as vLLM does, so that tools which read that read this."""
+    """Prints its result in vLLM's format, so that tools for that format can read it."""
 
     def __str__(self) -> str:
         (row,) = self.results

@@ -1,18 +1,17 @@
-"""What the HTTP server costs a token, measured with an engine that costs nothing.
+"""Time that the HTTP server takes per token, measured with an engine that takes none.
 
-A token that a client sees has been through the answer's template, JSON, HTTP's chunks and a socket: work of one Python
-process. If it cannot keep up, a fast engine waits for its own server. So the engine is replaced by one that has every
-token at once, behind the same app and the same web server as `nanovllm serve`, and is measured twice:
+Each streamed token is put into a response chunk, encoded as JSON and written to a socket by one Python process. If that
+process is too slow, a fast engine waits for it. So this benchmark runs the app and the web server of `nanovllm serve`
+with an engine that has every token at once, and measures it twice:
 
-  as fast as it goes   many streams, each given its next token as soon as the last one is on its way. The server's own
-                       CPU seconds are in the report too: on a busy machine they tell more than the clock does
-  at a steady pace     a token for each of some streams every few milliseconds, all at the same moment, as a batch's
-                       step ends. Each token says when it left the engine; how much later did the client have it? Only
-                       what comes while all streams are under way is counted
+  at full speed    many streams; each gets its next token as soon as the last one is written. The report includes the
+                   server's CPU seconds, which say more than the elapsed time on a busy machine
+  at a fixed pace  every few milliseconds each of some streams gets a token, all at the same moment, as at the end of a
+                   batch's step. Each token contains the time at which it left the engine, and the client computes how
+                   much later it received it. Only tokens sent while all streams are open count
 
-Every token is one event and one write, as it is with an engine whose steps bring each stream one token. Server and
-client are processes of their own; the client does no more than count, and its CPU time shows that it was not in the
-way.
+Every token is one event and one write, as with an engine that gives each stream one token per step. Server and client
+are separate processes. The client only counts; its CPU time shows whether it was the bottleneck.
 """
 
 import argparse
@@ -47,19 +46,25 @@ if TYPE_CHECKING:
 MODEL = "nothing"
 MAX_MODEL_LEN = 1 << 20
 WORD = " token"
-EXTRA_FRAMES = 3  # the role, the reason it ended, and [DONE]
+EXTRA_FRAMES = 3  # the role, the finish reason, and [DONE]
 PATH = "/v1/chat/completions"
 STAMP = re.compile(rb'"content":"(\d+)"')
 CPU = re.compile(rb"^process_cpu_seconds_total (\S+)$", re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=count, default=256, help="streams at full speed; default: %(default)s")
-    parser.add_argument("--tokens", type=count, default=200, help="tokens of each of them; default: %(default)s")
-    parser.add_argument("--paced-streams", type=count, default=64, help="streams at a pace; default: %(default)s")
-    parser.add_argument("--paced-tokens", type=count, default=200, help="tokens of each of them; default: %(default)s")
-    parser.add_argument("--pace-ms", type=count, default=20, help="between two of their tokens; default: %(default)s")
-    parser.add_argument("--rounds", type=count, default=3, help="measure so often; default: %(default)s")
+    parser.add_argument(
+        "--streams", type=count, default=256, help="Number of streams at full speed. Default: %(default)s."
+    )
+    parser.add_argument("--tokens", type=count, default=200, help="Tokens of each of them. Default: %(default)s.")
+    parser.add_argument(
+        "--paced-streams", type=count, default=64, help="Number of streams at a fixed pace. Default: %(default)s."
+    )
+    parser.add_argument("--paced-tokens", type=count, default=200, help="Tokens of each of them. Default: %(default)s.")
+    parser.add_argument(
+        "--pace-ms", type=count, default=20, help="Milliseconds between two of their tokens. Default: %(default)s."
+    )
+    parser.add_argument("--rounds", type=count, default=3, help="Number of measurements. Default: %(default)s.")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -80,13 +85,13 @@ def _measure(server: Server, args: argparse.Namespace) -> Row:
 
 
 def _cores() -> list[int]:
-    """Those this process may run on; none where the system does not say."""
+    """The cores that this process may run on; empty if the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 @contextmanager
 def _running_on(cores: list[int]) -> Iterator[None]:
-    """Away from the server's core: kernels like to put who reads a socket beside who writes to it."""
+    """Run this process on these cores: the kernel tends to place the reader of a socket on the writer's core."""
     before = _cores()
     if cores:
         os.sched_setaffinity(0, cores)
@@ -133,7 +138,7 @@ async def _read_streams(server: Server, num_streams: int, num_tokens: int, *, pa
         "messages": [{"role": "user", "content": "count"}],
         "stream": True,
         "max_tokens": num_tokens,
-        "seed": int(paced),  # tells the engine which of the two is wanted
+        "seed": int(paced),  # tells the engine which of the two measurements runs
     }
     message = server.message("POST", PATH, json.dumps(body).encode())
     loop = asyncio.get_running_loop()
@@ -142,16 +147,16 @@ async def _read_streams(server: Server, num_streams: int, num_tokens: int, *, pa
     await asyncio.gather(*(stream.ended for stream in streams))
     for stream in streams:
         if stream.num_frames != num_tokens + EXTRA_FRAMES:
-            raise EngineError(f"a stream of {num_tokens} tokens came as {stream.num_frames} events: {stream.rest!r}")
+            raise EngineError(f"a stream of {num_tokens} tokens had {stream.num_frames} events: {stream.rest!r}")
     return streams
 
 
 class _Stream(asyncio.Protocol):
-    """Counts events, and notes how late each is that says when it left."""
+    """Counts events, and records the delay of those that contain the time at which they left the engine."""
 
     def __init__(self, message: bytes, loop: asyncio.AbstractEventLoop) -> None:
         self.num_frames = 0
-        self.delays: dict[int, int] = {}  # by the moment it left, both in ns
+        self.delays: dict[int, int] = {}  # delay by the time at which the token left the engine, both in ns
         self.rest = b""
         self.ended: asyncio.Future[None] = loop.create_future()
         self._message = message
@@ -179,7 +184,7 @@ async def _cpu_seconds(server: Server) -> float:
 
 @contextmanager
 def running_server(pace: float, core: list[int]) -> Iterator[Server]:
-    """Its port takes connections from the beginning; they are answered once it is up."""
+    """Start the server. Its port accepts connections at once; they are answered when it is ready."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         command = [sys.executable, "-m", "nanovllm.bench.server_overhead", str(listener.fileno()), str(pace)]
         command += map(str, core)
@@ -196,7 +201,7 @@ def running_server(pace: float, core: list[int]) -> Iterator[Server]:
 
 
 class InstantEngine:
-    """Has every token at once; with a seed of 1, at the pace of its clock, and then each token is the time."""
+    """Has every token at once. A request with seed 1 gets tokens at a fixed pace, and each token is the time."""
 
     def __init__(self, pace: float) -> None:
         self.tokenizer: Tokenizer | None = _tokenizer()
@@ -236,7 +241,7 @@ class InstantEngine:
 
     @contextmanager
     def _running_clock(self, is_paced: bool) -> Iterator[None]:
-        """A clock that goes while somebody looks at it."""
+        """Run the clock while any paced request is open."""
         self._num_paced += is_paced
         if self._num_paced and self._clock is None:
             self._clock = asyncio.ensure_future(self._go())
@@ -262,7 +267,7 @@ class InstantEngine:
         return EngineStats(0, 0, 1, 1, 0, 0, 0, 0, 0, 0)
 
     async def view(self) -> "AsyncGenerator[EngineView, None]":
-        raise EngineError("there is nothing to see")
+        raise EngineError("this engine has no view")
         yield
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
@@ -276,7 +281,7 @@ MODEL_CONFIG = replace(NO_MODEL, max_position=MAX_MODEL_LEN, eos_token_ids=(1,))
 
 
 def _tokenizer() -> "Tokenizer":
-    """One word, and a chat template that writes just that."""
+    """A vocabulary of one word and a chat template that writes the messages only."""
     import tokenizers
 
     from nanovllm.text.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
-"""Models to measure without their weights: a speed depends on a model's shape, not on what it has learned.
+"""Model shapes for benchmarks: the speed of a model depends on its shape, not on the values of its weights.
 
-A shape is a folder `nanovllm/shapes/NAME` with nothing but a config.json. Opened with `load_format="dummy"` it gives a
-model of the real size with random weights and no tokenizer: token ids in, token ids out.
+A shape is a folder `nanovllm/shapes/NAME` that contains only a config.json. With `load_format="dummy"` it loads as a
+model of the real size with random weights and no tokenizer; prompts and outputs are token ids.
 """
 
 import difflib
@@ -27,15 +27,15 @@ def shape_folder(name: str) -> Path:
 
 
 def with_shape(engine: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """The engine's options with the shape as their model; as they are where none is named."""
+    """The engine options with the shape `name` as the model; unchanged if `name` is None."""
     if name is None:
         return engine
     if "model" in engine:
-        raise ConfigError(f"model_shape={name!r} and model={engine['model']!r}: name one of them")
+        raise ConfigError(f"model_shape={name!r} and model={engine['model']!r}: give one of them")
     if engine.get("load_format", "dummy") != "dummy":
         raise ConfigError(
             f"load_format={engine['load_format']!r}: a shape has no weights to load; "
-            "leave it out, or name a model that has some with --model"
+            "leave load_format out, or load a model with --model"
         )
     own = {"model": str(shape_folder(name)), "load_format": "dummy"}
     return {"skip_tokenizer_init": "tokenizer" not in engine, **engine, **own}

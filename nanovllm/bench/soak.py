@@ -1,18 +1,19 @@
-"""A server under abuse for minutes: no request is lost, and nothing is left over.
+"""Soak test: load a server with difficult requests for minutes and check that none is lost and nothing leaks.
 
-A leak of a few bytes, of a block or of a task shows in no test that lasts a second, and what loses a request is seldom
-one request: it is a client that leaves in the very step in which another is turned away. So here many users ask at
-random, at once, for everything: plain and structured answers, in one piece and streamed, several at a time, embeddings;
-some leave before the first token and some behind it, some send nonsense, and every few seconds more come than the queue
-holds. The draw is repeated by --seed; how it interleaves is left to chance, which is the point.
+A leak of a few bytes, of a block or of a task does not show in a test of a second, and a request is mostly lost through
+a rare combination, such as a client that disconnects in the step in which another request is refused. So many users
+send random requests at the same time: plain and structured outputs, streamed or not, several prompts per request,
+embeddings. Some disconnect before or after the first token, some send invalid requests, and every few seconds a burst
+exceeds the queue. --seed repeats the same requests; their timing varies from run to run.
 
-Every request must end: in a whole answer of the form that was asked for, or in a refusal that it deserved (429 for any;
-another 4xx for nonsense alone). When all have ended, no sequence runs or waits, every block of the KV cache is free,
-and the processes hold about as much memory and as many open files as after the warm-up, which is a soak of its own.
+Every request must end, either in a complete answer of the requested form or in a proper refusal (429 for any request,
+another 4xx only for an invalid one). After the last request no sequence may run or wait, every KV cache block must be
+free, and the processes must hold about as much memory and as many open files as after the warm-up, which sends the same
+kind of load.
 
-Without --base-url a server is started for this, on --model or on a tiny model with random weights, with a short queue;
-at the end it is told to stop, and must do so without a word of complaint. Of a server that runs already neither its
-processes nor its log are looked at. The exit status is 1 if anything was not as it should be.
+Without --base-url the program starts a server with a short queue, for --model or for a tiny model with random weights.
+At the end it stops the server, which must exit with status 0 and without a traceback in its log. For a server given by
+--base-url, its processes and its log are not checked. The exit status is 1 if any check failed.
 """
 
 import argparse
@@ -37,32 +38,32 @@ from nanovllm.bench.tiny_model import write_tiny_model
 from nanovllm.errors import EngineError
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-MAX_NUM_SEQS, MAX_QUEUED = 8, 16  # of a server of our own
+MAX_NUM_SEQS, MAX_QUEUED = 8, 16  # limits of the server that this program starts
 NUM_USERS = 16
 BURST_SIZE = 3 * (MAX_NUM_SEQS + MAX_QUEUED)
 SECONDS_BETWEEN_BURSTS = 7.0
-WARM_UP_SECONDS = 60.0  # or a fifth of the whole, where that is less
-ANSWER_SECONDS = 120.0  # a request that takes longer is lost
-QUIET_SECONDS = 15.0  # for everything to be given back when no request is open
+WARM_UP_SECONDS = 60.0  # at most a fifth of the whole time
+ANSWER_SECONDS = 120.0  # a request that takes longer counts as lost
+QUIET_SECONDS = 15.0  # time to free everything after the last request
 LOAD_SECONDS = 120.0
-GROWTH, GROWTH_MIB, GROWTH_FILES = 1.1, 32.0, 4  # how much more is "about as much"
+GROWTH, GROWTH_MIB, GROWTH_FILES = 1.1, 32.0, 4  # allowed growth of memory (factor, plus MiB) and of open files
 COMPLAINTS = re.compile(r"Traceback|was destroyed|never retrieved|never awaited")
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- random requests --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request, and what to make of its answer."""
+class SoakRequest:
+    """One request and how to check its answer."""
 
     kind: str
     path: str
     body: bytes
     streams: bool = False
-    is_bad: bool = False
-    leaves_after: float | None = None  # seconds
-    fits: Callable[[str], bool] = lambda text: True  # a text that came to its end
+    is_invalid: bool = False
+    disconnect_after: float | None = None  # seconds
+    fits: Callable[[str], bool] = lambda text: True  # whether a finished text has the requested form
 
 
 PERSON = {
@@ -86,7 +87,7 @@ FORMS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"structured_outputs": {"choice": CHOICES}}, CHOICES.__contains__),
     ({"structured_outputs": {"grammar": 'start: "a" "b"+ "c"'}}, lambda text: re.fullmatch("ab+c", text) is not None),
 ]
-NONSENSE: list[tuple[str, bytes]] = [
+INVALID: list[tuple[str, bytes]] = [
     (CHAT, b"{"),
     (CHAT, b'{"messages": "\xff"}'),
     (CHAT, b'{"a":' * 10_000),
@@ -103,63 +104,65 @@ NONSENSE: list[tuple[str, bytes]] = [
 ]
 
 
-class Draw:
-    """Requests at random."""
+class RequestGenerator:
+    """Makes random requests; the same seed makes the same requests."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def request(self) -> Ask:
-        kinds = [self._plain, self._structured, self._many, self._embedding, self._leaving, self._nonsense]
+    def request(self) -> SoakRequest:
+        kinds = [self._plain, self._structured, self._many, self._embedding, self._disconnecting, self._invalid]
         return self._random.choices(kinds, weights=[4, 3, 1, 1, 3, 2])[0]()
 
-    def short(self) -> Ask:
+    def short(self) -> SoakRequest:
         return self._chat("burst", {"max_tokens": 4}, streams=self._random.random() < 0.5)
 
-    def _plain(self) -> Ask:
+    def _plain(self) -> SoakRequest:
         return self._chat("plain", {"max_tokens": self._random.randint(1, 80)}, streams=self._random.random() < 0.5)
 
-    def _structured(self) -> Ask:
+    def _structured(self) -> SoakRequest:
         fields, fits = self._random.choice(FORMS)
         return self._chat("structured", {**fields, "max_tokens": 120}, streams=self._random.random() < 0.5, fits=fits)
 
-    def _many(self) -> Ask:
+    def _many(self) -> SoakRequest:
         body = {"prompt": [self._text() for _ in range(3)], "n": 2, "max_tokens": 16, "logprobs": 1}
-        return Ask("several at once", COMPLETIONS, json.dumps(body).encode())
+        return SoakRequest("several at once", COMPLETIONS, json.dumps(body).encode())
 
-    def _embedding(self) -> Ask:
-        return Ask("embedding", EMBEDDINGS, json.dumps({"input": [self._text(), self._text()]}).encode())
+    def _embedding(self) -> SoakRequest:
+        return SoakRequest("embedding", EMBEDDINGS, json.dumps({"input": [self._text(), self._text()]}).encode())
 
-    def _leaving(self) -> Ask:
+    def _disconnecting(self) -> SoakRequest:
         fields = {"max_tokens": 1000, "ignore_eos": True, "n": self._random.choice([1, 1, 2])}
-        asked = self._chat("leaving", fields, streams=self._random.random() < 0.7)
-        return Ask("leaving", asked.path, asked.body, asked.streams, leaves_after=self._random.expovariate(4.0))
+        request = self._chat("disconnecting", fields, streams=self._random.random() < 0.7)
+        return SoakRequest(
+            "disconnecting", request.path, request.body, request.streams, disconnect_after=self._random.expovariate(4.0)
+        )
 
-    def _nonsense(self) -> Ask:
-        path, body = self._random.choice(NONSENSE)
-        return Ask("nonsense", path, body, is_bad=True)
+    def _invalid(self) -> SoakRequest:
+        path, body = self._random.choice(INVALID)
+        return SoakRequest("invalid", path, body, is_invalid=True)
 
     def _chat(
         self, kind: str, fields: dict[str, Any], *, streams: bool, fits: Callable[[str], bool] = lambda text: True
-    ) -> Ask:
+    ) -> SoakRequest:
         messages = [{"role": "user", "content": self._text()}]
         body = {"messages": messages, "seed": self._random.randrange(1 << 30), "stream": streams, **fields}
-        return Ask(kind, CHAT, json.dumps(body).encode(), streams, fits=fits)
+        return SoakRequest(kind, CHAT, json.dumps(body).encode(), streams, fits=fits)
 
     def _text(self) -> str:
-        """Of few beginnings and many ends, so that some of it is found in the cache."""
+        """Texts share a few beginnings, so that the prefix cache is used."""
         return "word " * self._random.choice([1, 8, 30]) + str(self._random.randrange(1000))
 
 
-# --- asking -----------------------------------------------------------------------------------------------------------
+# --- sending ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Tally:
-    """How the requests ended, by their kind."""
+    """How the requests of each kind ended."""
 
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # of those answered
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # latencies of answered requests, by kind
     failures: list[str] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
@@ -168,7 +171,8 @@ class Tally:
 
     def _row(self, name: str, kinds: list[str]) -> Row:
         ends = {
-            end: sum(self.ends[kind, end] for kind in kinds) for end in ("answered", "429", "refused", "left", "lost")
+            end: sum(self.ends[kind, end] for kind in kinds)
+            for end in ("answered", "429", "refused", "disconnected", "lost")
         }
         times = sorted(time for kind in kinds for time in self.seconds.get(kind, []))
         return {
@@ -180,54 +184,54 @@ class Tally:
         }
 
 
-async def ask_one(server: Server, asked: Ask, tally: Tally) -> None:
+async def send_one(server: Server, request: SoakRequest, tally: Tally) -> None:
     began = time.monotonic()
     try:
-        async with asyncio.timeout(asked.leaves_after or ANSWER_SECONDS):
-            end = await _end_of(server, asked)
+        async with asyncio.timeout(request.disconnect_after or ANSWER_SECONDS):
+            end = await _outcome_of(server, request)
     except TimeoutError:
-        end = "left" if asked.leaves_after is not None else "lost: no answer"
+        end = "disconnected" if request.disconnect_after is not None else "lost: no answer"
     if end.startswith("lost"):
-        tally.failures.append(f"{asked.kind}: {end}")
-    tally.ends[asked.kind, end.partition(":")[0]] += 1
+        tally.failures.append(f"{request.kind}: {end}")
+    tally.ends[request.kind, end.partition(":")[0]] += 1
     if end == "answered":
-        tally.seconds.setdefault(asked.kind, []).append(time.monotonic() - began)
+        tally.seconds.setdefault(request.kind, []).append(time.monotonic() - began)
 
 
-async def _end_of(server: Server, asked: Ask) -> str:
-    """answered, 429, refused, or lost with a reason."""
+async def _outcome_of(server: Server, request: SoakRequest) -> str:
+    """How the request ended: "answered", "429", "refused", or "lost: " with a reason."""
     body = bytearray()
     try:
-        await exchange(server, server.message("POST", asked.path, asked.body), body.extend)
+        await exchange(server, server.message("POST", request.path, request.body), body.extend)
     except RequestFailed as failure:
         if failure.kind == "HTTP 429":
             return "429"
         is_refusal = re.fullmatch(r"HTTP 4\d\d", failure.kind)
-        return "refused" if asked.is_bad and is_refusal else f"lost: {failure}"
-    if asked.is_bad:
-        return "lost: nonsense was answered"
-    wrong = what_is_wrong(asked, bytes(body))
+        return "refused" if request.is_invalid and is_refusal else f"lost: {failure}"
+    if request.is_invalid:
+        return "lost: an invalid request was answered"
+    wrong = what_is_wrong(request, bytes(body))
     return f"lost: {wrong}" if wrong else "answered"
 
 
-def what_is_wrong(asked: Ask, body: bytes) -> str | None:
-    """With the body of an answer; None if it is whole and of the form that was asked for."""
+def what_is_wrong(request: SoakRequest, body: bytes) -> str | None:
+    """What is wrong with the body of an answer; None if it is complete and has the requested form."""
     try:
-        answers = _streamed(body) if asked.streams else _whole(asked.path, json.loads(body))
+        answers = _streamed(body) if request.streams else _whole(request.path, json.loads(body))
         if not answers:
-            return "nothing was answered"
+            return "the answer is empty"
         for text, end in answers:
             if end not in ("stop", "length"):
                 return f"finish_reason is {end}"
-            if end == "stop" and not asked.fits(text):
-                return f"not of the form asked for: {text!r}"
+            if end == "stop" and not request.fits(text):
+                return f"not of the requested form: {text!r}"
     except (ValueError, LookupError, TypeError) as error:
         return f"{type(error).__name__}: {error}: {body[-200:]!r}"
     return None
 
 
 def _whole(path: str, answer: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """(text, finish_reason) of each part of an answer."""
+    """(text, finish_reason) of each choice, or of each embedding."""
     if path == EMBEDDINGS:
         return [("", "stop" if item["embedding"] else None) for item in answer["data"]]
     if path == COMPLETIONS:
@@ -236,6 +240,7 @@ def _whole(path: str, answer: dict[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def _streamed(body: bytes) -> list[tuple[str, str | None]]:
+    """(text, finish_reason) of each choice of a streamed answer."""
     *events, last = EventReader().feed(body)
     if last != b"[DONE]":
         raise ValueError("the stream has no end")
@@ -249,48 +254,49 @@ def _streamed(body: bytes) -> list[tuple[str, str | None]]:
     return [(text, ends[index]) for index, text in texts.items()]
 
 
-async def abuse(server: Server, *, seconds: float, seed: int, tally: Tally) -> None:
-    """Users who ask one after another, and bursts between; returns when every request has ended."""
+async def send_load(server: Server, *, seconds: float, seed: int, tally: Tally) -> None:
+    """Several users send one request after another, with bursts in between; returns when all requests have ended."""
     end = time.monotonic() + seconds
 
-    async def user(draw: Draw) -> None:
+    async def user(draw: RequestGenerator) -> None:
         while time.monotonic() < end:
-            await ask_one(server, draw.request(), tally)
+            await send_one(server, draw.request(), tally)
 
-    async def crowd(draw: Draw) -> None:
+    async def send_bursts(draw: RequestGenerator) -> None:
         while time.monotonic() < end:
-            await asyncio.gather(*(ask_one(server, draw.short(), tally) for _ in range(BURST_SIZE)))
+            await asyncio.gather(*(send_one(server, draw.short(), tally) for _ in range(BURST_SIZE)))
             await asyncio.sleep(min(SECONDS_BETWEEN_BURSTS, max(0.0, end - time.monotonic())))
 
     async with asyncio.TaskGroup() as group:
         for number in range(NUM_USERS):
-            group.create_task(user(Draw(seed * 1000 + number)))
-        group.create_task(crowd(Draw(seed * 1000 + NUM_USERS)))
+            group.create_task(user(RequestGenerator(seed * 1000 + number)))
+        group.create_task(send_bursts(RequestGenerator(seed * 1000 + NUM_USERS)))
 
 
-# --- what is left over ------------------------------------------------------------------------------------------------
+# --- resources in use -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What a server has taken and not given back."""
+class Usage:
+    """What a server uses at one moment."""
 
     running: float
     waiting: float
-    cache_in_use: float  # of the KV cache, 1 is all
-    memory_mib: dict[str, float]  # of each process
-    open_files: dict[str, float]
+    cache_in_use: float  # fraction of the KV cache
+    memory_mib: dict[str, float]  # by process
+    open_files: dict[str, float]  # by process
 
     @property
-    def is_quiet(self) -> bool:
+    def is_idle(self) -> bool:
         return self.running == self.waiting == self.cache_in_use == 0
 
 
-async def holdings(server: Server, pid: int | None) -> Holdings:
+async def current_usage(server: Server, pid: int | None) -> Usage:
+    """Read the server's metrics, and the memory and open files of its processes if `pid` is given."""
     text = (await fetch(server, "/metrics")).decode()
     found = dict(re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", text, re.MULTILINE))
     processes = {} if pid is None else _processes(pid)
-    return Holdings(
+    return Usage(
         running=float(found["num_requests_running"]),
         waiting=float(found["num_requests_waiting"]),
         cache_in_use=float(found["kv_cache_usage_perc"]),
@@ -300,7 +306,7 @@ async def holdings(server: Server, pid: int | None) -> Holdings:
 
 
 def _processes(pid: int) -> dict[str, Path]:
-    """The server and its children as /proc shows them; nothing on systems without it."""
+    """The /proc folders of the server and its children; empty on systems without /proc."""
     found: dict[str, Path] = {}
     server = Path(f"/proc/{pid}")
     if server.exists():
@@ -317,53 +323,55 @@ def _memory_mib(process: Path) -> float:
     return int(line.split()[1]) * 1024 / MIB
 
 
-async def when_quiet(server: Server, pid: int | None) -> Holdings:
-    """What is held once everything has been given back, or when that takes too long."""
+async def usage_when_idle(server: Server, pid: int | None) -> Usage:
+    """Wait until no request and no block is in use, or until QUIET_SECONDS have passed, and return the usage."""
     deadline = time.monotonic() + QUIET_SECONDS
     while True:
-        held = await holdings(server, pid)
-        if held.is_quiet or time.monotonic() > deadline:
-            return held
+        usage = await current_usage(server, pid)
+        if usage.is_idle or time.monotonic() > deadline:
+            return usage
         await asyncio.sleep(0.1)
 
 
-def compare(before: Holdings, after: Holdings) -> list[Row]:
+def compare(before: Usage, after: Usage) -> list[Row]:
+    """One row per resource, with a verdict whether it has grown more than allowed."""
     rows: list[Row] = [
-        _left_over("sequences running", before.running, after.running, most=0),
-        _left_over("sequences waiting", before.waiting, after.waiting, most=0),
-        _left_over("KV cache in use", before.cache_in_use, after.cache_in_use, most=0),
+        _resource_row("sequences running", before.running, after.running, limit=0),
+        _resource_row("sequences waiting", before.waiting, after.waiting, limit=0),
+        _resource_row("KV cache in use", before.cache_in_use, after.cache_in_use, limit=0),
     ]
     for name, memory in before.memory_mib.items():
         now = after.memory_mib.get(name, 0.0)
-        rows.append(_left_over(f"memory of the {name}, MiB", memory, now, most=memory * GROWTH + GROWTH_MIB))
+        rows.append(_resource_row(f"memory of the {name}, MiB", memory, now, limit=memory * GROWTH + GROWTH_MIB))
     for name, files in before.open_files.items():
         now = after.open_files.get(name, 0.0)
-        rows.append(_left_over(f"open files of the {name}", files, now, most=files + GROWTH_FILES))
+        rows.append(_resource_row(f"open files of the {name}", files, now, limit=files + GROWTH_FILES))
     return rows
 
 
-def _left_over(name: str, before: float, after: float, *, most: float) -> Row:
+def _resource_row(name: str, before: float, after: float, *, limit: float) -> Row:
     return {
-        "left_over": name,
+        "resource": name,
         "before": before,
         "after": after,
-        "most": most,
-        "verdict": "ok" if after <= most else "NO",
+        "limit": limit,
+        "verdict": "ok" if after <= limit else "NO",
     }
 
 
-# --- a server of our own ----------------------------------------------------------------------------------------------
+# --- the server under test --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class OwnServer:
     url: str
     pid: int
-    complaint: str | None = None  # known when it has ended
+    complaint: str | None = None  # what was wrong with its exit or its log; set when it has ended
 
 
 @contextlib.contextmanager
 def own_server(model: str | None) -> Iterator[OwnServer]:
+    """Start a server, stop it at the end, and check its exit status and its log."""
     import subprocess
 
     with tempfile.TemporaryDirectory(prefix="nanovllm-soak-") as folder, open(Path(folder) / "log", "w+") as log:
@@ -411,24 +419,29 @@ async def _wait_until_ready(server: Server) -> None:
 
 
 async def soak(url: str, *, pid: int | None, seconds: float, seed: int) -> tuple[Tally, list[Row]]:
+    """Warm up, send the load, and compare the resources in use before and after it."""
     server = parse_server(url)
     await _wait_until_ready(server)
     warm_up = min(WARM_UP_SECONDS, seconds / 5)
     tally = Tally()
-    await abuse(server, seconds=warm_up, seed=seed, tally=tally)
-    before = await when_quiet(server, pid)
-    await abuse(server, seconds=seconds - warm_up, seed=seed + 1, tally=tally)
-    return tally, compare(before, await when_quiet(server, pid))
+    await send_load(server, seconds=warm_up, seed=seed, tally=tally)
+    before = await usage_when_idle(server, pid)
+    await send_load(server, seconds=seconds - warm_up, seed=seed + 1, tally=tally)
+    return tally, compare(before, await usage_when_idle(server, pid))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm.bench.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="default: %(default)g")
-    parser.add_argument("--base-url", metavar="URL", help="a server that runs already")
-    parser.add_argument("--model", help="for a server of our own; default: a tiny model with random weights")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="Length of the test in minutes. Default: %(default)g."
+    )
+    parser.add_argument("--base-url", metavar="URL", help="URL of a running server to test. Default: start one.")
+    parser.add_argument(
+        "--model", help="Model of the server that is started. Default: a tiny model with random weights."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Random seed of the requests. Default: %(default)s.")
     args = parser.parse_args(arguments)
 
     seconds, complaint = 60 * args.minutes, None

@@ -1,21 +1,21 @@
-"""How long from the start of a process to the first token of an answer.
+"""Time from the start of a process to the first token of an answer.
 
-A command that answers one question spends most of its time before the first token: the interpreter starts, torch is
-imported (the largest part, and none of it ours), the vocabulary is built, the weights are read and brought into the
-form the kernels want, and the first step runs cold. This benchmark starts a fresh process for each run and has it
-note the moments as it passes them. Processes are compared on the system's monotonic clock, so the time before the
-first line of Python runs is counted too. The files are in the page cache from the second run on; the first row may
-show what a cold disk adds.
+A command that answers one prompt spends most of its time before the first token: the interpreter starts, torch is
+imported (the largest part), the tokenizer is built, the weights are loaded and converted for the kernels, and the
+first step runs. This benchmark starts a new process for each run, which records the time of each phase on the system's
+monotonic clock, so the time before the first line of Python is included. From the second run on the files are in the
+page cache; the first row may include reading from disk.
 
-  interpreter    from the fork to our first line
+  interpreter    from the fork to the first line of nanovllm
   torch          importing torch
   tokenizer      vocabulary, merges, chat template
   weights        the model and its KV cache, without the import of torch
-  first step     from the open engine to the first token
-  other          what is left: our own imports, the config
+  first step     from the loaded engine to the first token
+  other          the rest: nanovllm's own imports, reading the config
 
-"weights" is all that the engine builds: on a GPU the warm-up and the recorded graphs too. Where the engine notes its
-own phases, "engine phases" has their medians. With --model-shape there is no tokenizer, and the prompt is a few ids.
+"weights" includes everything that the engine builds: on a GPU also the warm-up and the CUDA graphs. If the engine
+records its own phases, "engine phases" shows their medians. With --model-shape there is no tokenizer, and the prompt
+consists of a few token ids.
 """
 
 import argparse
@@ -34,12 +34,18 @@ from nanovllm.bench.report import Report, Row, environment, medians_of, peak_mem
 from nanovllm.errors import EngineError
 
 PROMPT = "What is the capital of France?"
-TOKEN_IDS = [1, 2, 3]  # where there is no tokenizer
+TOKEN_IDS = [1, 2, 3]  # the prompt without a tokenizer
 CHILD = "from nanovllm.bench.startup import child; child()"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=count, default=5, metavar="N", help="fresh processes; default: %(default)s")
+    parser.add_argument(
+        "--runs",
+        type=count,
+        default=5,
+        metavar="N",
+        help="Number of processes to start and measure. Default: %(default)s.",
+    )
 
 
 def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
@@ -54,7 +60,7 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
 
 
 def _run_once(engine: dict[str, Any]) -> dict[str, Any]:
-    """Start a process that answers the prompt; what it noted on the way."""
+    """Start a process that answers the prompt, and return what it recorded."""
     import subprocess
 
     command = [sys.executable, "-c", CHILD, json.dumps(engine), repr(time.monotonic())]
@@ -69,7 +75,7 @@ def _run_once(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def child() -> None:
-    """Open the model as `nanovllm generate` does, stop at the first token, print the seconds of each phase."""
+    """Load the model as `nanovllm generate` does, stop at the first token, print the seconds of each phase."""
     entered = time.monotonic()
     engine, begin = json.loads(sys.argv[1]), float(sys.argv[2])
     phases = Phases()
@@ -90,7 +96,7 @@ def child() -> None:
         "interpreter": entered - begin,
         "torch": phases["torch"],
         "tokenizer": phases["tokenizer"],
-        "weights": phases["weights"] - phases["torch"],  # torch is first imported in there
+        "weights": phases["weights"] - phases["torch"],  # torch is imported during this phase
         "first_step": first_token - opened,
     }
     total = first_token - begin
@@ -99,7 +105,7 @@ def child() -> None:
 
 
 def _prompt(llm: Any) -> Any:
-    """The question, through the chat template where the engine has one; token ids where it has no tokenizer."""
+    """The question, rendered with the chat template if there is one; without a tokenizer, token ids."""
     from nanovllm.errors import RequestError
 
     if llm.tokenizer is None:
@@ -111,7 +117,7 @@ def _prompt(llm: Any) -> Any:
 
 
 class Phases(dict[str, float]):
-    """Seconds spent within each watched part; 0 for a part that never ran."""
+    """Seconds spent in each timed part; 0 for a part that never ran."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -125,7 +131,7 @@ class Phases(dict[str, float]):
             self[name] += time.monotonic() - begin
 
     def watch(self, owner: Any, attribute: str, name: str) -> None:
-        """Time every call of a function, where its caller looks it up."""
+        """Replace `owner.attribute` by a function that times every call."""
         function: Callable[..., Any] = getattr(owner, attribute)
 
         def timed_function(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +142,7 @@ class Phases(dict[str, float]):
 
 
 class ImportWatch(MetaPathFinder):
-    """Times the import of one package without importing it itself."""
+    """Times the import of one package when it happens."""
 
     def __init__(self, name: str, phases: Phases) -> None:
         self._name = name

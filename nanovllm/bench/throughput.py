@@ -1,23 +1,23 @@
-"""How many tokens a second come out when many requests are there at once.
+"""Output tokens per second for many requests that arrive at once.
 
-An engine's throughput is decided by how it fills a batch. A decode step reads all weights once, whether for one
-sequence or for a hundred, so tokens are cheap as long as the batch stays full: requests must join as soon as others
-end, long prompts must not stall the rest, and the KV cache must hold them all. What is then left is reading the KV
-cache itself, which no batch shares.
+The throughput of an engine depends on how full its batches are. A decode step reads all weights once, for one sequence
+or for a hundred, so tokens are cheap while the batch is full: new requests must start as soon as others end, long
+prompts must not delay the rest, and the KV cache must hold all sequences. The remaining cost is reading the KV cache,
+which grows with the batch.
 
-By default this is the published workload (256 requests, 142,827 tokens in and 133,966 out). It takes seconds on a GPU
-and long on a CPU; --num-seqs, --input-len, --output-len and --max-tokens shrink it. --model-shape measures a model
-whose weights are not at hand. Before the clock starts a short request has run, and on a GPU also the same prompts with
-short answers, so that every batch size has been seen. --repeat runs the workload again in the same engine, with an
-emptied prefix cache: best and median follow (of an even number, the slower of the two in the middle).
+The default is the published workload (256 requests, 142,827 prompt tokens, 133,966 output tokens). It takes seconds on
+a GPU and long on a CPU; --num-seqs, --input-len, --output-len and --max-tokens make it smaller. --model-shape measures
+a model without its checkpoint. A short request runs before the measurement, and on a GPU also the same prompts with
+short outputs, so that every batch size has run once. --repeat runs the workload several times in the same engine, with
+an empty prefix cache, and reports best and median (for an even number, the slower of the two in the middle).
 
-  output tokens/second   what the published numbers state: generated tokens over the whole time, prompts included
-  fraction of roofline   the least time for this work over the time it took. The least time follows from how fast this
-                         device copies memory and multiplies matrices, both measured here after the run, and from what
-                         must be read: the weights once a step, each sequence's keys and values up to its position
-  steps, decode steps    all steps, and those without a prompt in them
-  mean batch             generated tokens over steps: how full the batch was
-  startup                seconds from opening the model to the first answer, and of its phases; not part of the rest
+  output tokens/second   generated tokens divided by the whole time, prompts included, as in the published numbers
+  fraction of roofline   the minimum time for this work, divided by the measured time. The minimum follows from the
+                         device's copy bandwidth and matrix rate, both measured after the run, and from what must be
+                         read: the weights once per step, and the KV cache of each sequence up to its position
+  steps, decode steps    number of all steps, and of those that compute no prompt
+  mean batch             generated tokens divided by steps
+  startup                seconds from loading the model to the first answer, and of each phase; not included above
 """
 
 import argparse
@@ -34,17 +34,23 @@ if TYPE_CHECKING:
     from nanovllm.bench.workload import Workload
     from nanovllm.llm import LLM
 
-LONG_ON_A_CPU = 20_000  # tokens, in and out
+LONG_ON_A_CPU = 20_000  # prompt and output tokens
 REFRESH_SECONDS = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-seqs", type=count, default=256, metavar="N", help="requests; default: %(default)s")
+    parser.add_argument(
+        "--num-seqs", type=count, default=256, metavar="N", help="Number of requests. Default: %(default)s."
+    )
     lengths: dict[str, Any] = {"type": span, "default": (100, 1024), "metavar": "A:B"}
-    parser.add_argument("--input-len", help="tokens of a prompt, drawn from A to B; default: 100:1024", **lengths)
-    parser.add_argument("--output-len", help="tokens of an answer, drawn from A to B; default: 100:1024", **lengths)
-    parser.add_argument("--max-tokens", type=count, metavar="N", help="cut every answer after N tokens")
-    parser.add_argument("--repeat", type=count, default=1, metavar="N", help="runs in the same engine; default: 1")
+    parser.add_argument("--input-len", help="Prompt lengths, drawn from A to B tokens. Default: 100:1024.", **lengths)
+    parser.add_argument("--output-len", help="Output lengths, drawn from A to B tokens. Default: 100:1024.", **lengths)
+    parser.add_argument(
+        "--max-tokens", type=count, metavar="N", help="Maximum output length in tokens; cuts the drawn lengths."
+    )
+    parser.add_argument(
+        "--repeat", type=count, default=1, metavar="N", help="Number of runs in the same engine. Default: 1."
+    )
 
 
 def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
 class Run:
     seconds: float
     num_steps: int
-    num_decode_steps: int  # without a prompt in them
+    num_decode_steps: int  # steps that compute no prompt
 
 
 def _rows(runs: list[Run], workload: "Workload", least_seconds: float) -> list[Row]:
@@ -125,7 +131,7 @@ def runs_on_gpu(engine: dict[str, Any]) -> bool:
 
 
 def warm_up(llm: "LLM") -> None:
-    """One short request, so that what happens only once is not measured; it leaves nothing in the prefix cache."""
+    """Run one short request, so that one-time work is not measured, and empty the prefix cache."""
     from nanovllm import SamplingParams
 
     llm.generate([[0, 1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=4, ignore_eos=True), use_tqdm=False)
@@ -134,7 +140,7 @@ def warm_up(llm: "LLM") -> None:
 
 @collector_calmed()
 def serve(llm: "LLM", workload: "Workload") -> Run:
-    """Hand over all requests, step until all are done; as `generate` does."""
+    """Add all requests and run steps until all are finished, as `generate` does."""
     from tqdm import tqdm
 
     params = workload.params
@@ -146,7 +152,7 @@ def serve(llm: "LLM", workload: "Workload") -> Run:
         while not llm.is_finished():
             done = llm.step()
             plan = llm.llm_engine.last_plan
-            if plan is not None:  # else the first step is still under way
+            if plan is not None:  # None while the first step is still running
                 num_steps += 1
                 num_decode_steps += not plan.chunks
             if done:
@@ -163,7 +169,7 @@ def _warn_if_long(workload: "Workload") -> None:
     num_tokens = workload.num_input_tokens + workload.num_output_tokens
     if not torch.cuda.is_available() and num_tokens > LONG_ON_A_CPU:
         print(
-            f"{num_tokens:,} tokens take long on a CPU; a smaller workload: "
+            f"{num_tokens:,} tokens take long on a CPU; for a smaller workload use "
             "--num-seqs 16 --input-len 64:256 --output-len 64:128",
             file=sys.stderr,
         )

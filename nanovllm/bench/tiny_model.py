@@ -1,6 +1,6 @@
-"""A model of nothing: random weights and one token a byte, written to a folder; for tests of everything but answers.
+"""Writes a tiny model with one token per byte to a folder, for tests in which the answers do not matter.
 
-Opened with `load_format="dummy"` it loads in no time, reads and writes any text, and can be held to any grammar.
+With `load_format="dummy"` it loads at once, accepts and generates any text, and can follow any grammar.
 """
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nanovllm.models.spec import ModelSpec
 
-# what measures the parts around a model says that it has this one
+# A placeholder for benchmarks and tests that run no model but need its spec.
 NO_MODEL = ModelSpec(
     architecture="none",
     vocab_size=2,
@@ -27,6 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_model(folder: Path, *, max_model_len: int = 2048) -> None:
+    """Write config.json, tokenizer.json and tokenizer_config.json to `folder`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

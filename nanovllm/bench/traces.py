@@ -1,11 +1,10 @@
-"""What a load test sends, and when: drawn at random, the published workload, lines of a file, or a recorded trace.
+"""The requests of a load test: random, the published workload, lines of a file, or a recorded trace.
 
-A trace holds the times and lengths of real requests but never their words. Two kinds are read. Azure's has three
-columns (TIMESTAMP, ContextTokens, GeneratedTokens). Mooncake's has a JSON object a line (timestamp in milliseconds,
-input_length, output_length, hash_ids); there each number of `hash_ids` stands for one block of 512 tokens of the
-prompt, and requests that share numbers from the start on share that much of their prompt. The tokens made here for a
-block follow from its number alone, so a server's prefix cache finds as much to reuse as it found when the trace was
-recorded.
+A trace contains the times and lengths of real requests, not their text. Two formats are supported. Azure's has three
+columns (TIMESTAMP, ContextTokens, GeneratedTokens). Mooncake's has one JSON object per line (timestamp in milliseconds,
+input_length, output_length, hash_ids); each number of `hash_ids` stands for one block of 512 prompt tokens, and
+requests whose `hash_ids` begin with the same numbers share that part of their prompts. The tokens of a block depend on
+its number only, so a server's prefix cache can reuse as much as it could when the trace was recorded.
 """
 
 import csv
@@ -24,7 +23,7 @@ import numpy as np
 from nanovllm.bench.workload import LARGEST_TOKEN, make_workload
 from nanovllm.errors import ConfigError
 
-TOKENS_OF_A_HASH = 512  # Mooncake's block
+TOKENS_PER_HASH = 512  # of a Mooncake trace
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
 WORDS = (
@@ -33,25 +32,27 @@ WORDS = (
     *("program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother"),
     *("area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business"),
 )
-BLOCK_STREAM, PROMPT_STREAM, LENGTH_STREAM, ARRIVAL_STREAM = range(4)  # keep draws of one seed apart
+BLOCK_STREAM, PROMPT_STREAM, LENGTH_STREAM, ARRIVAL_STREAM = range(
+    4
+)  # part of the key of each random generator, so that one seed gives independent streams
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or the messages of a chat
 
 
 @dataclass(frozen=True)
 class Request:
-    make_prompt: Callable[[], Prompt]  # called just before sending: the prompts of a trace would not fit into memory
+    make_prompt: Callable[[], Prompt]  # called just before sending: all prompts of a trace would not fit into memory
     output_len: int
-    due: float | None = None  # seconds after the start; None: as soon as it may be sent
+    due: float | None = None  # seconds after the start; None means as soon as possible
 
 
-# --- drawn ------------------------------------------------------------------------------------------------------------
+# --- random requests --------------------------------------------------------------------------------------------------
 
 
 def random_requests(
     *, count: int, input_len: int, output_len: int, range_ratio: float, seed: int, vocab_size: int | None = None
 ) -> list[Request]:
-    """Lengths are drawn evenly from (1 - range_ratio) to (1 + range_ratio) times the one asked for."""
+    """Requests whose lengths are drawn uniformly from (1 - range_ratio) to (1 + range_ratio) times the given ones."""
     random = np.random.default_rng((seed, LENGTH_STREAM))
     draw = partial(_draw_lengths, random, range_ratio=range_ratio, count=count)
     lengths = zip(draw(input_len), draw(output_len), strict=True)
@@ -77,9 +78,9 @@ def published_requests(*, count: int, seed: int, vocab_size: int | None = None) 
 
 
 def arrivals(count: int, *, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start, the first 0: gaps from a gamma distribution with mean 1 / rate.
+    """Arrival times in seconds, beginning with 0. The gaps are from a gamma distribution with mean 1 / rate.
 
-    A burstiness of 1 makes the gaps exponential, a Poisson process; less makes bursts, more makes them even.
+    With a burstiness of 1 the gaps are exponential (a Poisson process); less gives bursts, more gives regular gaps.
     """
     random = np.random.default_rng((seed, ARRIVAL_STREAM))
     gaps = random.gamma(burstiness, 1 / (rate * burstiness), size=count - 1)
@@ -91,7 +92,7 @@ def scheduled(requests: Sequence[Request], times: Sequence[float]) -> list[Reque
 
 
 def text_of(tokens: Iterable[int]) -> str:
-    """About as many words as there are tokens; the same tokens make the same words."""
+    """One word per token; the same tokens give the same words."""
     return " ".join(WORDS[token % len(WORDS)] for token in tokens)
 
 
@@ -99,7 +100,7 @@ def text_of(tokens: Iterable[int]) -> str:
 
 
 def file_requests(path: Path, *, output_len: int, is_chat: bool = False, count: int | None = None) -> list[Request]:
-    """A JSON object a line: "prompt" (text or token ids) or "messages", and "output_tokens" if not `output_len`."""
+    """Read one JSON object per line: "prompt" (text or token ids) or "messages", and optionally "output_tokens"."""
     requests = []
     for where, row in _json_lines(path, count):
         prompt: Any = row.get("prompt", row.get("messages"))
@@ -108,7 +109,7 @@ def file_requests(path: Path, *, output_len: int, is_chat: bool = False, count: 
         if isinstance(prompt[0], int if is_chat else dict):
             raise ConfigError(f"{where}: token ids go to /v1/completions only, messages to /v1/chat/completions only")
         wanted = _length(row, "output_tokens", where) if "output_tokens" in row else output_len
-        requests.append(Request(partial(_as_it_is, prompt), wanted))
+        requests.append(Request(partial(_unchanged, prompt), wanted))
     return _not_empty(requests, path)
 
 
@@ -120,14 +121,14 @@ def _is_prompt(value: Any) -> bool:
     return all(type(token) is int for token in value) or all(isinstance(message, dict) for message in value)
 
 
-def _as_it_is(prompt: Prompt) -> Prompt:
+def _unchanged(prompt: Prompt) -> Prompt:
     return prompt
 
 
 def trace_requests(
     path: Path, *, speedup: float = 1.0, limit: int | None = None, seed: int = 0, vocab_size: int | None = None
 ) -> list[Request]:
-    """The first `limit` requests of a trace, at their times divided by `speedup`; inf: with no times at all."""
+    """The first `limit` requests of a trace, at their times divided by `speedup`; with inf they have no due time."""
     rows = read_trace(path, limit)
     return [
         Request(
@@ -148,7 +149,7 @@ class TraceRow:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
-    """The first `limit` rows of a trace of either kind, in the order of their times; at least one."""
+    """The first `limit` rows of a trace in either format, ordered by time. A trace without rows is refused."""
     with path.open(encoding="utf-8") as file:
         is_json = file.read(1) == "{"
     read = _read_mooncake if is_json else _read_azure
@@ -162,7 +163,7 @@ def _read_azure(path: Path, limit: int | None) -> Iterator[TraceRow]:
         if missing:
             raise ConfigError(
                 f"{path}: no column {missing[0]}; a trace is a CSV file with the columns {', '.join(AZURE_COLUMNS)}, "
-                f"or has a JSON object a line with {', '.join(MOONCAKE_FIELDS)}"
+                f"or has one JSON object per line with {', '.join(MOONCAKE_FIELDS)}"
             )
         for row in islice(rows, limit):
             where = f"{path}, line {rows.line_num}"
@@ -175,7 +176,7 @@ def _read_mooncake(path: Path, limit: int | None) -> Iterator[TraceRow]:
         milliseconds: Any = row.get("timestamp")
         hash_ids = row.get("hash_ids", [])
         if type(milliseconds) not in (int, float) or not math.isfinite(milliseconds):
-            raise ConfigError(f"{where}: timestamp={milliseconds!r} is no number of milliseconds")
+            raise ConfigError(f"{where}: timestamp={milliseconds!r} is not a number of milliseconds")
         if not isinstance(hash_ids, list) or not all(type(block) is int and block >= 0 for block in hash_ids):
             raise ConfigError(f"{where}: hash_ids must be a list of integers of at least 0")
         num_input, num_output = (_length(row, name, where) for name in MOONCAKE_FIELDS[1:])
@@ -183,17 +184,17 @@ def _read_mooncake(path: Path, limit: int | None) -> Iterator[TraceRow]:
 
 
 def _trace_prompt(row: TraceRow, key: tuple[int, int], vocab_size: int | None) -> list[int]:
-    """The blocks its hashes name, and tokens of its own for what they leave over."""
+    """The tokens of the row's blocks, filled up to its length with tokens that no other request has."""
     seed, index = key
     tokens: list[int] = []
     for block in row.hash_ids:
-        tokens += _random_tokens((seed, BLOCK_STREAM, block), TOKENS_OF_A_HASH, vocab_size)
+        tokens += _random_tokens((seed, BLOCK_STREAM, block), TOKENS_PER_HASH, vocab_size)
     num_own = max(0, row.input_len - len(tokens))
     return tokens[: row.input_len] + _random_tokens((seed, PROMPT_STREAM, index), num_own, vocab_size)
 
 
 def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line with the words that say where it stands."""
+    """The object of each line, with its file and line number for error messages."""
     with path.open(encoding="utf-8") as file:
         filled = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         for number, line in islice(filled, limit):
@@ -203,7 +204,7 @@ def _json_lines(path: Path, limit: int | None) -> Iterator[tuple[str, dict[str, 
             except ValueError as error:
                 raise ConfigError(f"{where}: {error}") from None
             if not isinstance(row, dict):
-                raise ConfigError(f"{where}: is no JSON object")
+                raise ConfigError(f"{where}: not a JSON object")
             yield where, row
 
 
@@ -219,11 +220,11 @@ def _moment(text: str, where: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except (ValueError, TypeError):
-        raise ConfigError(f"{where}: TIMESTAMP={text!r} is no date and time") from None
+        raise ConfigError(f"{where}: TIMESTAMP={text!r} is not a date and time") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _not_empty(found: list[Any], path: Path) -> list[Any]:
     if not found:
-        raise ConfigError(f"{path}: holds no request")
+        raise ConfigError(f"{path}: contains no request")
     return found

@@ -1,8 +1,8 @@
-"""The published workload: what nano-vllm and mini-sglang measure themselves with, drawn in the very same order.
+"""The published workload of nano-vllm and mini-sglang, generated with the same random numbers.
 
-256 requests from seed 0; each prompt has 100 to 1024 random tokens, each answer 100 to 1024, temperature 0.6, and no
-answer ends early. That is 142,827 tokens in and 133,966 out. The lengths are what makes it hard: every step holds
-sequences of very different ages, some request always ends and another is always being admitted.
+256 requests from seed 0: prompts of 100 to 1024 random tokens, outputs of 100 to 1024, temperature 0.6, end-of-sequence
+ignored. That is 142,827 prompt tokens and 133,966 output tokens. Because of the mixed lengths, almost every step has
+sequences of very different lengths, requests that end and requests that begin.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ LARGEST_TOKEN = 10_000  # inclusive, as published
 
 @dataclass(frozen=True)
 class Workload:
+    """Prompts as token ids, and the output length of each."""
+
     prompts: list[list[int]]
     output_lens: list[int]
     temperature: float = 0.6
@@ -40,17 +42,17 @@ class Workload:
         return sum(self.output_lens)
 
     def first_tokens(self, count: int) -> "Workload":
-        """The same prompts with answers of at most `count` tokens."""
+        """The same prompts with outputs of at most `count` tokens."""
         return Workload(self.prompts, [min(count, wanted) for wanted in self.output_lens], self.temperature)
 
     def staggered(self) -> "Workload":
-        """The same prompts, the answers cut so that one request ends a step: the batch takes every size on its way."""
+        """The same prompts with outputs cut so that one request ends in each step: the batch takes on every size."""
         by_length = sorted(range(len(self.output_lens)), key=self.output_lens.__getitem__)
         cut = {index: min(self.output_lens[index], rank + 2) for rank, index in enumerate(by_length)}
         return Workload(self.prompts, [cut[index] for index in range(len(cut))], self.temperature)
 
     def check_fits(self, max_model_len: int) -> None:
-        """Raise if a request is longer than the model's limit: its answer would silently be cut short."""
+        """Raise ConfigError if a request exceeds the model's length limit: its output would be cut off."""
         pairs = zip(self.prompts, self.output_lens, strict=True)
         longest = max(len(prompt) + output_len for prompt, output_len in pairs)
         if longest > max_model_len:

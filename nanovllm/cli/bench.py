@@ -1,4 +1,4 @@
-"""`nanovllm bench`: the benchmarks, each with its own options, all with the same two ways to print a report."""
+"""`nanovllm bench`: runs one of the benchmarks and prints its report as a table or as JSON."""
 
 import argparse
 import sys
@@ -13,10 +13,10 @@ from nanovllm.cli.options import add_engine_options, engine_options
 if TYPE_CHECKING:
     from nanovllm.cli.parser import Parser
 
-SUMMARY = "measure throughput, latency, start-up"
+SUMMARY = "measure throughput, latency or startup time"
 USAGE = "NAME [options]"
 DESCRIPTION = (
-    "Measure this engine on this machine. 'nanovllm bench NAME --help' says what a benchmark measures and how."
+    "Measure this engine on this machine. 'nanovllm bench NAME --help' explains what a benchmark measures and how."
 )
 EPILOG = """\
 examples:
@@ -34,21 +34,21 @@ BENCHMARKS: dict[str, ModuleType] = {
     "serve": serve,
     "server-overhead": server_overhead,
 }
-WITHOUT_ENGINE = (serve, server_overhead)  # it runs elsewhere, or there is none
+WITHOUT_ENGINE = (serve, server_overhead)  # benchmarks that load no model in this process
 
 
 def add_arguments(parser: "Parser") -> None:
     commands = parser.add_subparsers(metavar="NAME", title="benchmarks", prog=parser.prog)
     for name, module in BENCHMARKS.items():
-        lesson = module.__doc__ or ""
-        summary = lesson.split("\n")[0].removesuffix(".")
-        command = commands.add_parser(name, usage="%(prog)s [options]", help=summary, description=lesson)
-        command.add_argument("--json", action="store_true", help="print one JSON document")
+        explanation = module.__doc__ or ""
+        summary = explanation.split("\n")[0].removesuffix(".")
+        command = commands.add_parser(name, usage="%(prog)s [options]", help=summary, description=explanation)
+        command.add_argument("--json", action="store_true", help="Print the report as one JSON document.")
         module.add_arguments(command)
         command.set_defaults(run=partial(_run_benchmark, module))
         if module in WITHOUT_ENGINE:
             continue
-        if module is not compare_transformers:  # which writes its random weights down, for both sides to read
+        if module is not compare_transformers:  # it has --random-weights, which transformers can load too
             _add_model_shape(command)
         add_engine_options(command)
 
@@ -58,7 +58,7 @@ def _add_model_shape(command: "Parser") -> None:
     command.add_argument(
         "--model-shape",
         metavar="NAME",
-        help=f"instead of --model: random weights of this shape (load format dummy): {known}",
+        help=f"Model shape to measure with random weights (load format dummy), instead of --model. Known: {known}.",
     )
 
 

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from nanovllm.cli.parser import Parser
     from nanovllm.llm import LLM
 
-SUMMARY = "hold a conversation in the terminal"
+SUMMARY = "chat in the terminal"
 USAGE = "[options]"
 DESCRIPTION = """\
-Hold a conversation; each line is a message. What was said before is in the prefix cache, so only the new message is
-computed. When the conversation outgrows --max-model-len, its oldest turns are forgotten.
+Chat with the model; each line is a message. Earlier messages are in the prefix cache, so only the new message is
+computed. When the conversation becomes longer than --max-model-len, its oldest turns are dropped.
 
-  /reset           begin anew
+  /reset           start a new conversation
   /exit, Ctrl-D    leave
-  Ctrl-C           stop the answer; at the prompt, leave
+  Ctrl-C           stop the answer; at the input prompt, leave
 """
 EPILOG = """\
 examples:
@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 512}
 
 
 def add_arguments(parser: "Parser") -> None:
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--system", metavar="TEXT", help="System message of the conversation.")
     add_sampling_options(parser, DEFAULTS)
     add_engine_options(parser)
 
@@ -52,22 +52,22 @@ def run(args: argparse.Namespace) -> int:
         conversation = Conversation(llm, params, system=args.system, template_kwargs=args.chat_template_kwargs)
         conversation.check_template()
         if sys.stdin.isatty():
-            note("/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer")
+            note("/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer")
         for line in _lines():
             if line == "/exit":
                 break
             elif line == "/reset":
                 conversation.reset()
-                note("[the conversation begins anew]")
+                note("[new conversation]")
             elif re.fullmatch(r"/\w+", line):
-                note(f"[{line} is no command; there are /reset and /exit]")
+                note(f"[unknown command {line}; the commands are /reset and /exit]")
             else:
                 conversation.say(line)
     return 0
 
 
 class Conversation:
-    """The messages so far, as many as the model has room for."""
+    """The messages so far; the oldest turns are dropped when they exceed the model's context."""
 
     def __init__(
         self, llm: "LLM", params: SamplingParams, *, system: str | None, template_kwargs: dict[str, Any]
@@ -76,31 +76,33 @@ class Conversation:
         self._params = params
         self._template_kwargs = template_kwargs
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._messages: list[dict[str, str]] = []  # user and assistant in turn
+        self._messages: list[dict[str, str]] = []  # user and assistant alternate
         room = llm.max_model_len // 4
-        self._room = room if params.max_tokens is None else min(params.max_tokens, room)  # kept free for an answer
+        self._room = (
+            room if params.max_tokens is None else min(params.max_tokens, room)
+        )  # tokens reserved for an answer
 
     def check_template(self) -> None:
-        """Raise now if the model cannot hold a conversation, not when the user has typed the first message."""
+        """Raise if the model has no usable chat template, before the user types the first message."""
         self._render([{"role": "user", "content": "Hello"}])
 
     def reset(self) -> None:
         self._messages.clear()
 
     def say(self, text: str) -> None:
-        """Add a message and print the answer to it. A message that is refused leaves no trace."""
+        """Add a message and print the answer. A refused message is removed from the conversation."""
         self._messages.append({"role": "user", "content": text})
         try:
             answer = self._answer()
         except RequestError as error:
             self._messages.pop()
-            note(f"[not understood: {error}]")
+            note(f"[refused: {error}]")
             return
         self._messages.append({"role": "assistant", "content": answer})
 
     def _answer(self) -> str:
         prompt = self._fitting_prompt()
-        with _held_interrupt() as pressed:
+        with _deferred_interrupt() as pressed:
             output = print_growing(_until(pressed, self._llm.stream(prompt, self._params)))
         if pressed:
             note("[stopped]")
@@ -109,19 +111,19 @@ class Conversation:
         return output["text"]
 
     def _fitting_prompt(self) -> dict[str, Any]:
-        """The conversation with room left for an answer; its oldest turns are forgotten where there is none."""
-        forgotten = 0
+        """Render the conversation, dropping its oldest turns until there is room for an answer."""
+        num_dropped = 0
         while True:
             prompt = self._render(self._messages)
             excess = len(prompt["prompt_token_ids"]) + self._room - self._llm.max_model_len
             if excess <= 0 or len(self._messages) == 1:
                 break
             del self._messages[:2]
-            forgotten += 1
-        if forgotten:
-            turns = "turn was" if forgotten == 1 else f"{forgotten} turns were"
+            num_dropped += 1
+        if num_dropped:
+            turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
             limit = f"max_model_len={self._llm.max_model_len}"
-            note(f"[the conversation outgrew {limit} tokens: its oldest {turns} forgotten]")
+            note(f"[the conversation exceeded {limit} tokens: its oldest {turns} dropped]")
         return prompt
 
     def _render(self, messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Messages as they are typed, without empty ones; from a pipe a line each, and no prompt."""
+    """The non-empty lines of stdin. On a terminal each is read with a prompt and line editing."""
     if not sys.stdin.isatty():
         yield from filter(None, map(str.strip, sys.stdin))
         return
@@ -156,19 +158,19 @@ def _ask() -> str:
 
 
 @contextlib.contextmanager
-def _held_interrupt() -> Iterator[list[int]]:
-    """Within, the first Ctrl-C of a person at the terminal is only noted, so that no engine step is torn apart.
+def _deferred_interrupt() -> Iterator[list[int]]:
+    """Record the first Ctrl-C at a terminal in the yielded list, so that it interrupts no engine step.
 
-    The next one leaves, and so does the first when the messages come from a pipe.
+    The second one raises KeyboardInterrupt, and so does the first when the messages come from a pipe.
     """
     pressed: list[int] = []
 
-    def hold(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if pressed or not sys.stdin.isatty():
             raise KeyboardInterrupt
         pressed.append(number)
 
-    before = signal.signal(signal.SIGINT, hold)
+    before = signal.signal(signal.SIGINT, handle)
     try:
         yield pressed
     finally:
@@ -176,6 +178,7 @@ def _held_interrupt() -> Iterator[list[int]]:
 
 
 def _until(pressed: list[int], outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
+    """Pass the outputs on until Ctrl-C was pressed; closing the stream aborts the request."""
     with contextlib.closing(outputs):  # type: ignore[type-var]
         for output in outputs:
             yield output

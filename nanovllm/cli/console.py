@@ -1,4 +1,4 @@
-"""What a person sees: answers on stdout as they grow, everything else on stderr."""
+"""Terminal output: answers go to stdout while they are generated, everything else to stderr."""
 
 import sys
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ def note(text: str) -> None:
 
 
 def print_growing(outputs: Iterable[RequestOutput]) -> RequestOutput:
-    """Print an answer as it comes and end its line, also when it is broken off; returns the last output."""
+    """Print an answer while it is generated and return the last output. The line is ended even on an exception."""
     printed, last = 0, None
     try:
         for last in outputs:
@@ -25,16 +25,16 @@ def print_growing(outputs: Iterable[RequestOutput]) -> RequestOutput:
 
 
 def note_cut(output: RequestOutput) -> None:
-    """Say so if the answer ended because a limit did."""
+    """Tell the user if the answer was cut off by a length limit."""
     if output.outputs[0].finish_reason == "length":
         note(f"[cut off after {len(output['token_ids'])} tokens; --max-tokens and --max-model-len set the limit]")
 
 
 def note_speed(output: RequestOutput) -> None:
-    """How fast an answer came, for people only: a script's stderr stays quiet."""
+    """Print the speed of an answer if stderr is a terminal."""
     times, num_tokens = output.metrics, len(output["token_ids"])
     if not sys.stderr.isatty() or times.first_token_time is None or times.finished_time is None:
         return
     seconds = times.finished_time - times.first_token_time
     rate = f", then {(num_tokens - 1) / seconds:.1f} tokens/s" if num_tokens > 1 and seconds > 0 else ""
-    note(f"[{num_tokens} tokens; the first after {times.first_token_time - times.arrival_time:.2f} s{rate}]")
+    note(f"[{num_tokens} tokens; first token after {times.first_token_time - times.arrival_time:.2f} s{rate}]")

@@ -1,4 +1,4 @@
-"""`nanovllm generate`: one prompt in, one answer out."""
+"""`nanovllm generate`: answers one prompt."""
 
 import argparse
 import sys
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 SUMMARY = "answer one prompt"
 USAGE = "[options] PROMPT"
 DESCRIPTION = """\
-Answer one prompt. The answer, and nothing else, goes to stdout as it grows.
+Answer one prompt. Only the answer is written to stdout, while it is generated.
 
-A model with a chat template is asked the prompt as a user's message; --raw has it continue the text as it is.
+If the model has a chat template, the prompt is sent as a user message; --raw continues the text as it is.
 """
 EPILOG = """\
 examples:
@@ -29,9 +29,9 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}
 
 
 def add_arguments(parser: "Parser") -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="the text; - reads it from stdin")
-    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put before the prompt")
+    parser.add_argument("prompt", metavar="PROMPT", help="Text of the prompt. - reads it from stdin.")
+    parser.add_argument("--raw", action="store_true", help="Continue the text as it is, without the chat template.")
+    parser.add_argument("--system", metavar="TEXT", help="System message before the prompt.")
     add_sampling_options(parser, DEFAULTS)
     add_engine_options(parser)
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm import LLM
 
     with LLM(**engine) as llm:
-        prompt = text if args.raw else _as_question(llm, text, args)
+        prompt = text if args.raw else _as_user_message(llm, text, args)
         output = print_growing(llm.stream(prompt, params))
     note_cut(output)
     note_speed(output)
@@ -54,12 +54,12 @@ def _read_prompt(args: argparse.Namespace) -> str:
     if not text:
         args.parser.error("the prompt is empty")
     if args.raw and args.system is not None:
-        args.parser.error("--system needs the chat template, which --raw leaves out")
+        args.parser.error("--system needs the chat template, which --raw does not use")
     return text
 
 
-def _as_question(llm: "LLM", text: str, args: argparse.Namespace) -> Any:
-    """The prompt as a user's message, or as it is where the model has no chat template."""
+def _as_user_message(llm: "LLM", text: str, args: argparse.Namespace) -> Any:
+    """Render the prompt as a user message; without a chat template, return it as it is."""
     messages = [{"role": "user", "content": text}]
     if args.system is not None:
         messages.insert(0, {"role": "system", "content": args.system})

@@ -1,10 +1,10 @@
-"""The `nanovllm` command: reads the arguments, runs a sub-command, and turns whatever ends it into an exit code.
+"""The `nanovllm` command: parses the arguments, runs a subcommand, and returns an exit code.
 
-    0    done                     130  Ctrl-C
-    1    the work failed          141  whoever read our output stopped reading
-    2    the command was wrong
+    0    success                  130  Ctrl-C
+    1    the command failed       141  the reader of stdout closed the pipe
+    2    wrong arguments
 
-Imports stand inside the functions: Ctrl-C is answered from the first moment, and `--help` loads nothing heavy.
+Imports are inside the functions so that Ctrl-C is handled during them and `--help` loads nothing heavy.
 """
 
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from nanovllm.cli.parser import Parser
 
-DESCRIPTION = "A small, fast LLM inference engine. With no model named it runs SmolLM2-135M-Instruct."
+DESCRIPTION = "A small, fast LLM inference engine. The default model is SmolLM2-135M-Instruct."
 EPILOG = """\
 examples:
   nanovllm generate "What is the capital of France?"
@@ -27,7 +27,7 @@ examples:
   nanovllm bench throughput --num-seqs 16 --input-len 64:256 --output-len 64:128
   nanovllm simulate --synthetic groups=256 --rate 80 --replicas 8 --compare
 
-A model is a folder with safetensors, a .gguf file, or a hub id (org/name).
+A model is a folder with safetensors files, a .gguf file, or a Hugging Face hub id (org/name).
 'nanovllm COMMAND --help' lists a command's options.
 """
 
@@ -35,10 +35,10 @@ A model is a folder with safetensors, a .gguf file, or a hub id (org/name).
 def main(argv: "Sequence[str] | None" = None) -> int:
     try:
         code = _run(argv)
-        print(end="", flush=True)  # a reader that has gone shows here at the latest
+        print(end="", flush=True)  # raises BrokenPipeError if the reader has closed the pipe
     except KeyboardInterrupt:
         if sys.stderr.isatty():
-            print(file=sys.stderr)  # behind the ^C that the terminal shows
+            print(file=sys.stderr)  # end the line on which the terminal shows ^C
         code = 130
     except BrokenPipeError:
         _drop_output()
@@ -49,7 +49,7 @@ def main(argv: "Sequence[str] | None" = None) -> int:
 def _run(argv: "Sequence[str] | None") -> int:
     from nanovllm.errors import ConfigError, NanoError
 
-    _never_fail_on_characters()
+    _replace_unencodable_characters()
     try:
         args, unknown = _parser().parse_known_args(argv)
         if unknown:
@@ -105,8 +105,8 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
-def _never_fail_on_characters() -> None:
-    """A terminal that knows no emoji shows "?"."""
+def _replace_unencodable_characters() -> None:
+    """Write "?" for characters that the terminal's encoding does not have, instead of failing."""
     from io import TextIOWrapper
 
     for stream in (sys.stdout, sys.stderr):
@@ -115,7 +115,7 @@ def _never_fail_on_characters() -> None:
 
 
 def _drop_output() -> None:
-    """Send what is still buffered nowhere, or the interpreter would complain about it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Redirect stdout to /dev/null: the interpreter would report the broken pipe when it flushes at exit."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)

@@ -1,4 +1,4 @@
-"""Command-line options made from the fields of a dataclass, so that none is written down twice.
+"""Command-line options made from the fields of a dataclass.
 
 The field's name gives the option's name, its type says how the value is read, and its metadata holds the help text
 (`nanovllm.option`). An option that is not on the command line is not passed to the dataclass, which has the defaults.
@@ -18,7 +18,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.option import option_help
 from nanovllm.sampling_params import SamplingParams
 
-# What a printed answer can make use of. `seed` is an engine option already and serves both.
+# The fields that matter for one printed answer. `seed` is an engine option, which is used for the request too.
 SAMPLING_FIELDS = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "min_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -27,7 +27,7 @@ UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
 METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
-# --- the engine's -----------------------------------------------------------------------------------------------------
+# --- engine options ---------------------------------------------------------------------------------------------------
 
 
 def add_engine_options(parser: Parser) -> None:
@@ -48,11 +48,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-# --- a request's ------------------------------------------------------------------------------------------------------
+# --- sampling options -------------------------------------------------------------------------------------------------
 
 
 def add_sampling_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
-    """Options for how to answer, with this command's own defaults."""
+    """Add options for `SamplingParams`; `defaults` are this command's own defaults."""
     group = parser.add_argument_group("sampling options")
     add_fields(group, SamplingParams, SAMPLING_FIELDS, defaults)
     group.add_argument(
@@ -60,7 +60,7 @@ def add_sampling_options(parser: Parser, defaults: Mapping[str, Any]) -> None:
         type=json_object,
         default={},
         metavar="JSON",
-        help="variables for the model's chat template, such as '{\"enable_thinking\": false}'",
+        help="Variables for the model's chat template, such as '{\"enable_thinking\": false}'.",
     )
 
 
@@ -102,7 +102,7 @@ def add_fields(
                     dest=_dest(cls, spelling),
                     default=argparse.SUPPRESS,
                     help=help,
-                    **_reading(field.name, hints[field.name]),
+                    **_parsing(field.name, hints[field.name]),
                 )
 
 
@@ -116,8 +116,8 @@ def chosen_fields(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     return {dest.removeprefix(prefix): value for dest, value in vars(args).items() if dest.startswith(prefix)}
 
 
-def _reading(name: str, hint: Any) -> dict[str, Any]:
-    """How argparse is to read a field of this type: `int`, `float | None`, `bool`, `str | Sequence[str] | None`, ..."""
+def _parsing(name: str, hint: Any) -> dict[str, Any]:
+    """argparse keywords for a field type: `int`, `float | None`, `bool`, `str | Sequence[str] | None`, ..."""
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
     if kinds[0] is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -135,5 +135,5 @@ def _help(sentences: str, default: Any) -> str:
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d[\d_]*)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write 1073741824, 1G or 1GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; write 1073741824, 1G or 1GiB")
     return int(match[1]) << UNITS[match[2].upper()]

@@ -1,4 +1,4 @@
-"""An argument parser that tells a mistake in one line, with the nearest name that exists."""
+"""An argument parser that reports a mistake in one line and suggests the nearest known name."""
 
 import argparse
 import difflib
@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        # An abbreviation that names one option today may name two tomorrow.
+        # No abbreviations: a new option could make them ambiguous.
         super().__init__(allow_abbrev=False, **settings)
-        self.set_defaults(parser=self)  # the innermost parser that took part ends up in the namespace
+        self.set_defaults(parser=self)  # the innermost subparser is the last to set it
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     def refuse_unknown(self, arguments: list[str]) -> NoReturn:
         first = arguments[0]
         if not first.startswith("-"):
-            self.error(f"unexpected argument {first!r}: a text of several words needs quotes")
+            self.error(f"unexpected argument {first!r}: put a text of several words in quotes")
         name = first.split("=")[0]
         near = difflib.get_close_matches(name, self._option_string_actions, n=1)
         hint = f"did you mean {near[0]}?" if near else f"'{self.prog} --help' lists them all"

@@ -1,4 +1,4 @@
-"""`nanovllm plan`: what a model would take, before it is loaded."""
+"""`nanovllm plan`: shows how much memory a model needs, without loading it."""
 
 import argparse
 import dataclasses
@@ -10,9 +10,9 @@ from nanovllm.cli.options import add_engine_options, engine_options
 if TYPE_CHECKING:
     from nanovllm.cli.parser import Parser
 
-SUMMARY = "show what a model would take in memory"
+SUMMARY = "show how much memory a model needs"
 USAGE = "[options] [MODEL]"
-DESCRIPTION = "Show weights, KV cache and how many tokens would fit, without loading anything."
+DESCRIPTION = "Show the size of the weights and of the KV cache, and how many tokens fit, without loading the model."
 EPILOG = """\
 examples:
   nanovllm plan
@@ -22,15 +22,15 @@ examples:
 
 
 def add_arguments(parser: "Parser") -> None:
-    parser.add_argument("planned", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("planned", nargs="?", metavar="MODEL", help="The same as --model.")
+    parser.add_argument("--json", action="store_true", help="Print the plan as one JSON document.")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     engine = engine_options(args)
     if args.planned is not None and engine.setdefault("model", args.planned) != args.planned:
-        args.parser.error(f"two models: {args.planned} and --model {engine['model']}; name one")
+        args.parser.error(f"two models: {args.planned} and --model {engine['model']}; give one")
     from nanovllm.engine.memory_plan import make_plan
 
     plan = make_plan(engine.pop("model", None), engine)

@@ -1,4 +1,4 @@
-"""`nanovllm serve`: the model behind an HTTP API."""
+"""`nanovllm serve`: serves a model over HTTP."""
 
 import argparse
 import dataclasses
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 SUMMARY = "serve a model over HTTP"
 USAGE = "[options] [MODEL]"
 DESCRIPTION = """\
-Serve a model with the API of OpenAI (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings) and that of
-Anthropic (/v1/messages). A chat page is at /, a view of the engine at /engine, metrics at /metrics.
+Serve a model with the OpenAI API (/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings) and the
+Anthropic API (/v1/messages). A chat page is at /, a view of the engine at /engine, metrics at /metrics.
 
-Ctrl-C or SIGTERM ends it: open requests are finished first; a second one does not wait for them.
+Ctrl-C or SIGTERM stops the server after open requests have finished; a second one stops it at once.
 """
 EPILOG = """\
 examples:
@@ -31,11 +31,11 @@ examples:
   nanovllm serve path/to/Qwen3-8B --replicas 4
   NANOVLLM_API_KEY=secret nanovllm serve --host 0.0.0.0 --ssl-certfile cert.pem --ssl-keyfile key.pem
 """
-KEY_VARIABLE = "NANOVLLM_API_KEY"  # kept from the list of processes, which shows command lines
+KEY_VARIABLE = "NANOVLLM_API_KEY"  # unlike --api-key it does not show in the list of processes
 
 
 def add_arguments(parser: "Parser") -> None:
-    parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("served", nargs="?", metavar="MODEL", help="The same as --model.")
     names = [field.name for field in dataclasses.fields(ServerSettings)]
     group = parser.add_argument_group("server options")
     add_fields(group, ServerSettings, names, {})
@@ -44,14 +44,15 @@ def add_arguments(parser: "Parser") -> None:
         type=int,
         default=1,
         metavar="N",
-        help="engines that share the requests, each with the whole model and, on GPUs, devices of its own; default: 1",
+        help="Number of engines that requests are distributed over. Each engine loads the whole model and, on GPUs, "
+        "uses devices of its own. Default: 1.",
     )
     group.add_argument(
         "--stall-seconds",
         type=positive_finite,
         default=30.0,
         metavar="X",
-        help="how long a step may take before /health says that the engine stalls; default: 30",
+        help="Seconds that a step may take before /health reports that the engine has stalled. Default: 30.",
     )
     add_engine_options(parser)
 
@@ -59,7 +60,7 @@ def add_arguments(parser: "Parser") -> None:
 def run(args: argparse.Namespace) -> int:
     settings, engine = _settings(args), engine_options(args)
     if args.served is not None and engine.setdefault("model", args.served) != args.served:
-        args.parser.error(f"two models: {args.served} and --model {engine['model']}; name one")
+        args.parser.error(f"two models: {args.served} and --model {engine['model']}; give one")
     if args.replicas < 1:
         args.parser.error(f"replicas={args.replicas}: must be at least 1")
     import asyncio
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _load(options: dict[str, Any], replicas: int, stall_seconds: float) -> "AsyncLLM":
     engine = await _start(options, replicas, stall_seconds)
-    times = f", {replicas} times" if replicas > 1 else ""
+    times = f", {replicas} replicas" if replicas > 1 else ""
     note(f"Ready: {engine.model_name}{times}, {engine.max_model_len} tokens of context")
     return engine
 
@@ -108,4 +109,4 @@ def _warn_if_open(settings: ServerSettings) -> None:
     except ValueError:
         local = settings.host == "localhost"
     if not local and not settings.api_key:
-        note(f"Warning: anyone who reaches {settings.host} may use this server; --api-key asks for a key")
+        note(f"Warning: anyone who can reach {settings.host} can use this server; --api-key requires a key")

@@ -1,4 +1,4 @@
-"""`nanovllm simulate`: how a fleet of replicas would do on a trace, without a device."""
+"""`nanovllm simulate`: predicts how a fleet of replicas handles a load, without a device."""
 
 import argparse
 from pathlib import Path
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from nanovllm.simulate.runs import Limits, Settings
     from nanovllm.simulate.step_time import StepTime
 
-SUMMARY = "how many replicas a load needs, without a device"
+SUMMARY = "predict how replicas handle a load, without a device"
 USAGE = "(--trace FILE | --synthetic SPEC) [options]"
 DESCRIPTION = """\
-Simulate replicas of this engine behind a router: the real scheduler and prefix cache run for every request, and a
-formula says how long each step takes. Prints throughput, latencies, cache hits and how evenly the replicas worked.
+Simulate a router with replicas of this engine. The real scheduler and prefix cache run for every request; a formula
+gives the time of each step. Prints throughput, latencies, cache hits and how evenly the load was distributed.
 """
 EPILOG = """\
 examples:
@@ -35,17 +35,17 @@ examples:
   nanovllm simulate --trace mooncake.jsonl --replicas 16 --plot fleet.svg
   nanovllm simulate --trace mooncake.jsonl --rate 20 --find --ttft-p99 2 --tpot-p99 0.05
 
-A trace is a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens, or has a JSON object a line with timestamp
-(milliseconds), input_length, output_length and hash_ids (numbers of 512-token blocks, equal where prompts are).
+A trace is a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens, or a file with one JSON object per
+line: timestamp (milliseconds), input_length, output_length and hash_ids (one number for each block of 512 prompt
+tokens; the same number means the same tokens).
 """
 DEFAULT_RATE, DEFAULT_NUM_REQUESTS = 10.0, 1000
 DEVICE_OPTIONS = ("bandwidth", "tflops", "overhead_ms")
 # Options of each simulated engine.
-ENGINE_OPTIONS = (
-    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_block_size", "num_kv_cache_blocks"),
-    "enable_prefix_caching",
+ENGINE_OPTIONS = frozenset(
+    {"max_num_batched_tokens", "max_num_seqs", "num_kv_cache_blocks", "kv_cache_block_size", "enable_prefix_caching"}
 )
-SHOWN_DEFAULTS = {"max_model_len": "the longest request", "num_kv_cache_blocks": "as many as fit into --memory-gib"}
+SHOWN_DEFAULTS = {"num_kv_cache_blocks": "as many as fit into --memory-gib"}
 FIND_COLUMNS = (
     *("replicas", "ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms", "requests_per_s", "cache_hit_percent", "busy_percent"),
     "refused",
@@ -53,81 +53,117 @@ FIND_COLUMNS = (
 
 
 def add_arguments(parser: "Parser") -> None:
-    _add_load(parser.add_argument_group("what arrives"))
-    _add_fleet(parser.add_argument_group("the replicas"))
-    _add_device(parser.add_argument_group("the device and the model"))
-    question = parser.add_argument_group("the question")
-    question.add_argument("--compare", action="store_true", help="all policies side by side")
-    question.add_argument("--find", action="store_true", help="the fewest replicas that keep the limits")
-    question.add_argument(
-        "--ttft-p99", type=positive_finite, metavar="S", help="with --find: most seconds to a first token"
+    _add_load(parser.add_argument_group("load options"))
+    _add_fleet(parser.add_argument_group("fleet options"))
+    _add_device(parser.add_argument_group("device and model options"))
+    mode = parser.add_argument_group("mode options")
+    mode.add_argument("--compare", action="store_true", help="Simulate all policies and print them side by side.")
+    mode.add_argument(
+        "--find", action="store_true", help="Find the smallest number of replicas that meets the latency limits."
     )
-    question.add_argument(
-        "--tpot-p99", type=positive_finite, metavar="S", help="with --find: most seconds per output token"
+    mode.add_argument(
+        "--ttft-p99",
+        type=positive_finite,
+        metavar="S",
+        help="With --find: limit of the p99 time to first token, seconds.",
     )
-    question.add_argument("--max-replicas", type=count, metavar="N", help="with --find: the most to try; default: 64")
-    output = parser.add_argument_group("output")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG")
-    output.add_argument("--json", action="store_true", help="print one JSON document")
+    mode.add_argument(
+        "--tpot-p99",
+        type=positive_finite,
+        metavar="S",
+        help="With --find: limit of the p99 time per output token, seconds.",
+    )
+    mode.add_argument(
+        "--max-replicas", type=count, metavar="N", help="With --find: largest number of replicas to try. Default: 64."
+    )
+    output = parser.add_argument_group("output options")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="Write a plot to this SVG file.")
+    output.add_argument("--json", action="store_true", help="Print the result as one JSON document.")
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--trace", type=Path, metavar="FILE", help="a recorded trace, CSV or JSON lines; see below")
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Recorded trace to replay, CSV or JSON lines (see below)."
+    )
     group.add_argument(
         "--synthetic",
         metavar="SPEC",
-        help="drawn requests that share prefixes within groups, such as groups=256,prefix=1024,unique=64:256,"
-        "output=64:192,skew=0 (the defaults; low:high is drawn evenly; skew: the k-th group's share is 1/k^skew)",
+        help="Random requests in groups that share a prefix: groups=256,prefix=1024,unique=64:256,output=64:192,skew=0 "
+        "(these are the defaults). Lengths are tokens; low:high is drawn uniformly. The k-th group gets requests in "
+        "proportion to 1/k^skew.",
     )
     group.add_argument(
-        "--num-requests", type=count, metavar="N", help="of a trace the first N; drawn: how many, default: 1000"
+        "--num-requests",
+        type=count,
+        metavar="N",
+        help="Number of requests. Default: 1000 synthetic requests, or the whole trace.",
     )
     group.add_argument(
-        "--rate", type=positive_finite, metavar="X", help="requests a second; default: a trace's own times, drawn: 10"
+        "--rate",
+        type=positive_finite,
+        metavar="X",
+        help="Requests per second. Default: 10 for synthetic requests, the recorded times for a trace.",
     )
-    group.add_argument("--seed", type=whole_number, metavar="N", help="of drawn requests; default: 0")
+    group.add_argument("--seed", type=whole_number, metavar="N", help="Random seed of synthetic requests. Default: 0.")
 
 
 def _add_fleet(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--replicas", type=count, metavar="N", help="how many; default: 1")
+    group.add_argument("--replicas", type=count, metavar="N", help="Number of replicas. Default: 1.")
     group.add_argument(
         "--policy",
         choices=POLICIES,
         metavar="NAME",
-        help="who gets a request: prefix (who holds most of its beginning, unless too busy), round-robin, "
-        "least-loaded, or one-big (one replica with the devices and the cache of all: the ideal); default: prefix",
+        help="How the router chooses a replica: prefix (the one with the longest prefix of the prompt in its cache, "
+        "unless it is too busy), round-robin, least-loaded, or one-big (one replica with all devices and the whole "
+        "cache, as an upper bound). Default: prefix.",
     )
     group.add_argument(
         "--max-lead",
         type=count,
         metavar="N",
-        help="prefix: requests that the holder of a whole prompt may be ahead; default: 8",
+        help="Policy prefix: number of open requests by which the replica with the whole prompt cached may exceed "
+        "the least loaded one. Default: 8.",
     )
     group.add_argument(
-        "--max-ratio", type=_ratio, metavar="X", help="prefix: or this factor, if that is more; default: 1.5"
+        "--max-ratio",
+        type=_ratio,
+        metavar="X",
+        help="Policy prefix: factor by which it may exceed the least loaded one, if that allows more. Default: 1.5.",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=count,
+        metavar="N",
+        help="Maximum length of a sequence in tokens; longer requests are refused. Default: the longest request.",
     )
     add_fields(group, Config, ENGINE_OPTIONS, SHOWN_DEFAULTS, aliases=OPTION_ALIASES)
 
 
 def _add_device(group: argparse._ArgumentGroup) -> None:
     known = ", ".join(shape_names())
-    group.add_argument("--model-shape", default="qwen3-8b", metavar="NAME", help=f"default: qwen3-8b; known: {known}")
+    group.add_argument(
+        "--model-shape",
+        default="qwen3-8b",
+        metavar="NAME",
+        help=f"Shape of the simulated model. Known: {known}. Default: qwen3-8b.",
+    )
     for name, meaning, default in (
-        ("--memory-gib", "of a replica's device", H200_MEMORY / 2**30),
-        ("--bandwidth", "TB/s that the engine reaches", H200.bytes_per_second / 1e12),
-        ("--tflops", "TFLOP/s that the engine reaches", H200.flops_per_second / 1e12),
-        ("--overhead-ms", "of a step beside these", H200_OVERHEAD * 1e3),
+        ("--memory-gib", "Memory of a replica's device in GiB", H200_MEMORY / 2**30),
+        ("--bandwidth", "Memory bandwidth that the engine reaches, in TB/s", H200.bytes_per_second / 1e12),
+        ("--tflops", "Arithmetic rate that the engine reaches, in TFLOP/s", H200.flops_per_second / 1e12),
+        ("--overhead-ms", "Time of a step that neither bandwidth nor arithmetic explains, in ms", H200_OVERHEAD * 1e3),
     ):
-        help = f"{meaning}; default: {default:g}, an H200's"
+        help = f"{meaning}. Default: {default:g}, measured on an H200."
         group.add_argument(name, type=positive_finite, metavar="X", help=help)
     group.add_argument(
         "--step-time",
         metavar="A,B,C[,D]",
-        help="instead of these: milliseconds of a step, per prompt token, per decoding sequence, per context token",
+        help="Constants of a linear formula to use instead, in milliseconds: per step, per prompt token, per decoding "
+        "sequence, per context token.",
     )
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
+# --- simulating -------------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> int:
@@ -201,7 +237,7 @@ def _show(value: Any) -> str:
 
 
 def _side_by_side(rows: "list[Row]") -> str:
-    """A line a number, a column a run."""
+    """A table with one line per metric and one column per policy."""
     from nanovllm.bench.report import table
 
     names = [name for name in rows[0] if name != "policy"]
@@ -228,9 +264,9 @@ def _caption(args: argparse.Namespace, answer: str) -> str:
 def _refuse_contradictions(args: argparse.Namespace) -> None:
     given = {name for name, value in vars(args).items() if value is not None and value is not False}
     if ("trace" in given) == ("synthetic" in given):
-        raise ConfigError("name what arrives, either with --trace FILE or with --synthetic SPEC")
+        raise ConfigError("give the load either with --trace FILE or with --synthetic SPEC")
     if args.find and not given & {"ttft_p99", "tpot_p99"}:
-        raise ConfigError("--find needs a limit to keep: --ttft-p99, --tpot-p99 or both")
+        raise ConfigError("--find needs a limit: --ttft-p99, --tpot-p99 or both")
     if args.step_time is not None:
         _refuse_together(given, "step_time", DEVICE_OPTIONS)
     if args.find:
@@ -241,7 +277,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         _refuse_together(given, "compare", ("policy",))
     if (args.policy or "prefix") != "prefix":
         for name in sorted(given & {"max_lead", "max_ratio"}):
-            raise ConfigError(f"{_option(name)} is of the policy prefix, not of {args.policy}")
+            raise ConfigError(f"{_option(name)} applies to the policy prefix, not to {args.policy}")
     _refuse_without(given, "synthetic", ("seed",))
     if args.plot is not None and not args.plot.resolve().parent.is_dir():
         raise ConfigError(f"--plot {args.plot}: there is no folder {args.plot.parent}")
@@ -274,20 +310,19 @@ def _arrivals(args: argparse.Namespace) -> "list[Arrival]":
 
 
 def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple[Settings, Row]":
-    """What each replica is, and the same in words."""
+    """The settings of each replica, and the rows that describe them in the report."""
     from nanovllm.models.registry import describe
     from nanovllm.remote.routing import MAX_LEAD, MAX_RATIO
     from nanovllm.simulate.runs import Settings
 
     model = describe(shape_folder(args.model_shape)).config
-    options = engine_options(args)
-    engine = Config.from_options(None, options)
-    num_blocks = options.get("num_kv_cache_blocks", -1)
+    engine = Config.from_options(None, engine_options(args))
+    num_blocks = engine.num_kv_cache_blocks
     if num_blocks == -1:
         num_blocks = _blocks_in_memory(args, model, engine.kv_cache_block_size)
     longest = max(arrival.input_len + arrival.output_len for arrival in arrivals)
     groups = (BlockGroup(num_blocks),)
-    config = engine.scheduler_config(max_model_len=options.get("max_model_len", longest), groups=groups)
+    config = engine.scheduler_config(max_model_len=args.max_model_len or longest, groups=groups)
     settings = Settings(config, _step_time(args, model), args.max_lead or MAX_LEAD, args.max_ratio or MAX_RATIO)
     described: Row = {
         "model": args.model_shape,
@@ -303,8 +338,8 @@ def _blocks_in_memory(args: argparse.Namespace, model: "ModelSpec", block_size: 
     num_blocks = int(left // (model.kv_bytes_per_token("bfloat16") * block_size))
     if num_blocks < 1:
         raise ConfigError(
-            f"{args.model_shape} does not fit into {memory / 2**30:g} GiB: raise --memory-gib, or give "
-            "--num-kv-cache-blocks for what the devices of a replica hold together"
+            f"{args.model_shape} does not fit into {memory / 2**30:g} GiB: raise --memory-gib, or, if a replica has "
+            "several devices, give --num-kv-cache-blocks for all of them together"
         )
     return num_blocks
 

@@ -1,4 +1,4 @@
-"""A fleet of replicas without a device: the real scheduler and prefix cache, a modelled clock."""
+"""Simulates a fleet of replicas without a device: real scheduler and prefix cache, computed step times."""
 
-POOLED = "one-big"  # no fleet but one replica with everything of all
+POOLED = "one-big"  # a single replica with the devices and the cache of all
 POLICIES = ("prefix", "round-robin", "least-loaded", POOLED)

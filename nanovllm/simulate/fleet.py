@@ -1,7 +1,7 @@
-"""Replicas behind a routing policy, from event to event: a request arrives, or a replica's step ends.
+"""Simulates replicas with a routing policy. Events are the arrival of a request and the end of a replica's step.
 
-At each moment first the steps that end give their tokens, then what arrives is routed, then every idle replica with
-work begins its next step. Nothing depends on chance or on the machine that simulates.
+At each time, first the steps that end deliver their tokens, then arriving requests are routed, then every idle replica
+with requests begins its next step. The result is deterministic and does not depend on the machine.
 """
 
 from collections.abc import Sequence as Seq
@@ -18,26 +18,26 @@ from nanovllm.simulate.replica import Replica
 from nanovllm.simulate.requests import Arrival
 from nanovllm.simulate.step_time import StepTime
 
-PARAMS = SamplingParams(ignore_eos=True)  # how long an answer gets stands in the sequence
+PARAMS = SamplingParams(ignore_eos=True)  # the output length is set per sequence
 
 
 @dataclass
 class Outcome:
-    """What became of each request, in the order of arrival; of a refused one the times stay nan."""
+    """Times and counts of each request, in the order of arrival; the times of a refused request are nan."""
 
     arrivals: Seq[Arrival]
     first_token: list[float] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
     num_cached: list[int] = field(default_factory=list)  # prompt tokens found in the prefix cache
     replica: list[int] = field(default_factory=list)
-    # by replica
+    # per replica
     busy_seconds: list[float] = field(default_factory=list)
     num_preemptions: list[int] = field(default_factory=list)
     num_steps: list[int] = field(default_factory=list)
 
 
 class Fleet:
-    """`policy` knows the replicas by their numbers, 0 and up."""
+    """`policy` identifies the replicas by the numbers 0, 1, ..."""
 
     def __init__(self, *, num_replicas: int, config: SchedulerConfig, step_time: StepTime, policy: Policy) -> None:
         self.replicas = [Replica(config, step_time) for _ in range(num_replicas)]
@@ -45,7 +45,7 @@ class Fleet:
         self._steps: list[tuple[float, int]] = []  # a heap of (when the step ends, replica)
 
     def run(self, arrivals: Seq[Arrival]) -> Outcome:
-        """Until all requests, which are in the order of their times, have ended."""
+        """Simulate until all requests have ended. `arrivals` must be ordered by time."""
         count = len(arrivals)
         outcome = Outcome(arrivals, [nan] * count, [nan] * count, [0] * count, [-1] * count)
         coming = 0
@@ -70,7 +70,7 @@ class Fleet:
             _, index = heappop(self._steps)
             end = self.replicas[index].end_step()
             for seq in end.sampled:
-                if isnan(outcome.first_token[seq.arrival]):  # else it was preempted since
+                if isnan(outcome.first_token[seq.arrival]):  # after a preemption the prompt is computed again
                     outcome.first_token[seq.arrival] = now
             for seq in end.ended:
                 outcome.ended[seq.arrival] = now

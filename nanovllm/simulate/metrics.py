@@ -1,4 +1,4 @@
-"""From what became of each request to the numbers that one compares."""
+"""Computes the metrics of a simulated run from the times of its requests."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def latencies(outcome: Outcome) -> dict[str, list[float]]:
-    """Seconds, one a request that was not refused; an answer of one token has no time per output token."""
+    """In seconds, one per request that was not refused; an output of one token has no time per output token."""
     found: dict[str, list[float]] = {"ttft": [], "tpot": [], "e2e": []}
     for arrival, first, ended in zip(outcome.arrivals, outcome.first_token, outcome.ended, strict=True):
         if math.isnan(ended):
@@ -25,7 +25,7 @@ def latencies(outcome: Outcome) -> dict[str, list[float]]:
 
 
 def measure(outcome: Outcome) -> Row:
-    """Latencies in milliseconds, shares in percent."""
+    """The metrics by name; latencies in milliseconds."""
     served = [
         (arrival, cached)
         for arrival, ended, cached in zip(outcome.arrivals, outcome.ended, outcome.num_cached, strict=True)
@@ -53,7 +53,7 @@ def measure(outcome: Outcome) -> Row:
         "busy_percent": float(np.mean(busy)),
         "least_busy_percent": min(busy),
         "most_busy_percent": max(busy),
-        "most_requests_of_mean": _most_of_mean(outcome),
+        "max_requests_over_mean": _max_over_mean(outcome),
     }
 
 
@@ -66,7 +66,7 @@ def percentile_ms(seconds: Sequence[float], percent: float) -> float | None:
     return 1e3 * float(np.percentile(seconds, percent)) if seconds else None
 
 
-def _most_of_mean(outcome: Outcome) -> float:
-    """How many requests the replica with most of them got, over the mean; 1 is perfectly even."""
+def _max_over_mean(outcome: Outcome) -> float:
+    """Requests of the replica that got the most, divided by the mean; 1 is perfectly even."""
     counts = np.bincount([index for index in outcome.replica if index >= 0], minlength=len(outcome.busy_seconds))
     return float(counts.max() / counts.mean()) if counts.any() else 0.0

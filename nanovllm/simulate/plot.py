@@ -1,4 +1,4 @@
-"""Simulated runs as one small SVG: how latencies are distributed, what the cache gave, how evenly replicas worked."""
+"""Draws simulated runs as an SVG: latency distributions, cache hits, and how busy each replica was."""
 
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
@@ -21,7 +21,7 @@ SEARCHED = {
     "tpot_p99_ms": "time per output token, p99",
     "cache_hit_percent": "prompt tokens found in the cache",
 }
-MOST_PERCENT = 99  # a curve ends there: the slowest requests would press all others to the axis
+MAX_PERCENT = 99  # end of a curve: the slowest requests would compress the rest
 
 
 def draw_runs(outcomes: Mapping[str, Outcome], caption: str) -> str:
@@ -37,7 +37,7 @@ def draw_runs(outcomes: Mapping[str, Outcome], caption: str) -> str:
 
 
 def draw_search(rows: Mapping[int, Row], limits: Limits, caption: str) -> str:
-    """The p99 of each number of replicas that was tried, and the limit as a line."""
+    """The p99 latency of each number of replicas that was tried, with the limit as a line."""
     lines = _head(caption, SEARCH_HEIGHT)
     for column, (key, title) in enumerate(SEARCHED.items()):
         limit = getattr(limits, key, None)
@@ -49,7 +49,7 @@ def draw_search(rows: Mapping[int, Row], limits: Limits, caption: str) -> str:
         lines += _line(panel, points, COLOURS[column])
         lines += [f'<circle cx="{panel.x(x):.1f}" cy="{panel.y(y):.1f}" r="3"/>' for x, y in points]
         if limit is not None:
-            lines += _line(panel, [(0, limit), (panel.most_x, limit)], LIMIT_COLOUR)
+            lines += _line(panel, [(0, limit), (panel.max_x, limit)], LIMIT_COLOUR)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -70,7 +70,7 @@ def _lower_top() -> int:
 
 
 def _distributions(left: int, title: str, series: Mapping[str, Sequence[float]]) -> list[str]:
-    percents = np.linspace(0, MOST_PERCENT, 2 * MOST_PERCENT + 1)
+    percents = np.linspace(0, MAX_PERCENT, 2 * MAX_PERCENT + 1)
     curves = [np.percentile(values, percents) if values else np.zeros(0) for values in series.values()]
     panel = Panel(left, TOP, round_up(max((float(curve[-1]) for curve in curves if curve.size), default=1.0)), 100)
     lines = [f'<text x="{left}" y="{TOP - 22}" {TEXT}>{title}</text>', *panel.frame("ms", "% of requests at most")]
@@ -80,7 +80,7 @@ def _distributions(left: int, title: str, series: Mapping[str, Sequence[float]])
 
 
 def _hits(left: int, percents: Mapping[str, float]) -> list[str]:
-    """A bar a policy."""
+    """One bar per policy."""
     panel = Panel(left, _lower_top(), len(percents), 100)
     lines = [
         f'<rect x="{left}" y="{panel.top}" width="{PANEL_WIDTH}" height="{PANEL_HEIGHT}" fill="#fafafa" '
@@ -98,14 +98,14 @@ def _hits(left: int, percents: Mapping[str, float]) -> list[str]:
 
 
 def _busy(left: int, outcomes: Mapping[str, Outcome]) -> list[str]:
-    """A line a policy over the replicas, the busiest first; one replica alone is a level line."""
+    """One line per policy over its replicas, the busiest first; a single replica is a horizontal line."""
     panel = Panel(left, _lower_top(), round_up(max(len(outcome.busy_seconds) for outcome in outcomes.values())), 100)
     lines = panel.frame("replicas, busiest first", "% of the time busy")
     for colour, outcome in zip(COLOURS, outcomes.values(), strict=False):
         seconds = duration(outcome) or 1.0
-        shares = sorted((100 * busy / seconds for busy in outcome.busy_seconds), reverse=True)
-        ends = [*enumerate(shares), (len(shares), shares[-1])]
-        lines += _line(panel, ends if len(shares) > 1 else [(0, shares[0]), (panel.most_x, shares[0])], colour)
+        percents = sorted((100 * busy / seconds for busy in outcome.busy_seconds), reverse=True)
+        points = [*enumerate(percents), (len(percents), percents[-1])]
+        lines += _line(panel, points if len(percents) > 1 else [(0, percents[0]), (panel.max_x, percents[0])], colour)
     return lines
 
 

@@ -1,6 +1,6 @@
-"""One replica: the engine's own scheduler and prefix cache, with a clock where the device was.
+"""A simulated replica: the engine's scheduler and prefix cache, with a computed step time instead of a device.
 
-The tokens that a step would sample are all the same and known at once; when they come is the step's modelled time.
+Every step samples the same token for all sequences; only the time of the step is computed.
 """
 
 from typing import NamedTuple
@@ -14,19 +14,23 @@ from nanovllm.simulate.step_time import StepTime, StepWork
 
 
 class StepEnd(NamedTuple):
-    sampled: list[Sequence]  # whose prompt was completed by this step: for most of them this is the first token
+    """The sequences that reached a milestone in a step."""
+
+    sampled: list[Sequence]  # whose prompt this step completed; their first token, unless they were preempted before
     ended: list[Sequence]
 
 
 class Replica:
+    """One engine of the fleet."""
+
     def __init__(self, config: SchedulerConfig, step_time: StepTime) -> None:
         self.scheduler = Scheduler(config)
         self.busy_seconds = 0.0
         self.num_steps = 0
         self._step_time = step_time
-        self._plan: StepPlan | None = None  # of the step that runs, if one does
+        self._plan: StepPlan | None = None  # of the running step, if any
         self._last_plan: StepPlan | None = None
-        self._num_context = 0  # tokens that the decodes of the last plan read
+        self._num_context = 0  # tokens that the decoding sequences of the last plan read
         self._at_row: dict[int, Sequence] = {}
         self._results: dict[int, StepResult] = {}  # by number of sampled tokens
 
@@ -39,7 +43,7 @@ class Replica:
         return self.scheduler.num_unfinished > 0
 
     def begin_step(self) -> float:
-        """Schedule a step; how many seconds it takes."""
+        """Schedule a step and return how many seconds it takes."""
         plan = self.scheduler.schedule()
         assert plan is not None, "with no step in flight, something can always be scheduled"
         seconds = self._step_time.seconds(self._work(plan))
@@ -49,6 +53,7 @@ class Replica:
         return seconds
 
     def end_step(self) -> StepEnd:
+        """Give the running step's tokens to the scheduler."""
         plan, self._plan = self._plan, None
         assert plan is not None
         sampled = [self._at_row[chunk.row] for chunk in plan.chunks if chunk.samples]
@@ -58,7 +63,7 @@ class Replica:
         if plan.new_rows:
             self._at_row = {seq.row: seq for seq in self.scheduler.running}
         num_decodes = len(plan.decode_rows)
-        if plan is self._last_plan:  # the same sequences, each one token further
+        if plan is self._last_plan:  # the same sequences, each one token longer
             self._num_context += num_decodes
             return StepWork(0, num_decodes, num_decodes, self._num_context, 0)
         num_prefill = num_scores = num_completed = num_sampled = 0
@@ -68,7 +73,7 @@ class Replica:
             if chunk.samples:
                 num_sampled += 1
                 num_completed += chunk.start + chunk.num_new
-        # a prompt that this step completes stands among the decoding already
+        # the scheduler already counts a prompt that this step completes among the decoding sequences
         self._num_context = sum([seq.num_computed_tokens for seq in self.scheduler.decoding]) - num_completed
         return StepWork(num_prefill, num_decodes, num_decodes + num_sampled, self._num_context, num_scores)
 

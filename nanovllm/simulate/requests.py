@@ -1,8 +1,8 @@
-"""What arrives when: rows of a trace, or requests drawn around shared prefixes.
+"""The requests of a simulation: rows of a trace, or random requests that share prefixes.
 
-A simulated prompt is a row of pieces, each a name and a length. Its tokens are the piece's name, then filler. Two
-prompts so have exactly those first tokens in common that their first equal pieces hold, which is all that a prefix
-cache sees of a text; and a prompt of a hundred thousand tokens is made in microseconds.
+A simulated prompt is a list of pieces, each with an id and a length. The tokens of a piece are its id, then filler. So
+two prompts have exactly the tokens of their equal first pieces in common, which is all that a prefix cache depends on,
+and a prompt of a hundred thousand tokens is made in microseconds.
 """
 
 import math
@@ -13,17 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.bench.traces import TOKENS_OF_A_HASH, TraceRow, arrivals, read_trace
+from nanovllm.bench.traces import TOKENS_PER_HASH, TraceRow, arrivals, read_trace
 from nanovllm.errors import ConfigError
 
 FILLER = 0
-GENERATED = 1 << 62  # the token that every simulated step gives; no prompt holds it
+GENERATED = 1 << 62  # the token that every simulated step samples; no prompt contains it
 
-Piece = tuple[int, int]  # name (not FILLER or GENERATED), number of tokens
+Piece = tuple[int, int]  # id (not FILLER or GENERATED), number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
+    """One request and the time at which it arrives."""
+
     seconds: float
     pieces: tuple[Piece, ...]
     output_len: int
@@ -41,7 +43,7 @@ class Arrival:
 
 
 def trace_arrivals(path: Path, *, limit: int | None = None, rate: float | None = None) -> list[Arrival]:
-    """The requests of a trace at its own times, or squeezed or stretched to `rate` requests a second."""
+    """The requests of a trace at their recorded times, or with times scaled to `rate` requests per second."""
     rows = read_trace(path, limit)
     start = rows[0].seconds
     found = [
@@ -54,8 +56,8 @@ def _pieces_of(row: TraceRow, index: int) -> Iterator[Piece]:
     left = row.input_len
     for number in row.hash_ids:
         if left > 0:
-            yield _shared(number), min(left, TOKENS_OF_A_HASH)
-            left -= TOKENS_OF_A_HASH
+            yield _shared(number), min(left, TOKENS_PER_HASH)
+            left -= TOKENS_PER_HASH
     if left > 0:
         yield _own(index), left
 
@@ -63,24 +65,24 @@ def _pieces_of(row: TraceRow, index: int) -> Iterator[Piece]:
 def at_rate(found: Sequence[Arrival], rate: float) -> list[Arrival]:
     seconds = found[-1].seconds
     if not seconds:
-        raise ConfigError(f"rate={rate:g}: the trace's requests all come at once, so its times cannot be scaled")
+        raise ConfigError(f"rate={rate:g}: all requests of the trace have the same time, so the times cannot be scaled")
     factor = (len(found) - 1) / rate / seconds
     return [replace(arrival, seconds=arrival.seconds * factor) for arrival in found]
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Requests of several groups; those of one group begin with the same tokens."""
+    """Random requests in groups; the prompts of a group begin with the same tokens."""
 
     groups: int = 256
-    prefix: tuple[int, int] = (1024, 1024)  # tokens that a group shares; drawn once a group between these
-    unique: tuple[int, int] = (64, 256)  # tokens of a prompt's own
+    prefix: tuple[int, int] = (1024, 1024)  # tokens that a group shares, from low to high; drawn once per group
+    unique: tuple[int, int] = (64, 256)  # further tokens of each prompt
     output: tuple[int, int] = (64, 192)
-    skew: float = 0.0  # the k-th group is asked for in proportion to 1 / k ** skew; 0: all alike
+    skew: float = 0.0  # the k-th group gets requests in proportion to 1 / k ** skew
 
     @classmethod
     def parse(cls, text: str) -> "Synthetic":
-        """'groups=64,prefix=512:2048': what is left out keeps its default."""
+        """Parse 'groups=64,prefix=512:2048'; fields that are not given keep their defaults."""
         given: dict[str, str] = {}
         for part in filter(None, text.split(",")):
             name, equals, value = part.partition("=")
@@ -95,7 +97,7 @@ class Synthetic:
         return cls(**values)
 
     def arrivals(self, *, count: int, rate: float, seed: int) -> list[Arrival]:
-        """A Poisson process of `rate` requests a second."""
+        """`count` requests that arrive as a Poisson process of `rate` requests per second."""
         random = np.random.default_rng(seed)
         popularity = np.arange(1, self.groups + 1) ** -self.skew
         groups = random.choice(self.groups, size=count, p=popularity / popularity.sum()).tolist()

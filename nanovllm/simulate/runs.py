@@ -1,4 +1,4 @@
-"""Whole questions put to the simulation: one policy, several side by side, how many replicas are enough."""
+"""Runs simulations: one policy on a number of replicas, or a search for the smallest number that is enough."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +15,8 @@ from nanovllm.simulate.step_time import Divided, StepTime
 
 @dataclass(frozen=True)
 class Settings:
+    """What all runs have in common; `max_lead` and `max_ratio` are the router's."""
+
     config: SchedulerConfig  # of one replica
     step_time: StepTime
     max_lead: int
@@ -23,18 +25,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Limits:
-    """The most milliseconds that 99 of 100 requests may take; None: any."""
+    """Limits of the p99 latencies in milliseconds; None means no limit."""
 
     ttft_p99_ms: float | None = None
     tpot_p99_ms: float | None = None
 
     def are_kept_by(self, row: Row) -> bool:
-        """A refused request keeps no limit; where no request has such a time, none is exceeded."""
+        """Whether a run meets the limits. One refused request misses them; a latency that no request has meets them."""
         pairs = ((self.ttft_p99_ms, row["ttft_p99_ms"]), (self.tpot_p99_ms, row["tpot_p99_ms"]))
-        return not row["refused"] and all(most is None or (found or 0.0) <= most for most, found in pairs)
+        return not row["refused"] and all(limit is None or (found or 0.0) <= limit for limit, found in pairs)
 
 
 def simulate(arrivals: Sequence[Arrival], *, num_replicas: int, policy: str, settings: Settings) -> Outcome:
+    """Simulate the requests on `num_replicas` replicas with the named policy."""
     if policy == POOLED:
         config, step_time = pooled(settings.config, num_replicas), Divided(settings.step_time, num_replicas)
         fleet = Fleet(num_replicas=1, config=config, step_time=step_time, policy=RoundRobin(range(1)))
@@ -64,7 +67,7 @@ def make_policy(name: str, num_replicas: int, settings: Settings) -> Policy:
 
 
 def pooled(config: SchedulerConfig, num_replicas: int) -> SchedulerConfig:
-    """One replica with the cache, the rows and the token budget of all."""
+    """The config of one replica with the cache, the sequences and the token budget of all."""
     return replace(
         config,
         groups=tuple(replace(group, num_blocks=group.num_blocks * num_replicas) for group in config.groups),
@@ -74,9 +77,9 @@ def pooled(config: SchedulerConfig, num_replicas: int) -> SchedulerConfig:
 
 
 def fewest_replicas(run: Callable[[int], Row], *, limits: Limits, most: int) -> tuple[int | None, dict[int, Row]]:
-    """The smallest number from 1 to `most` that keeps the limits, and the rows of all numbers tried.
+    """The smallest number from 1 to `most` that meets the limits (None if none does), and the rows of all runs.
 
-    Doubles until the limits are kept, then halves the gap. That more replicas are never slower is taken for granted.
+    Doubles the number until the limits are met, then bisects. Assumes that more replicas are never slower.
     """
     tried: dict[int, Row] = {}
     missed, number = 0, 1

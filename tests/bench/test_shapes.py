@@ -116,7 +116,7 @@ def test_shape_is_a_name_not_a_path(name: str) -> None:
     ("options", "told"),
     [
         (["--model-shape", "qwen-0.6b"], "did you mean 'qwen3-0.6b'?"),
-        (["--model-shape", "qwen3-8b", "--model", "x"], "model_shape='qwen3-8b' and model='x': name one of them"),
+        (["--model-shape", "qwen3-8b", "--model", "x"], "model_shape='qwen3-8b' and model='x': give one of them"),
         (["--model-shape", "qwen3-8b", "--load-format", "gguf"], "load_format='gguf': a shape has no weights to load"),
     ],
     ids=["unknown", "two models", "weights"],

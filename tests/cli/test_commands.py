@@ -123,8 +123,8 @@ def test_chat_keeps_the_conversation_until_reset(cli: Cli, tiny_model: Path, llm
     assert second != third
     assert done.returncode == 0
     assert done.stdout == f"{first}\n{second}\n{third}\n"
-    assert "[/hello is no command; there are /reset and /exit]\n" in done.stderr
-    assert "[the conversation begins anew]\n" in done.stderr
+    assert "[unknown command /hello; the commands are /reset and /exit]\n" in done.stderr
+    assert "[new conversation]\n" in done.stderr
 
 
 def test_chat_forgets_its_oldest_turns(cli: Cli, tiny_model: Path, llm: LLM) -> None:
@@ -132,9 +132,9 @@ def test_chat_forgets_its_oldest_turns(cli: Cli, tiny_model: Path, llm: LLM) -> 
     options = ["--max-model-len", "160", "--max-tokens", "8", "--ignore-eos", *SMALL_CACHE]
     done = cli("chat", "--model", tiny_model, *options, stdin="\n".join([*questions, "too long " * 100, "Bye."]))
     assert done.returncode == 0
-    assert "[the conversation outgrew max_model_len=160 tokens: its oldest turn was forgotten]" in done.stderr
+    assert "[the conversation exceeded max_model_len=160 tokens: its oldest turn was dropped]" in done.stderr
     assert done.stderr.count("[cut off after 8 tokens") == 5
-    assert "[not understood: the prompt has" in done.stderr
+    assert "[refused: the prompt has" in done.stderr
     fresh = llm.chat([user(questions[0])], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     assert done.stdout.startswith(fresh[0]["text"])
 
@@ -159,7 +159,7 @@ def test_interrupt_stops_an_answer_and_leaves_at_the_prompt(start: Start, tiny_m
         process.send_signal(signal.SIGINT)
         assert read_until(process.stderr, b"> ") == b"[stopped]\n> "
         os.write(terminal, b"/reset\n")
-        assert read_until(process.stderr, b"> ") == b"[the conversation begins anew]\n> "
+        assert read_until(process.stderr, b"> ") == b"[new conversation]\n> "
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (130, b"")

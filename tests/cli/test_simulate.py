@@ -97,8 +97,8 @@ def test_options_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> Non
     assert row("--max-model-len", "70")["refused"] > 0
     assert row("--seed", "1") != usual
     one_group = ("--synthetic", "groups=1,prefix=64,unique=8,output=6")
-    assert row(*one_group, "--max-lead", "60")["most_requests_of_mean"] == 2  # all of them
-    assert row(*one_group, "--max-lead", "1")["most_requests_of_mean"] < 1.3
+    assert row(*one_group, "--max-lead", "60")["max_requests_over_mean"] == 2  # all of them
+    assert row(*one_group, "--max-lead", "1")["max_requests_over_mean"] < 1.3
     assert row("--max-ratio", "9")["requests"] == 60
     settings = document(capsys, *SMALL, "--memory-gib", "30")["settings"]
     assert settings["kv_cache_tokens"] < document(capsys, *SMALL)["settings"]["kv_cache_tokens"] / 5
@@ -127,7 +127,7 @@ def test_the_same_numbers_in_every_process() -> None:
         ([*SMALL, "--find", "--ttft-p99", "1", "--compare"], "--find and --compare"),
         ([*SMALL, "--compare", "--policy", "prefix"], "--compare and --policy"),
         ([*SMALL, "--policy", "best"], "--policy"),
-        ([*SMALL, "--policy", "one-big", "--max-lead", "2"], "--max-lead is of the policy prefix"),
+        ([*SMALL, "--policy", "one-big", "--max-lead", "2"], "--max-lead applies to the policy prefix"),
         ([*SMALL, "--max-ratio", "0.9"], "--max-ratio"),
         ([*SMALL, "--step-time", "1,2"], "step_time='1,2'"),
         ([*SMALL, "--step-time", "1,2,3", "--tflops", "4"], "--step-time and --tflops"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanovllm.bench import soak
-from nanovllm.bench.soak import CHAT, COMPLETIONS, EMBEDDINGS, Ask, Holdings, compare, what_is_wrong
+from nanovllm.bench.soak import CHAT, COMPLETIONS, EMBEDDINGS, SoakRequest, Usage, compare, what_is_wrong
 
 
 def test_nothing_is_left_after_twenty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,19 +45,19 @@ WHOLE = event(delta={"content": "y"}) + event(delta={"content": "es"}) + event(f
         (CHAT, False, b'{"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}', None),
         (CHAT, False, b'{"choices": [{"message": {"content": "yep"}, "finish_reason": "stop"}]}', "form"),
         (CHAT, False, b'{"choices": [{"message": {"content": "ye"}, "finish_reason": "length"}]}', None),
-        (CHAT, False, b'{"choices": []}', "nothing"),
+        (CHAT, False, b'{"choices": []}', "empty"),
         (CHAT, False, b'{"choices"', "JSON"),
         (COMPLETIONS, False, b'{"choices": [{"text": "yes", "finish_reason": "abort"}]}', "abort"),
         (EMBEDDINGS, False, b'{"data": [{"embedding": []}]}', "finish_reason"),
     ],
 )
 def test_an_incomplete_response_is_noticed(path: str, streams: bool, body: bytes, told: str | None) -> None:
-    wrong = what_is_wrong(Ask("x", path, b"", streams, fits=lambda text: text == "yes"), body)
+    wrong = what_is_wrong(SoakRequest("x", path, b"", streams, fits=lambda text: text == "yes"), body)
     assert wrong is None if told is None else wrong is not None and told in wrong
 
 
 def test_leftovers_are_noticed() -> None:
-    before = Holdings(0, 0, 0, {"server": 50.0, "engine": 300.0}, {"server": 9.0})
+    before = Usage(0, 0, 0, {"server": 50.0, "engine": 300.0}, {"server": 9.0})
     assert {row["verdict"] for row in compare(before, before)} == {"ok"}
     for field, worse in {
         "running": 1,

@@ -45,7 +45,7 @@ def test_a_trace_without_hashes_shares_nothing(tmp_path: Path) -> None:
     first, second = trace_arrivals(file)
     assert (len(first.prompt()), len(second.prompt()), second.output_len) == (5, 7, 3)
     assert num_common(first.prompt(), second.prompt()) == 0
-    with pytest.raises(ConfigError, match="all come at once"):
+    with pytest.raises(ConfigError, match="all requests of the trace have the same time"):
         trace_arrivals(file, rate=1.0)
 
 

