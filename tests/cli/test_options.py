@@ -1,4 +1,4 @@
-"""Options: derived from Config and SamplingParams, and every mistake told in one line with exit code 2."""
+"""Options: derived from Config and SamplingParams; every mistake gives a one-line error and exit code 2."""
 
 import argparse
 import subprocess

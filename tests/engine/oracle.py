@@ -1,10 +1,10 @@
 """The token oracle: a fake device whose tokens are hashes of everything it reads through the block table.
 
-The fake model has a state like a real one: the KV entry of a position is its number, its token and a digest of every
-entry that the position reads. So a block of the right tokens behind the wrong prefix differs, as it does in a
-transformer. Each group of layers has entries of its own and reads those in its window. A wrong slot, a stale table, a
-wrong start, a missing block, a freed block or a block overwritten by another sequence raises at once or changes the
-tokens; `answer` says, without an engine, what they should have been.
+The fake model has a KV cache like a real one: the entry of a position holds the position, the token and a digest of all
+entries that the position reads. So a block with the right tokens after the wrong prefix differs, as in a transformer.
+Each group of layers has its own entries and reads those in its window. A wrong slot, a stale table, a wrong start, a
+missing block, a freed block or a block overwritten by another sequence raises an error or changes the tokens. `answer`
+computes the right tokens without an engine.
 """
 
 from collections import deque

@@ -161,7 +161,7 @@ def test_an_identity_is_never_used_again() -> None:
     first, second = make_seq(1), make_seq(1)
     assert manager.allocate(first) and manager.allocate(second)
     compute(manager, first)
-    compute(manager, second)  # the parent of what follows is the first one's block
+    compute(manager, second)  # the parent of the next block is the first sequence's block
     parent = table_of(first)[0]
     second.token_ids.append(5)
     assert append(manager, second)
@@ -299,7 +299,7 @@ def test_the_door_knows_windows() -> None:
     assert BlockGroup(3, window=10).most_blocks(4) == 4 and BlockGroup(3, window=1).most_blocks(4) == 1
 
 
-# --- what is evicted --------------------------------------------------------------------------------------------------
+# --- eviction --------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_content_goes_first_then_the_least_recently_used_last_blocks_first() -> None:

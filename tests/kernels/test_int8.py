@@ -20,7 +20,7 @@ from nanovllm.kernels.moe.tiles import Tiles
 from nanovllm.kernels.moe.weights import ExpertWeights
 from tests.kernels.support import DEVICE, with_halves
 
-# Triton 3.6's interpreter of a loop up to an argument
+# from Triton 3.6's interpreter, for a loop whose bound is an argument
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

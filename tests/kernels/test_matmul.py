@@ -1,4 +1,4 @@
-"""The batch-invariant product: right, and the same bits for a row whatever it is computed with."""
+"""The deterministic product: equal to plain torch, and the same bits for a row in any batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A token's way through the experts does not depend on who else is in the batch."""
+"""The experts' output for a token does not depend on the other tokens of the batch."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def make_moe(*, norm_topk_prob: bool) -> MoE:
 
 
 def one_token(moe: MoE, x: torch.Tensor, *, norm_topk_prob: bool) -> torch.Tensor:
-    """[hidden] -> [hidden], expert after expert."""
+    """[hidden] -> [hidden], one expert at a time."""
     probabilities = (moe.router.weight.tensor @ x).softmax(dim=0)
     weights, experts = probabilities.topk(3)
     if norm_topk_prob:

@@ -62,7 +62,7 @@ def test_windows() -> None:
     assert of(without_types) == (None, 12, 12)
     without_window = raw_config("mistral")
     del without_window["sliding_window"]
-    assert of(without_window) == (4096, 4096, 4096)  # as transformers has it
+    assert of(without_window) == (4096, 4096, 4096)  # as in transformers
 
 
 def test_end_of_sequence_ids_of_both_files(tmp_path: Path) -> None:

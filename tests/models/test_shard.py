@@ -1,4 +1,4 @@
-"""How a model is divided over ranks, and what is refused."""
+"""How a model is divided among ranks, and which divisions are refused."""
 
 from dataclasses import replace
 from math import prod
