@@ -1,4 +1,4 @@
-"""What an attention implementation must offer; `sdpa.py` is the plain one that all others are tested against."""
+"""The interface of attention backends. `sdpa.py` is the plain implementation that the others are tested against."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNEVEN = 6  # times the mean length
+UNEVEN = 6  # the longest sequence of an uneven batch has more than this many times the mean length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +19,14 @@ class CacheShape:
     head_dim: int
     block_size: int
     windows: tuple[int | None, ...]  # of each layer; layers with equal windows share a block table
-    dtype: torch.dtype  # the model computes in
+    dtype: torch.dtype  # of activations
     cache_dtype: torch.dtype
     device: torch.device
 
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """Who attends to what in one step, on the host. Decodes (one token each) come first, then prefill chunks."""
+    """The sequences of one step and their tokens. Decodes (one token each) come first, then prefill chunks."""
 
     num_decodes: int
     rows: np.ndarray  # [num_seqs] of the request table
@@ -45,11 +45,11 @@ class BatchGeometry:
 
 @dataclass(frozen=True)
 class QKNorm:
-    """Weights of the norm that a layer's queries and keys pass before they are rotated."""
+    """Weights of the norm that is applied to a layer's queries and keys before they are rotated."""
 
     q: Tensor  # [head_dim]
     k: Tensor  # [head_dim]
-    both: Tensor  # [heads + kv_heads, head_dim]: the two repeated for every head, for one pass over both
+    both: Tensor  # [heads + kv_heads, head_dim]: both weights repeated for each head, so that one operation does both
     eps: float
 
 
@@ -58,43 +58,46 @@ class LayerCache:
     """The paged KV cache of one layer."""
 
     kv: Tensor  # [k|v, block, kv_head, position_in_block, head_dim]
-    scales: Tensor | None = None  # [k|v, block, kv_head, position_in_block] where kv holds 8-bit numbers
+    scales: Tensor | None = None  # [k|v, block, kv_head, position_in_block] if kv holds 8-bit numbers
 
 
 class AttentionBackend(Protocol):
     shape: CacheShape
     block_size: int
-    plans_on_device: bool  # `decode_step` is there: decodes need nothing from the host
+    plans_on_device: bool  # `decode_step` is implemented: a step of decodes needs no data from the host
 
     def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
         """A cache for each layer, with as many blocks as its window's group has."""
         ...
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> Any:
-        """Whatever all layers of a step share: indices, masks. `upload` sends an array along with the step's others;
-        the tensor it returns is filled by the time `forward` runs."""
+        """Prepare what all layers of a step use, such as indices and masks.
+
+        `upload` copies an array to the device together with the step's other arrays; the tensor that it returns is
+        filled when `forward` runs.
+        """
         ...
 
     def decode_step(
         self, rows: Tensor, positions: Tensor, *, blocks: Mapping[int | None, Tensor], lengths: Tensor, stream_k: bool
     ) -> Any:
-        """In place of `prepare`, a step of decodes alone whose positions only the device knows.
+        """The same as `prepare` for a step of decodes alone, whose positions only the device knows.
 
-        [n] rows and positions, and the block tables and lengths of all rows; `stream_k` where lengths are `uneven`.
-        A position is its row's length - 1, which for padding is -1. The caller writes them after this call and before
-        `forward`; where layers read them ahead of that, this call writes them too.
+        `rows` and `positions` are [n]; `blocks` and `lengths` are those of all rows of the request table; `stream_k`
+        if the lengths are `uneven`. A position is the length of its row - 1, so it is -1 for padding. The caller writes
+        the positions between this call and `forward`. If kernels read them earlier than that, this call writes them.
         """
         ...
 
     def forward(self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, step: Any, window: int | None) -> Tensor:
-        """Norm and rotate queries and keys, store keys and values, attend.
+        """Normalize and rotate queries and keys, store keys and values in the cache, and attend.
 
-        `qkv` is what the projection gave, [num_tokens, heads + 2 * kv_heads, head_dim], and may be written over.
-        Returns [num_tokens, heads * head_dim].
+        `qkv` is the output of the projection, [num_tokens, heads + 2 * kv_heads, head_dim], and may be overwritten.
+        `step` comes from `prepare` or `decode_step`. Returns [num_tokens, heads * head_dim].
         """
         ...
 
 
 def uneven(lengths: np.ndarray) -> bool:
-    """Whether a few sequences are so much longer than the others that a step would wait for them."""
+    """Whether some sequences are so much longer than the others that the whole step would wait for them."""
     return len(lengths) > 0 and lengths.max() * len(lengths) > UNEVEN * max(lengths.sum(), 1)

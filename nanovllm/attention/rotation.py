@@ -1,6 +1,6 @@
-"""Norm and rotation of queries and keys on torch alone.
+"""Norm and rotary embedding of queries and keys in plain torch.
 
-Queries, keys and values of a token lie side by side, and all are rotated in one pass: the values by an angle of 0.
+Queries, keys and values of a token are adjacent in one tensor. One operation rotates all of them: values by angle 0.
 """
 
 import torch
@@ -13,7 +13,7 @@ from nanovllm.attention.backend import CacheShape, QKNorm
 class Rotation:
     def __init__(self, shape: CacheShape, table: Tensor) -> None:  # [max_position, head_dim]: cosines, then sines
         cos, sin = table.chunk(2, dim=-1)
-        # rotate_half(x) = roll(x) with the first half negated: the sign sits in the sine
+        # rotate_half(x) is roll(x) with the first half negated; the sign is put into the sine
         self._cos = torch.cat([cos, cos], dim=-1).to(shape.dtype)  # [max_position, head_dim]
         self._sin = torch.cat([-sin, sin], dim=-1).to(shape.dtype)
         self._num_rotated = shape.num_heads + shape.num_kv_heads

@@ -1,8 +1,10 @@
-"""Paged attention on torch alone: gather a sequence's blocks, then `scaled_dot_product_attention`.
+"""Paged attention in plain torch: gather the blocks of a sequence, then call `scaled_dot_product_attention`.
 
-Decodes are gathered together, padded to the longest of their group; the query heads that share a KV head become rows of
-one small matrix, so grouped-query attention copies nothing. Prefill chunks go one by one: a chunk that starts at
-position 0 attends to its own fresh keys, a later one to what its blocks hold.
+Decodes of similar length are gathered and computed together, padded to the longest of them. The query heads that share
+a KV head are rows of one small matrix, so grouped-query attention copies no keys. Prefill chunks are computed one by
+one: a chunk that starts at position 0 uses its own new keys, a later chunk gathers them from its blocks.
+
+With a window, only blocks that the window touches are gathered: earlier ones may hold tokens of other sequences.
 """
 
 import math
@@ -18,12 +20,12 @@ from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QK
 from nanovllm.attention.rotation import Rotation, norm_heads, rotate
 
 NEVER = float("-inf")
-MAX_PADDING = 1_000_000  # elements of keys and values; reading so many takes longer than one more round of calls
+MAX_PADDING = 1_000_000  # elements of keys and values; reading more of them takes longer than another group's calls
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Which parts of a layer's cache to gather, and where to; all layers gather into the same memory."""
+    """Which blocks of a layer's cache to gather, and the buffer to gather them into, which all layers use."""
 
     index: Tensor  # [2 * seqs * kv_heads * blocks] rows of the cache as [k|v * block * kv_head, position * head_dim]
     buffer: Tensor  # [len(index), block_size * head_dim]
@@ -35,22 +37,22 @@ class Pages:
 class DecodeGroup:
     """Decodes of similar length."""
 
-    rows: Tensor | None  # [group] which decodes; None = all, in order
+    rows: Tensor | None  # [group] indices of the decodes; None = all, in order
     pages: Pages
-    mask: Tensor | None  # [group, 1, 1, length]; None = all gathered positions count
+    mask: Tensor | None  # [group, 1, 1, length]; None = all gathered positions are read
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
     first: int  # token index of the chunk's first token in the step
     num_new: int
-    pages: Pages | None  # None = a whole prompt from position 0, nothing to gather
+    pages: Pages | None  # None = the chunk starts at position 0, so there is nothing to gather
     mask: Tensor | None  # [num_new, kv_len]; None = causal, all keys are the chunk's own
 
 
 @dataclass(frozen=True)
 class SdpaStep:
-    cos_sin: tuple[Tensor, Tensor]  # of each token's position
+    cos_sin: tuple[Tensor, Tensor]  # cosines and sines of each token's position
     num_decodes: int
     # by window
     # [num_tokens * 2 * kv_heads] rows of the cache as [k|v * block * kv_head * position, head_dim]
@@ -68,7 +70,7 @@ class SdpaBackend:
         self.block_size = shape.block_size
         self._windows = set(shape.windows)
         self._heads = np.arange(shape.num_kv_heads)
-        # torch's CPU kernel reads a shared KV head where it lies; on CUDA some types would fall back to the slow path
+        # torch's CPU kernel reads a shared KV head in place; on CUDA some dtypes would fall back to a slow path
         self._shares_heads = shape.device.type == "cpu" and shape.num_heads > shape.num_kv_heads
         self._num_pages: dict[int | None, int] = {}  # by window: blocks * kv_heads, where values begin
         self._buffer = torch.empty(0, dtype=shape.cache_dtype, device=shape.device)
@@ -77,10 +79,10 @@ class SdpaBackend:
         s = self.shape
         self._num_pages = {window: num_blocks[window] * s.num_kv_heads for window in self._windows}
         sizes = [(2, num_blocks[window], s.num_kv_heads, s.block_size, s.head_dim) for window in s.windows]
-        # zeros, not empty: padding may read a position before anyone wrote it, and NaN * 0 is NaN
+        # zeros, because padding may read positions that were never written, and NaN * 0 is NaN
         return [LayerCache(zeros(size, s.cache_dtype, s.device)) for size in sizes]
 
-    # --- once a step --------------------------------------------------------------------------------------------------
+    # --- once per step ------------------------------------------------------------------------------------------------
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> SdpaStep:
         num_decodes = geometry.num_decodes
@@ -95,7 +97,7 @@ class SdpaBackend:
     def decode_step(
         self, rows: Tensor, positions: Tensor, *, blocks: Mapping[int | None, Tensor], lengths: Tensor, stream_k: bool
     ) -> SdpaStep:
-        raise NotImplementedError("what to gather is decided on the host")
+        raise NotImplementedError("this backend decides on the host which blocks to gather")
 
     def _slots(self, geometry: BatchGeometry, window: int | None) -> Tensor:
         size = self.shape.block_size
@@ -120,15 +122,18 @@ class SdpaBackend:
         geometry: BatchGeometry,
         window: int | None,
         kv_len: np.ndarray,  # [num_decodes]
-        first: np.ndarray,  # [num_decodes] first position that is seen
+        first: np.ndarray,  # [num_decodes] first position that is read
         first_block: np.ndarray,  # [num_decodes]
         num_blocks: int,
     ) -> DecodeGroup:
         size = self.shape.block_size
         columns = first_block[rows, None] + np.arange(num_blocks)
-        columns = np.minimum(columns, (kv_len[rows, None] - 1) // size)  # padding repeats a sequence's own last block
+        columns = np.minimum(columns, (kv_len[rows, None] - 1) // size)  # padding repeats the sequence's last block
         offset = first_block[rows] * size
-        begin, end = first[rows] - offset, kv_len[rows] - offset  # what is seen, within the gathered positions
+        begin, end = (
+            first[rows] - offset,
+            kv_len[rows] - offset,
+        )  # positions that are read, counted from the gathered ones
         max_len = int(end.max())
         everything = not begin.any() and bool((end == max_len).all())
         positions = np.arange(max_len)
@@ -176,14 +181,14 @@ class SdpaBackend:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.shape.device)
 
-    # --- once a layer -------------------------------------------------------------------------------------------------
+    # --- once per layer -----------------------------------------------------------------------------------------------
 
     def forward(
         self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, step: SdpaStep, window: int | None
     ) -> Tensor:
         s, kv = self.shape, cache.kv
         qkv = rotate(qkv if norm is None else norm_heads(qkv, norm), step.cos_sin)
-        new = qkv[:, s.num_heads :].reshape(-1, s.head_dim)  # each token's keys, then its values
+        new = qkv[:, s.num_heads :].reshape(-1, s.head_dim)  # of each token the keys, then the values
         kv.view(-1, s.head_dim).index_copy_(0, step.slots[window], new.to(s.cache_dtype))
         groups, chunks = step.decodes[window], step.chunks[window]
         if len(groups) == 1 and not chunks:
@@ -198,7 +203,7 @@ class SdpaBackend:
         return out
 
     def _gather(self, kv: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
-        """Keys and values as [seqs, kv_heads, length, head_dim]; the memory is used again by the next gather."""
+        """Keys and values as [seqs, kv_heads, length, head_dim]; the next gather overwrites them."""
         torch.index_select(kv.view(-1, pages.buffer.shape[1]), 0, pages.index, out=pages.buffer)
         if self.shape.cache_dtype == self.shape.dtype:
             return pages.keys, pages.values
@@ -232,14 +237,14 @@ class SdpaBackend:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention without the choice of a kernel, which for a few rows on a CPU takes a good part of the time."""
+    """On a CPU, call the kernel directly: for a few rows, torch's choice of a kernel takes a large part of the time."""
     if queries.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, attn_mask=mask)[0]
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
 
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, pages that take no memory until they are written: NumPy leaves the zeroing to the operating system."""
+    """On a CPU, memory that the operating system provides when it is first written, as NumPy allocates it."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     raw = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
@@ -247,9 +252,9 @@ def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def _similar(lengths: np.ndarray, width: int) -> list[np.ndarray]:
-    """Split sequences into groups of similar length: a group ends where its padding would cost more than another call.
+    """Split sequences into groups of similar length: a group ends where its padding would exceed MAX_PADDING elements.
 
-    `width` is the number of elements a position takes.
+    `width`: number of elements of one position.
     """
     if (lengths.max() * len(lengths) - lengths.sum()) * width <= MAX_PADDING:
         return [np.arange(len(lengths))]

@@ -1,4 +1,4 @@
-"""Which attention backend serves a model on a device."""
+"""Chooses the attention backend for a model and a device."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.launch import usable
 
-MAX_GROUP = 16  # query heads that share a KV head, in our kernels
+MAX_GROUP = 16  # query heads per KV head that our kernels support
 
 
 def make_backend(config: Config, shape: CacheShape, rotary_table: Tensor) -> AttentionBackend:
@@ -32,13 +32,13 @@ def make_backend(config: Config, shape: CacheShape, rotary_table: Tensor) -> Att
 
 
 def _obstacle(shape: CacheShape) -> str | None:
-    """Why our kernels cannot serve this model here."""
+    """Why our kernels cannot run this model on this device; None if they can."""
     if shape.device.type != "cuda":
         return f"it runs on CUDA devices, not on {shape.device.type}"
     if not usable(shape.device.type):
         return "the triton package is not installed"
     if shape.num_heads // shape.num_kv_heads > MAX_GROUP:
-        return f"{shape.num_heads} heads on {shape.num_kv_heads} KV heads are more than {MAX_GROUP} a KV head"
+        return f"{shape.num_heads} heads on {shape.num_kv_heads} KV heads are more than {MAX_GROUP} per KV head"
     if shape.head_dim % 16:
-        return f"head_dim={shape.head_dim} is no multiple of 16"
+        return f"head_dim={shape.head_dim} is not a multiple of 16"
     return None

@@ -1,10 +1,14 @@
-"""Paged attention with our own kernels.
+"""Paged attention with our Triton kernels.
 
-A decode is one kernel: it norms, rotates and stores the new key and value and attends; there is one for a few sequences
-and one for all else. Prefill chunks take two: one that stores, one that attends through the block tables.
+All decodes of a step are one kernel launch, which normalizes, rotates and stores the new keys and values and attends;
+small batches have a kernel of their own. Prefill chunks take two launches: one that stores keys and values, and one
+that attends through the block tables.
 
-With `deterministic`, decodes go the way of prefill chunks, in tiles of one fixed shape: then a token's result depends
-neither on what else is in the step nor on how its sequence was cut into chunks.
+With `deterministic`, decodes use the prefill kernels too, in tiles of one fixed shape. Then the result of a token
+depends neither on the other sequences of the step nor on how its own was divided into chunks.
+
+With a window, kernels start at the tile that holds the first position of the window. Positions before it are masked;
+their entries in the block tables may be stale but are always valid block numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,13 +34,12 @@ from nanovllm.kernels.attention.small_batch import (
 )
 from nanovllm.kernels.launch import dependent_launch
 
-MANY_DECODES = 32
-MOST_DECODES = 80
+MANY_DECODES, MOST_DECODES = 32, 80  # see `_starts_early`
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Sequences with new tokens of their own side by side; each tensor [num_chunks] int32."""
+    """Prefill chunks, whose tokens are adjacent in the step; each tensor is [num_chunks] int32."""
 
     rows: Tensor
     starts: Tensor
@@ -53,9 +56,9 @@ class TritonStep:
     num_decodes: int
     chunks: Chunks | None
     stream_k: bool  # divide all tiles evenly among programs, because decode lengths are very unequal
-    # [num_decodes, max_blocks]: where they are a small batch, their blocks of layers without a window
+    # [num_decodes, max_blocks]: the decodes' block tables in layers without a window, if they are a small batch
     tables: Tensor | None = None
-    planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: how the decodes' work is cut
+    planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: the running number of tiles
 
 
 class TritonBackend:
@@ -76,7 +79,7 @@ class TritonBackend:
         self._num_sms = 1
         if shape.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(shape.device).multi_processor_count
-        self._small_batch = 0  # the most sequences that make one
+        self._small_batch = 0  # the largest number of decodes that the kernel for small batches computes
         served = small_batch_serves(head_dim=shape.head_dim, group=group, cache_dtype=shape.cache_dtype)
         if served and None in shape.windows:
             self._small_batch = MAX_PAIRS // shape.num_kv_heads
@@ -93,7 +96,7 @@ class TritonBackend:
             head_dim=shape.head_dim,
             device=shape.device,
         )
-        # one a window, each used by all layers of a step
+        # one per window, used by all layers of a step
         self._prefixes = {
             window: torch.empty(max_num_seqs + 1, dtype=torch.int32, device=shape.device)
             for window in set(shape.windows)
@@ -114,10 +117,10 @@ class TritonBackend:
         )
 
     def _starts_early(self, num_decodes: int) -> bool:
-        """Whether programs may take their places before the projection of queries, keys and values has ended.
+        """Whether programs may start before the projection of queries, keys and values has ended.
 
-        Where they about fill the chip, some multiprocessors would get too many of them. Where they come in several
-        waves that evens out; with a cache of 8 bits it still measured slower.
+        If they just fill the GPU, some multiprocessors would get too many of them. With several waves this evens out,
+        except with an 8-bit cache, where it measured slower.
         """
         if num_decodes < MANY_DECODES:
             return True
@@ -128,17 +131,17 @@ class TritonBackend:
         return [next(made[window]) for window in self.shape.windows]
 
     def _group_cache(self, window: int | None, num_blocks: int) -> list[LayerCache]:
-        """For each layer with this window; they lie in one tensor."""
+        """The caches of the layers with this window, views of one tensor."""
         s = self.shape
         slots = (s.windows.count(window), 2, num_blocks, s.num_kv_heads, s.block_size)
-        # zeros, not empty: a tile may read a position before anyone wrote it, and NaN * 0 is NaN
+        # zeros, because a tile may read positions that were never written, and NaN * 0 is NaN
         kv = torch.zeros((*slots, s.head_dim), dtype=s.cache_dtype, device=s.device)
         if s.cache_dtype.itemsize > 1:
             return [LayerCache(layer) for layer in kv]
         scales = torch.zeros(slots, dtype=torch.bfloat16, device=s.device)
         return [LayerCache(layer, of_layer) for layer, of_layer in zip(kv, scales, strict=True)]
 
-    # --- once a step --------------------------------------------------------------------------------------------------
+    # --- once per step ------------------------------------------------------------------------------------------------
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> TritonStep:
         num_decodes = 0 if self._deterministic else geometry.num_decodes
@@ -182,7 +185,7 @@ class TritonBackend:
             tables=tables,
         )
 
-    # --- once a layer -------------------------------------------------------------------------------------------------
+    # --- once per layer -----------------------------------------------------------------------------------------------
 
     def forward(
         self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, step: TritonStep, window: int | None

@@ -1,4 +1,4 @@
-"""How much memory a model would take and how many tokens would fit, before anything is loaded."""
+"""Computes how much memory a model needs and how many tokens fit, without loading it."""
 
 from dataclasses import dataclass
 from math import prod
@@ -88,7 +88,7 @@ class MemoryPlan:
         return lines
 
     def _times(self) -> str:
-        return "" if self.num_devices == 1 else f"; {self.num_devices} of them, and of each:"
+        return "" if self.num_devices == 1 else f"; {self.num_devices} devices, with on each of them:"
 
 
 def _group_plans(model: ModelSpec, size: "CacheSize") -> tuple[GroupPlan, ...]:

@@ -46,11 +46,11 @@ def size_kv_cache(
     activation_bytes: int | None = None,
     num_ranks: int = 1,
 ) -> CacheSize:
-    """`shard`: what one rank holds of the model. `num_ranks`: of the engine; on a CPU they divide one memory.
+    """How many blocks fit into the memory of one rank.
 
-    `weight_bytes`: what is still to be loaded; 0 once the weights are in memory.
-
-    `activation_bytes`: what the largest step was seen to take; None = estimate it.
+    `shard`: the rank's part of the model. `dtype`: of the KV cache. `num_ranks`: of the engine; on a CPU they share one
+    memory. `weight_bytes`: weights that are still to be loaded; 0 if they are in memory already. `activation_bytes`:
+    measured with the largest step; None = estimate it.
     """
     layout = config.cache_layout(windows=shard.model.windows, max_model_len=max_model_len)
     own = state_groups(shard.layer_states(str(dtype).removeprefix("torch.")))
@@ -94,7 +94,7 @@ def _budget(
 
 
 def smallest(size: CacheSize, world: Group, device: torch.device) -> CacheSize:
-    """What every rank has room for: they all store the same blocks, each its own heads and layers of them."""
+    """The size that fits on every rank: all ranks have the same blocks, each stores its own heads and layers."""
     if world.size == 1:
         return size
     everyone = world.all_gather(torch.tensor([size.num_blocks], device=device))
@@ -128,9 +128,9 @@ def _gpu_budget(
     if activation_bytes is None:
         wide = shard.widest_activation() + 4 * model.hidden_size
         activation_bytes = 2 * config.max_num_batched_tokens * wide + 3 * 4 * config.max_num_seqs * model.vocab_size
-    # recorded graphs keep a decode step's logits and activations in a pool of their own
+    # recorded graphs keep the logits and activations of a decode step in their own memory pool
     graph_bytes = 4 * config.max_num_seqs * (model.vocab_size + 16 * model.hidden_size + 2 * shard.widest_activation())
-    in_use = total - free  # by anyone
+    in_use = total - free  # by all programs
     budget = int(total * config.gpu_memory_utilization) - in_use - activation_bytes - graph_bytes - weight_bytes
     share = (
         f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {in_use / GIB:.1f} in use, "

@@ -1,4 +1,4 @@
-"""The running requests as the device side sees them: a fixed row each, row 0 for padding."""
+"""The running requests as the device sees them: each has a fixed row; row 0 is padding."""
 
 import math
 import struct
@@ -11,18 +11,19 @@ from nanovllm.kernels.launch import usable
 from nanovllm.plan import NewBlocks, NewRow, StepPlan
 from nanovllm.runner.upload import Upload
 
-FLOAT_COLUMNS = ("temperature", "top_p", "min_p")  # kept bit by bit in a table of integers
+FLOAT_COLUMNS = ("temperature", "top_p", "min_p")  # their bits are stored in a table of int32
 
 
 def int32_array(values: tuple[int, ...]) -> np.ndarray:
-    """In half the time that numpy's own constructor takes for the tokens of a prompt."""
+    """The same as np.array, in half the time for the tokens of a prompt."""
     return np.frombuffer(struct.pack(f"{len(values)}i", *values), dtype=np.int32)
 
 
 class RequestTable:
-    """Token values live on the device alone; lengths and block tables, which depend on none, on both sides.
+    """Tokens, lengths, block tables and sampling parameters of all rows.
 
-    All of the device's columns are views of one int32 tensor, so what changes in a step is a list of (index, value).
+    The values of tokens are on the device only. Lengths and block tables do not depend on them and are kept on the host
+    too. All columns on the device are views of one int32 tensor, so the changes of a step are a list of (index, value).
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class RequestTable:
         self.tokens = views["tokens"]  # [rows, max_model_len]
         # by the window of their group: [rows, max_blocks] each
         self.blocks = {window: views[name] for window, name in zip(windows, self._groups, strict=True)}
-        self.decode_rows = views["decode_rows"]  # [max_num_seqs] who decodes, padded with row 0
-        self.length = views["length"]  # [rows] known tokens, as all columns from here on
+        self.decode_rows = views["decode_rows"]  # [max_num_seqs] rows that decode, padded with row 0
+        self.length = views["length"]  # [rows] number of known tokens; the columns below are [rows] too
         self.temperature = views["temperature"].view(torch.float32)  # 0 = greedy
         self.top_k = views["top_k"]  # 0 = off
         self.top_p = views["top_p"].view(torch.float32)
@@ -72,7 +73,7 @@ class RequestTable:
             self._scatter = scatter
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in what a plan says has changed; the device learns of it with `pack` and `flush`."""
+        """Record what a plan says has changed. `pack` and `flush` write it to the device."""
         if plan.new_rows:
             self._fill(plan.new_rows)
         if plan.new_blocks:
@@ -118,7 +119,7 @@ class RequestTable:
                 self._writes.append((self._starts[name] + rows * self._widths[name] + columns, blocks))
 
     def set_decode_rows(self, rows: tuple[int, ...], *, size: int) -> None:
-        """Who decodes from now on, padded to `size`."""
+        """Set the rows that decode from now on, padded to `size`."""
         self._write("decode_rows", 0, rows + (0,) * (size - len(rows)))
 
     def _write(self, name: str, row: int, values: tuple[int, ...]) -> None:
@@ -130,7 +131,7 @@ class RequestTable:
         return sum(len(values) for _, values in self._writes)
 
     def pack(self, upload: Upload) -> tuple[Tensor, Tensor]:
-        """Add all changes to a step's upload: indices and values, for `flush` once they are there."""
+        """Add all changes to a step's upload; returns the indices and values for `flush` to use after the copy."""
         indices, values = zip(*self._writes, strict=True)
         changes = upload.add(np.concatenate(indices)), upload.add(np.concatenate(values))
         self._writes.clear()
@@ -143,7 +144,7 @@ class RequestTable:
             self._all[changes[0].long()] = changes[1]
 
     def append(self, rows: Tensor, tokens: Tensor) -> None:
-        """Append sampled `tokens`, [n], to their `rows`, on the device. Row 0, padding, stays empty."""
+        """Append sampled `tokens`, [n], to `rows`, [n], on the device. Row 0, padding, stays empty."""
         length = self.length[rows]
         self.tokens[rows, length.long()] = tokens.to(torch.int32)
         self.length[rows] = length + (rows > 0)
