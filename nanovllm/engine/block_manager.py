@@ -106,19 +106,17 @@ class BlockManager:
         if self.has_windows:
             self._slide(seq)
         num_needed = seq.num_computed_tokens // self.block_size + 1
-        lacking = []
+        for pool, table in zip(self.pools, seq.block_tables, strict=True):
+            if num_needed - len(table.blocks) > pool.num_available:
+                return None
+        appended = []
         for group, pool in enumerate(self.pools):
             blocks = seq.block_tables[group].blocks
-            num_new = num_needed - len(blocks)
-            if num_new > 0:
-                if num_new > pool.num_available:
-                    return None
-                lacking.append((group, pool, blocks, num_new))
-        appended = []
-        for group, pool, blocks, num_new in lacking:
-            new = tuple([pool.take() for _ in range(num_new)])
-            appended.append(NewBlocks(seq.row, len(blocks), new, group))
-            blocks += new
+            first = len(blocks)
+            while len(blocks) < num_needed:
+                blocks.append(pool.take())
+            if len(blocks) > first:
+                appended.append(NewBlocks(seq.row, first, tuple(blocks[first:]), group))
         return appended
 
     def _slide(self, seq: Sequence) -> None:

@@ -78,24 +78,23 @@ class PrefixTable:
         """The node of a block's tokens after `parent`, if it is known."""
         tokens = self._pack(self._block_size, *token_ids)
         digest = self._digest(parent.digest + tokens + extras)
-        return self._find(digest, parent, tokens, extras)
+        for node in self._nodes.get(digest, ()):
+            if node.parent is parent and node.tokens == tokens and node.extras == extras:
+                return node
+        return None
 
     def extend(self, parent: PrefixNode, token_ids: list[int], extras: bytes) -> PrefixNode:
         """The node of a block's tokens after `parent`, made if it is not known. The caller adds its use at once."""
         tokens = self._pack(self._block_size, *token_ids)
         digest = self._digest(parent.digest + tokens + extras)
-        node = self._find(digest, parent, tokens, extras)
-        if node is None:
-            node = PrefixNode(parent, tokens, extras, digest)
-            parent.num_uses += 1
-            self._nodes[digest] = (*self._nodes[digest], node) if digest in self._nodes else (node,)
-        return node
-
-    def _find(self, digest: bytes, parent: PrefixNode, tokens: bytes, extras: bytes) -> PrefixNode | None:
-        for node in self._nodes.get(digest, ()):
+        known = self._nodes.get(digest, ())
+        for node in known:
             if node.parent is parent and node.tokens == tokens and node.extras == extras:
                 return node
-        return None
+        node = PrefixNode(parent, tokens, extras, digest)
+        parent.num_uses += 1
+        self._nodes[digest] = (*known, node)
+        return node
 
     def release(self, node: PrefixNode) -> None:
         """One use less. A node without any is removed, and with it its use of the parent."""
