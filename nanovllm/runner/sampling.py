@@ -138,9 +138,10 @@ class KernelSampler:
     """The same with our own kernels, straight from the request table's columns; nothing here waits for the device."""
 
     def __init__(self, table: RequestTable, max_num_seqs: int, device: torch.device) -> None:
-        from nanovllm.kernels.sampling import sample
+        from nanovllm.kernels.sampling.sample import sample
+        from nanovllm.kernels.sampling.thresholds import cut_thresholds
 
-        self._kernels = sample
+        self._sample, self._cut_thresholds = sample, cut_thresholds
         self._table = table
         self._out = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._thresholds = torch.empty(max_num_seqs, dtype=torch.float32, device=device)
@@ -154,7 +155,7 @@ class KernelSampler:
         table, n, thresholds = self._table, len(rows), None
         if cuts:
             thresholds = self._thresholds[:n]
-            self._kernels.cut_thresholds(
+            self._cut_thresholds(
                 logits,
                 rows=rows,
                 temperature=table.temperature,
@@ -164,7 +165,7 @@ class KernelSampler:
                 out=thresholds,
                 pdl=dependent_launch(),
             )
-        self._kernels.sample(
+        self._sample(
             logits,
             rows=rows,
             tokens=table.tokens,

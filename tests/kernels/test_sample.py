@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.sampling import sample as kernels
-from nanovllm.kernels.sampling.sample import cut_thresholds, sample
+from nanovllm.kernels.sampling import thresholds as kernels
+from nanovllm.kernels.sampling.sample import sample
+from nanovllm.kernels.sampling.thresholds import cut_thresholds
 from nanovllm.layers import sampler
 from tests.helpers import assert_distributed
 from tests.kernels.support import DEVICE

@@ -1,9 +1,10 @@
-"""How the work of a batch of decodes is cut, for decode_attention.py.
+"""How the work of a batch of decodes is divided among programs, for decode.py.
 
-The tokens of each (sequence, kv head) are cut into equal tiles; runs of them, segments, are given to programs in one of
-two ways. Fixed splits: every (sequence, kv head) has as many programs, with one segment each; a program knows its work
-without a search. Stream-K: a fixed number of programs takes equal shares of all tiles, whatever the lengths, each
-walking its share as segments, which it finds in the running number of tiles that `plan_decode` writes once a step.
+The tokens of each (sequence, KV head) are divided into tiles of equal size. Runs of tiles, called segments, are
+assigned to programs in one of two ways. Fixed splits: every (sequence, KV head) has the same number of programs with
+one segment each, and a program computes its segment from its index. Stream-K: a fixed number of programs takes equal
+numbers of tiles, whatever the sequences' lengths; each finds its segments in a prefix sum of tiles that `plan_decode`
+writes once per step.
 """
 
 from dataclasses import dataclass
@@ -14,28 +15,22 @@ import triton.language as tl
 
 from nanovllm.kernels.launch import launch, next_power_of_2
 
-MANY_PAIRS = 11  # of (sequence, kv head), a multiprocessor
+MANY_PAIRS = 11  # (sequence, KV head) pairs per SM
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How a batch is cut: tokens a tile, programs in the grid, warps a program, depth of the load pipeline.
-
-    `splits` > 0 gives every (sequence, kv head) that many programs, `num_programs` in all, and needs no plan; 0 shares
-    all tiles among `num_programs`, which should be resident at once.
-    """
-
-    tile: int
-    num_programs: int
+    tile: int  # tokens per tile
+    num_programs: int  # in the grid
     num_warps: int
-    num_stages: int
-    splits: int = 0
+    num_stages: int  # of the pipelined loads
+    splits: int = 0  # programs per (sequence, KV head); 0: stream-K, with all programs resident at once
 
 
 def decode_config(
     batch: int, *, kv_heads: int, head_dim: int, cache_dtype: torch.dtype, num_sms: int, stream_k: bool
 ) -> DecodeConfig:
-    """What measured best on an H200. `stream_k`: lengths are so unequal that sequences must share programs."""
+    """The configuration that measured fastest on an H200. `stream_k` is for very unequal lengths."""
     row_bytes = next_power_of_2(head_dim) * cache_dtype.itemsize
     if stream_k and cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=2 * num_sms, num_warps=4, num_stages=2)
@@ -43,14 +38,14 @@ def decode_config(
         tile = max(16, min(128, 16384 // row_bytes))
         return DecodeConfig(tile=tile, num_programs=2 * num_sms, num_warps=4, num_stages=3)
     pairs = batch * kv_heads
-    # Lengths differ: where pairs are few, one program each would leave most of the chip waiting for the longest.
-    splits = max(1, min(2 * num_sms // pairs, 16), min(5 * num_sms // pairs, 4))  # more are slow to merge
+    # Lengths differ: with few pairs and one program each, most SMs would wait for the longest sequence.
+    splits = max(1, min(2 * num_sms // pairs, 16), min(5 * num_sms // pairs, 4))  # merging more takes too long
     if cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
-    # Small programs, many of them on a multiprocessor: one's start and end run beside the stream of another.
+    # Small programs, many per SM: the start and end of one overlap with the loads of others.
     tile = max(16, min(64, 8192 // row_bytes))
     if cache_dtype.itemsize == 1 and pairs >= MANY_PAIRS * num_sms:
-        tile //= 2  # more of them still: unpacking takes its time
+        tile //= 2  # more programs per SM, to hide the time of unpacking fp8
     return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=3, splits=splits)
 
 
@@ -62,7 +57,7 @@ def plan_decode_reference(positions: torch.Tensor, *, tile: int, window: int | N
 
 @triton.jit
 def tile_span(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """First position seen, and the number of tiles from the one that holds it to the one that holds `position`."""
+    """The first visible position, and the number of tiles from its tile to that of `position`."""
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
     return first, position // TILE - first // TILE + 1
 
@@ -83,7 +78,7 @@ def _plan_kernel(
 
 
 def plan_decode(positions: torch.Tensor, prefix: torch.Tensor, *, tile: int, window: int | None, pdl: bool) -> None:
-    """Writes the running number of tiles into `prefix [batch + 1]`; once a step and window serves every layer."""
+    """Write the prefix sum of tiles per sequence into `prefix` [batch + 1]. Once per step and window."""
     batch = positions.shape[0]
     assert prefix.shape == (batch + 1,) and prefix.dtype == torch.int32
     launch(
@@ -102,24 +97,25 @@ def plan_decode(positions: torch.Tensor, prefix: torch.Tensor, *, tile: int, win
 
 
 def padded_batch(batch: int) -> int:
-    """The batch size kernels are compiled for: three classes, so that buckets share a compilation."""
+    """The batch size that kernels are compiled for: few classes, so that graph buckets share a compiled kernel."""
     return next((size for size in (32, 256, 1024) if batch <= size), next_power_of_2(batch))
 
 
 @triton.jit
 def first_unit(program, share, rest):
-    """Where a program's share begins: the first `rest` programs take one unit more than `share`."""
+    """The first unit (tile of one KV head) of a program: the first `rest` programs take `share` + 1 units each."""
     return program * share + tl.minimum(program, rest)
 
 
 @triton.jit
 def program_of(unit, share, rest):
+    """The program that takes a unit; the inverse of `first_unit`."""
     large = rest * (share + 1)
     return tl.where(unit < large, unit // (share + 1), rest + (unit - large) // tl.maximum(share, 1))
 
 
 @triton.jit
 def sequence_of(ends, unit):
-    """The sequence a unit belongs to, and its first unit; `ends` is where each sequence's units end."""
+    """The sequence that a unit belongs to, and its first unit. `ends` holds the end of each sequence's units."""
     before = ends <= unit
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)

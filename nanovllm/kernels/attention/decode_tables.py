@@ -1,4 +1,7 @@
-"""What a small batch's attention reads ahead of everything else in its step: each row's blocks and newest position."""
+"""Gather each row's block table and newest position before the layers of a decode step.
+
+small_batch.py reads them before its programmatic-dependent-launch wait, so they must be written before the first layer.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch
 
-TILE = 1024  # blocks a program copies
+TILE = 1024  # block numbers per program
 
 
 def decode_tables_reference(rows: Tensor, blocks: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,11 +32,11 @@ def decode_tables(
     lengths: Tensor,  # [R] int32
     *,
     tables: Tensor,  # [n, max_blocks] int32, written
-    positions: Tensor,  # [n] int32, written: -1 for row 0, which has no tokens
+    positions: Tensor,  # [n] int32, written; -1 for row 0, the padding row
 ) -> None:
-    """Gathers the blocks of these rows and the position of each one's newest token.
+    """Gather the block tables of these rows and the position of each row's newest token.
 
-    Launched plainly: it starts when the step before has ended, and the next kernel's wait waits for it.
+    Launched without `pdl`: it starts after the previous step has ended, and the next kernel's gdc_wait waits for it.
     """
     max_blocks = blocks.shape[1]
     assert blocks.is_contiguous() and tables.is_contiguous() and tables.shape == (len(rows), max_blocks)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: e4m3 numbers, with a scale for each token and head."""
+"""fp8 (e4m3) keys and values with one scale per token and head."""
 
 import torch
 import triton
@@ -7,8 +7,8 @@ from torch import Tensor
 
 LARGEST = tl.constexpr(448.0)
 MIN_SCALE = tl.constexpr(1e-10)
-# The numbers enter dot products as float16; probabilities times a value's scale are lifted by this much, so that scales
-# of small values do not fall below what float16 resolves, and the result is lowered again at the end.
+# fp8 numbers enter dot products as float16. Probabilities are multiplied by a value's scale and by this factor, so that
+# products with small scales do not underflow in float16; the result is divided by it at the end.
 LIFT = tl.constexpr(256.0)
 
 
@@ -20,7 +20,7 @@ def quantize_reference(x: Tensor) -> tuple[Tensor, Tensor]:  # [..., head_dim] -
 
 @triton.jit
 def scale_of(magnitude, INTERPRETED: tl.constexpr):
-    """The scale of numbers of which the largest has this magnitude."""
+    """The scale of numbers whose largest magnitude is given."""
     scale = tl.maximum(tl.div_rn(magnitude, LARGEST), MIN_SCALE)
     if INTERPRETED:
         scale = _rounded(scale, 16)
@@ -29,10 +29,10 @@ def scale_of(magnitude, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def scaled(x, scale, INTERPRETED: tl.constexpr):
-    """float32 numbers divided by their scale, to be stored as fp8."""
+    """Divide float32 numbers by their scale and clamp them to the range of fp8."""
     values = tl.clamp(tl.div_rn(x, scale.to(tl.float32) + tl.zeros_like(x)), -LARGEST, LARGEST)
     if INTERPRETED:
-        # fp8 has steps of 2**-9 below 2**-6, as float32 has near 24576; and a zero keeps its sign.
+        # Below 2**-6 fp8 has steps of 2**-9, as float32 has near 24576. A zero keeps its sign.
         size = tl.abs(values)
         size = tl.where(size < 0.015625, (size + 24576.0) - 24576.0, _rounded(size, 20))
         values = tl.where(values.to(tl.int32, bitcast=True) < 0, -size, size)
@@ -41,7 +41,7 @@ def scaled(x, scale, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _rounded(x, DROPPED: tl.constexpr):
-    """To the nearest float32 whose last bits are zero; the interpreter's own conversions do not round right."""
+    """Round to the nearest float32 whose last DROPPED bits are zero. The interpreter's own conversions truncate."""
     bits = x.to(tl.int32, bitcast=True)
     bits += (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)
     return (bits & -(1 << DROPPED)).to(tl.float32, bitcast=True)
@@ -49,12 +49,12 @@ def _rounded(x, DROPPED: tl.constexpr):
 
 @triton.jit
 def unpack(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The fp8 numbers in the low and in the high bytes of 16-bit items."""
+    """Convert the fp8 numbers in the low and in the high bytes of 16-bit items."""
     if INTERPRETED:
         low = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
         high = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
     else:
-        # Two items a register: sort their low bytes from their high ones, convert both twos at once.
+        # Two items per register: separate low from high bytes, then convert two numbers at a time.
         low, high = tl.inline_asm_elementwise(
             """{
             .reg .b32 sorted;

@@ -1,15 +1,16 @@
-"""Attention of prefill chunks over the paged cache: a tile of queries walks the keys once, softmax on the way.
+"""Flash attention of prefill chunks over the paged cache.
 
-A tile holds a few consecutive tokens of one chunk with all query heads that share a KV head (row = token * group +
-head); it norms and rotates them first. Keys and values, of the prefix and of the chunk itself, are read through the
-block table.
+A program has a tile of queries and loops over the keys once with an online softmax. The tile holds consecutive tokens
+of one chunk with all query heads of one KV head (row = token * group + head), which the program norms and rotates
+first. Keys and values of the prefix and of the chunk itself are read through the block table.
 
-Two programs share an SM where their registers allow: a tile of a short prompt sees few keys, and its beginning and end
-hide behind the other's products.
+Where registers allow, two programs share an SM, so that the products of one hide the start and end of the other. That
+matters for short prompts, whose tiles see few keys.
 
-A query's bits depend on its own sequence alone. Key tiles start at multiples of `block_n` whatever the chunk, every row
-goes through the same instructions in every tile, and a tile that is all masked for a row multiplies it by one and adds
-zero. So one config gives the same result for a prompt as a whole, in chunks, or token by token, beside anyone.
+The kernel is deterministic: a query's bits depend on its own sequence alone. Key tiles start at multiples of `block_n`
+whatever the chunk, every row executes the same instructions in every tile, and a tile that is fully masked for a row
+multiplies its state by one and adds zero. One config therefore gives the same result for a whole prompt, for chunks and
+for single tokens, in any batch.
 """
 
 import math
@@ -21,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.attention.decode_workspace import block_numbers, slots_of
 from nanovllm.kernels.attention.fp8 import LIFT
+from nanovllm.kernels.attention.kv_slots import block_numbers, slots_of
 from nanovllm.kernels.attention.rope_store import load_halves, norm_rotate, norm_rotate_reference
 from nanovllm.kernels.launch import launch, next_power_of_2
 
@@ -33,11 +34,11 @@ class PrefillConfig:
     block_n: int  # positions of a key tile
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread
+    max_registers: int | None = None  # per thread
 
 
 def prefill_config(*, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> PrefillConfig:
-    """`group` query heads share a KV head."""
+    """The configuration that measured fastest on an H200. `group` is the number of query heads per KV head."""
     if dtype == torch.float32:
         return PrefillConfig(block_m=max(32, next_power_of_2(group)), block_n=32, num_warps=8, num_stages=1)
     quantized = cache_dtype == torch.float8_e4m3fn
@@ -47,7 +48,7 @@ def prefill_config(*, head_dim: int, group: int, dtype: torch.dtype, cache_dtype
         return PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)
     if quantized:
         return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    # so small that an SM has two: one's products hide the other's softmax, and its start
+    # small enough for two programs per SM: the products of one hide the softmax and the start of the other
     return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)
 
 
@@ -56,7 +57,7 @@ def query_tiles(
     num_new: np.ndarray,  # [num_chunks]
     tokens_per_tile: int,
 ) -> np.ndarray:  # [num_tiles, 2] int32
-    """(chunk, tile of the chunk) of every query tile: what sees most keys first, and short work fills the gaps."""
+    """(chunk, tile within the chunk) of every query tile, those with most keys first, so that no long one runs last."""
     counts = -(-num_new // tokens_per_tile)
     chunks = np.repeat(np.arange(len(num_new)), counts)
     tiles = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -103,7 +104,7 @@ def paged_prefill_reference(
         out[first : first + num_new] = attended.flatten(1).to(out.dtype)
 
 
-# views into a step's packed buffer lie at any address: one compiled kernel for all
+# views into a step's packed buffer have any alignment: compile one kernel for all
 @triton.jit(
     do_not_specialize=["num_blocks"],
     do_not_specialize_on_alignment=["chunk_rows", "chunk_starts", "chunk_first_tokens", "chunk_num_new", "tiles"],
@@ -124,13 +125,13 @@ def _prefill_kernel(
     eps,
     max_blocks,
     num_blocks,
-    score_scale,  # of the scores, in powers of two
+    score_scale,  # head_dim**-0.5 * log2(e), for exp2
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0 = none
+    WINDOW: tl.constexpr,  # 0: none
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT_TYPE: tl.constexpr,
@@ -143,7 +144,7 @@ def _prefill_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     LIFTED: tl.constexpr = LIFT if FP8 else 1.0
-    scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)  # from a key's to its value's
+    scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)  # from a key's slot to its value's
     value_offset = scale_offset * HEAD_DIM
     kv_head = tl.program_id(1)
     if PDL:
@@ -151,7 +152,7 @@ def _prefill_kernel(
         tl.extra.cuda.gdc_wait()
 
     chunk = tl.load(tiles + 2 * tl.program_id(0))
-    first_new = tl.load(tiles + 2 * tl.program_id(0) + 1) * TOKENS  # of the tile, counted within the chunk
+    first_new = tl.load(tiles + 2 * tl.program_id(0) + 1) * TOKENS  # of the tile, relative to the chunk
     start = tl.load(chunk_starts + chunk)
     num_new = tl.load(chunk_num_new + chunk)
     row = tl.load(chunk_rows + chunk).to(tl.int64)
@@ -168,7 +169,9 @@ def _prefill_kernel(
     q_positions = first_position + rows // GROUP
     first_token = tl.load(chunk_first_tokens + chunk).to(tl.int64) + first_new
     inside = dims < HEAD_DIM
-    q_heads = rows // GROUP * (HEADS + 2 * KV_HEADS) + kv_head * GROUP + rows % GROUP  # from the tile's first token on
+    q_heads = (
+        rows // GROUP * (HEADS + 2 * KV_HEADS) + kv_head * GROUP + rows % GROUP
+    )  # relative to the tile's first token
     q_base = q_source + first_token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
     out_heads = rows // GROUP * HEADS + kv_head * GROUP + rows % GROUP
     out_rows = out + first_token * (HEADS * HEAD_DIM) + out_heads[:, None] * HEAD_DIM
@@ -184,18 +187,18 @@ def _prefill_kernel(
     q = tl.reshape(tl.permute(halves, (0, 2, 1)), (BLOCK_M, DIM_PADDED)).to(DOT_TYPE)
     if HEAD_DIM == DIM_PADDED:
         k_dims, k_inside = dims, inside
-    else:  # as the queries have it now: padding behind each half
+    else:  # in the order of the queries, where padding follows each half
         k_dims = dims // (DIM_PADDED // 2) * HALF + dims % (DIM_PADDED // 2)
         k_inside = dims % (DIM_PADDED // 2) < HALF
 
-    # keys any row of the tile sees; values beyond them may be anything, and are not read
+    # the keys that any row of the tile sees; values outside are uninitialized memory and must not be read
     low = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
     high = tl.where(end_new > first_new, last_position + 1, 0)
     begin = low // BLOCK_N * BLOCK_N
     table = blocks + row * max_blocks
     last_block = tl.maximum(high - 1, 0) // BLOCK_SIZE
 
-    largest = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row that has seen nothing yet stays all zeros
+    largest = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row stays zero until it sees a key
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
     block = block_numbers(table, begin, last_block, BLOCK_N, BLOCK_SIZE)
@@ -207,7 +210,7 @@ def _prefill_kernel(
         k = tl.load(kv_pointers + k_dims[None, :], mask=k_inside[None, :], other=0.0).to(DOT_TYPE)
         v_pointers = kv_pointers + value_offset + dims[None, :]
         v = tl.load(v_pointers, mask=seen[:, None] & inside[None, :], other=0.0).to(DOT_TYPE)
-        # the next tile's blocks, so that its loads need not wait for them
+        # block numbers are loaded one tile ahead of its keys and values
         block = block_numbers(table, tile + BLOCK_N, last_block, BLOCK_N, BLOCK_SIZE)
         if FP8:
             k_scale = tl.load(scales + slots).to(tl.float32) * score_scale
@@ -221,7 +224,7 @@ def _prefill_kernel(
             if WINDOW > 0:
                 visible = visible & (positions[None, :] > (q_positions - WINDOW)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-        # multiply-adds are spelled out: which of them are fused must not differ from tile to tile
+        # explicit fma: the compiler's choice of what to fuse could differ between tiles
         if FP8:
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             p = tl.exp2(scores - new_largest[:, None])
@@ -241,17 +244,17 @@ def _prefill_kernel(
 
 def paged_prefill(
     q_source: Tensor,  # [num_tokens, heads + 2 * kv_heads, head_dim]
-    cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim], holds the chunks' own keys and values too
-    scales: Tensor | None,  # [2, num_blocks, kv_heads, block_size] with an fp8 cache
+    cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim], with the chunks' own keys and values
+    scales: Tensor | None,  # [2, num_blocks, kv_heads, block_size], of an fp8 cache
     *,
     q_norm: Tensor | None,  # [head_dim]
     eps: float,
     cos_sin: Tensor,  # [max_position, head_dim] float32
-    chunk_rows: Tensor,  # [num_chunks] of the block table
-    chunk_starts: Tensor,  # [num_chunks] position of a chunk's first token; -1 = padding
+    chunk_rows: Tensor,  # [num_chunks], rows of `blocks`
+    chunk_starts: Tensor,  # [num_chunks], position of a chunk's first token; -1: padding
     chunk_first_tokens: Tensor,  # [num_chunks] index of that token in q_source
     chunk_num_new: Tensor,  # [num_chunks]
-    tiles: Tensor,  # [num_tiles, 2] made by `query_tiles` with block_m // group tokens a tile
+    tiles: Tensor,  # [num_tiles, 2], from `query_tiles` with block_m // group tokens per tile
     blocks: Tensor,  # [num_rows, max_blocks]
     num_heads: int,
     num_kv_heads: int,

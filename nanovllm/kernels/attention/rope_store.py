@@ -1,7 +1,7 @@
-"""Norm and rotate keys, store them and their values in the cache; the queries are prefill attention's own affair.
+"""Norm and rotate new keys, and store keys and values in the paged cache. prefill.py handles the queries.
 
-One program does one token, all heads: the token's cosines and sines are read once. Keys and values go to the token's
-slot of the paged cache, with fp8 divided by a scale of their own.
+One program per token with all its KV heads, so that a token's cosines and sines are loaded once. For an fp8 cache,
+each head's key and value are divided by their own scale.
 """
 
 import torch
@@ -68,7 +68,7 @@ def norm_rotate(x1, x2, weight, eps, cos, sin, cols, HEAD_DIM: tl.constexpr, NOR
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
 
-# views into a step's packed buffer lie at any address: one compiled kernel for all
+# views into a step's packed buffer have any alignment: compile one kernel for all
 @triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["rows", "positions"])
 def _rope_store_kernel(
     qkv,
@@ -95,7 +95,7 @@ def _rope_store_kernel(
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
-    scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)  # from a key's to its value's
+    scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)  # from a key's slot to its value's
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, HALF_PADDED)
     dims = tl.arange(0, DIM_PADDED)
@@ -108,7 +108,7 @@ def _rope_store_kernel(
     row = tl.load(rows + token).to(tl.int64)
     real = position >= 0
     inside = cols < HALF
-    # a padding token has no heads
+    # all heads of a padding token are masked
     kv_mask = kv_heads < tl.where(real, KV_HEADS, 0)
     k_mask = kv_mask[:, None] & inside[None, :]
     v_mask = kv_mask[:, None] & (dims < HEAD_DIM)[None, :]
@@ -126,7 +126,7 @@ def _rope_store_kernel(
     k1, k2 = norm_rotate(k1, k2, k_norm, eps, cos, sin, cols, HEAD_DIM, NORM)
     slots = (block * KV_HEADS + kv_heads) * BLOCK_SIZE + position % BLOCK_SIZE  # [kv_heads]
     if FP8:
-        k1 = k1.to(qkv.dtype.element_ty).to(tl.float32)  # what a cache of the activations' type would hold
+        k1 = k1.to(qkv.dtype.element_ty).to(tl.float32)  # round as a cache of the activations' type would
         k2 = k2.to(qkv.dtype.element_ty).to(tl.float32)
         k_scale = scale_of(tl.maximum(tl.max(tl.abs(k1), 1), tl.max(tl.abs(k2), 1)), INTERPRETED)
         k1 = scaled(k1, k_scale[:, None], INTERPRETED)
@@ -146,9 +146,9 @@ def _rope_store_kernel(
 def rope_store(
     qkv: Tensor,  # [num_tokens, heads + 2 * kv_heads, head_dim]
     cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim]
-    scales: Tensor | None,  # [2, num_blocks, kv_heads, block_size] with an fp8 cache
+    scales: Tensor | None,  # [2, num_blocks, kv_heads, block_size], of an fp8 cache
     *,
-    rows: Tensor,  # [num_tokens] of the block table
+    rows: Tensor,  # [num_tokens], rows of `blocks`
     positions: Tensor,  # [num_tokens], -1 = padding
     blocks: Tensor,  # [num_rows, max_blocks]
     k_norm: Tensor | None,  # [head_dim]
@@ -187,12 +187,12 @@ def rope_store(
         INTERPRETED=not isinstance(_rope_store_kernel, triton.JITFunction),
         PDL=pdl,
         num_warps=_num_warps(num_kv_heads, head_dim),
-        enable_fp_fusion=False,  # the reference's roundings
+        enable_fp_fusion=False,  # round as the reference does
         pdl=pdl,
     )
 
 
 def _num_warps(num_kv_heads: int, head_dim: int) -> int:
-    """So many that a thread keeps about 32 elements of the keys."""
+    """Enough warps that a thread holds about 32 elements of the keys."""
     elements = next_power_of_2(num_kv_heads) * next_power_of_2(head_dim)
     return min(max(elements // 1024, 1), 16)

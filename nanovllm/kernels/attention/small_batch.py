@@ -1,16 +1,17 @@
-"""Paged decode attention for a few sequences, where the way to the first key takes longer than all that is read.
+"""Paged decode attention for small batches, where latency rather than bandwidth is the limit.
 
-Every (sequence, kv head) has several programs of one warp; program j takes tiles j, j + splits, ... of its sequence.
-The first of these were written by earlier steps, so they are on their way to registers while the kernel before still
-computes the new token; when one has been used, a later one is asked for in its place. The new token is normed, rotated
-and stored by the program with the least to do.
+Every (sequence, KV head) has several programs of one warp; program j takes tiles j, j + splits, ... of its sequence.
+All tokens but the new one were written by earlier steps, so with programmatic dependent launch the first tiles are
+loaded into registers while the previous kernel still computes the new token. The loop loads a later tile whenever it
+has used one (software pipelining in registers). The program with the fewest tiles norms, rotates and stores the new
+token.
 
-Tiles reach the tensor cores through neither shared memory nor barriers, as fragments.py says. A thread loads eight
-columns of one token, but the tensor cores want other places of a matrix of it: scattered columns of a token for keys,
-four tokens of a column for values. No sum depends on the order of its terms, though, and the result's columns may come
-in any order that is known. So places in a tile are numbered anew (`_key_places`, `_value_places`), such that a thread
-has loaded just what is wanted of it, and one permutation, which leaves every number in its thread, makes the matrix
-(`_keys`, `_values`). The other factors, queries and weights, get the same order; the result gets its own at the end.
+Tiles are loaded directly into tensor-core fragments, without shared memory or barriers (see linear/fragments.py). A
+thread loads eight adjacent columns of one token, but mma expects other elements in that thread: scattered columns of a
+token for keys, four tokens of a column for values. A sum does not depend on the order of its terms, and the columns of
+the result may have any known order. So the tokens and columns of a tile are renumbered (`_key_places`, `_value_places`)
+such that each thread has loaded what mma expects from it, and a permutation that moves no data between threads forms
+the matrix (`_keys`, `_values`). Queries and weights are permuted to the same order, and the result is permuted back.
 """
 
 import torch
@@ -18,33 +19,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace, finish, new_heads, rotation
+from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace, finish
+from nanovllm.kernels.attention.new_token import new_heads, rotation
 from nanovllm.kernels.launch import launch
 from nanovllm.kernels.linear.fragments import axis, halves
 
-TILE = tl.constexpr(16)  # tokens; every block is a multiple of it
-QUERIES = tl.constexpr(8)  # columns of the tensor cores' smallest product: the queries of a group, over and over
-MAX_PAIRS = 128  # (sequence, kv head); where there are more, decode_attention's deeper pipeline is faster
+TILE = tl.constexpr(16)  # tokens; divides the block size
+QUERIES = tl.constexpr(8)  # columns of the smallest mma; a smaller group's queries are repeated
+MAX_PAIRS = 128  # (sequence, KV head) pairs; for more, decode.py is faster
 MAX_PROGRAMS = 1024
 
 
 def small_batch_serves(*, head_dim: int, group: int, cache_dtype: torch.dtype) -> bool:
-    """Whether keys and values are of 16 bits and fit the registers, and a group's queries one product."""
+    """Whether the kernel supports these shapes: 16-bit keys and values that fit in registers, one mma per group."""
     return cache_dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128) and group <= QUERIES.value
 
 
 def small_batch_splits(pairs: int) -> int:
-    """Programs for each of so many (sequence, kv head): what measured best on an H200."""
+    """Programs per (sequence, KV head) pair that measured fastest on an H200."""
     return min(32 if pairs <= 16 else 16, MAX_PROGRAMS // pairs)
 
 
-# Loaded are words of two items: a loop keeps 32-bit registers better than halves of them. Of the axes below, Triton
-# spreads the first two over the 32 lanes; all others are a thread's own, the last being what it loads at once.
+# Tiles are loaded as 32-bit words of two items, because the compiler keeps 32-bit registers across iterations better
+# than 16-bit ones. Of the axes below, Triton distributes the first two over the 32 lanes; the others belong to one
+# thread, the last being one load.
 
 
 @triton.jit
 def _key_places(HEAD_DIM: tl.constexpr):
-    """Tokens and words of [4 lanes: eight columns, 8 lanes: token, eight tokens, 32 columns, word]."""
+    """Token and word of each element of [4 lanes: eight columns, 8 lanes: token, eight tokens, 32 columns, word]."""
     token = axis(TILE // 8, 2, 5) * 8 + axis(8, 1, 5)
     word = axis(HEAD_DIM // 32, 3, 5) * 16 + axis(4, 0, 5) * 4 + axis(4, 4, 5)
     return token, word
@@ -52,16 +55,16 @@ def _key_places(HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _keys(words, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr):
-    """[TILE, HEAD_DIM], of every 32 columns first the first halves of all eights, then the second ones."""
+    """[TILE, HEAD_DIM]; of every 32 columns, first the first four of each eight, then the last four of each eight."""
     x = tl.reshape(_items(words, dtype, INTERPRETED), (4, 8, TILE // 8, HEAD_DIM // 32, 2, 4))
     return tl.reshape(tl.permute(x, (2, 1, 3, 4, 0, 5)), (TILE, HEAD_DIM))
 
 
 @triton.jit
 def _queries(q, OWN: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """[OWN, HEAD_DIM], over and over, as [HEAD_DIM, QUERIES] with columns in the order of `_keys`."""
+    """Repeat and transpose [OWN, HEAD_DIM] to [HEAD_DIM, QUERIES], with columns in the order of `_keys`."""
     x = tl.reshape(q, (OWN, HEAD_DIM // 32, 4, 2, 4))  # query, 32 columns, eight, half, item
-    # Not made by the reshape: Triton would then keep this in shared memory and read it for every tile.
+    # expand_dims, not reshape: after a reshape Triton keeps the result in shared memory and reads it for every tile
     x = tl.expand_dims(x, 0)
     x = tl.broadcast_to(x, (QUERIES // OWN, OWN, HEAD_DIM // 32, 4, 2, 4))
     return tl.reshape(tl.permute(x, (2, 4, 3, 5, 0, 1)), (HEAD_DIM, QUERIES))
@@ -69,7 +72,8 @@ def _queries(q, OWN: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _value_places(HEAD_DIM: tl.constexpr):
-    """Tokens and words of [4 lanes: token bits 2, 1, 8 lanes: eight columns, token bits 3, 0, 64 columns, word]."""
+    """Token and word of each element of [4 lanes: token bits 2, 1, 8 lanes: eight columns, token bits 3, 0, 64 columns,
+    word]."""
     bits = axis(4, 2, 5)
     token = (bits // 2) * 8 + axis(4, 0, 5) * 2 + bits % 2
     word = axis(HEAD_DIM // 64, 3, 5) * 32 + axis(8, 1, 5) * 4 + axis(4, 4, 5)
@@ -78,28 +82,28 @@ def _value_places(HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _values(words, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr):
-    """[HEAD_DIM, TILE], of every 64 columns first the first of all eights, and so on; tokens by bits 2, 1, 3, 0."""
+    """[HEAD_DIM, TILE]; of every 64 columns, first the first of each eight, and so on; tokens by bits 2, 1, 3, 0."""
     x = tl.reshape(_items(words, dtype, INTERPRETED), (4, 8, 2, 2, HEAD_DIM // 64, 8))
     return tl.reshape(tl.permute(x, (4, 5, 1, 0, 2, 3)), (HEAD_DIM, TILE))
 
 
 @triton.jit
 def _weights(x):
-    """[TILE, QUERIES] with tokens in the order of `_values`."""
+    """Permute [TILE, QUERIES] to the token order of `_values`."""
     x = tl.reshape(x, (2, 4, 2, QUERIES))  # token bit 3, bits 2 and 1, bit 0
     return tl.reshape(tl.permute(x, (1, 0, 2, 3)), (TILE, QUERIES))
 
 
 @triton.jit
 def _new_value(x, HEAD_DIM: tl.constexpr):
-    """[HEAD_DIM] in the order of `_values`."""
+    """Permute [HEAD_DIM] to the column order of `_values`."""
     x = tl.reshape(x, (HEAD_DIM // 64, 8, 8))  # 64 columns, eight, item
     return tl.reshape(tl.permute(x, (0, 2, 1)), (HEAD_DIM,))
 
 
 @triton.jit
 def _result(acc, HEAD_DIM: tl.constexpr):
-    """[HEAD_DIM, QUERIES] in the order of `_values` as [QUERIES, HEAD_DIM] in its own."""
+    """Transpose [HEAD_DIM, QUERIES] in the order of `_values` to [QUERIES, HEAD_DIM] in the natural order."""
     x = tl.reshape(acc, (HEAD_DIM // 64, 8, 8, QUERIES))  # 64 columns, item, eight, query
     return tl.reshape(tl.permute(x, (3, 0, 2, 1)), (QUERIES, HEAD_DIM))
 
@@ -109,7 +113,7 @@ def _items(words, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """The two items of each word, along a new last axis."""
     low, high = halves(words, dtype, INTERPRETED)
     items = tl.join(low, high)
-    return items.to(tl.float32) if INTERPRETED else items  # the interpreter's dot does not know bfloat16
+    return items.to(tl.float32) if INTERPRETED else items  # the interpreter's dot does not support bfloat16
 
 
 @triton.jit
@@ -129,7 +133,7 @@ def _load_tile(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """A tile's keys and values; zeros from `position` on, where somebody else's lie and may be NaN."""
+    """Load a tile's keys and values; zeros from `position` on, where stale data may hold NaN."""
     WORDS: tl.constexpr = HEAD_DIM // 2
     slot = block * (KV_HEADS * BLOCK_SIZE) + (head * BLOCK_SIZE + tile_at % BLOCK_SIZE)
     token, word = _key_places(HEAD_DIM)
@@ -153,7 +157,7 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One tile more in the softmax."""
+    """Add one tile to the softmax state."""
     LOG2_SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
     scores = tl.dot(_keys(keys, dtype, HEAD_DIM, INTERPRETED), q) * LOG2_SCALE
     scores = tl.where((tile_at + tl.arange(0, TILE) < position)[:, None], scores, float("-inf"))
@@ -172,9 +176,9 @@ def _small_batch_attention_kernel(
     cache,
     positions,
     tables,
-    part_acc,
-    part_max,
-    part_sum,
+    partial_acc,
+    partial_max,
+    partial_sum,
     arrived,
     q_norm,
     k_norm,
@@ -187,11 +191,11 @@ def _small_batch_attention_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HELD: tl.constexpr,  # tiles on their way or in registers
+    HELD: tl.constexpr,  # tiles in flight or in registers
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # All but the products works on as many queries as there are.
+    # The number of queries, outside of the products.
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
     dtype: tl.constexpr = cache.dtype.element_ty
     LOG2_SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
@@ -204,14 +208,14 @@ def _small_batch_attention_kernel(
     head = pair % KV_HEADS
     table = tables + seq.to(tl.int64) * max_blocks
     last_block = max_blocks - 1
-    num_slots = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)  # of keys; as many of values follow
+    num_slots = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)  # of keys; the values follow
     words = cache.to(tl.pointer_type(tl.int32))
     col = tl.arange(0, HEAD_DIM)
     partner = (col + HALF) % HEAD_DIM
     tile_begin = split * TILE
 
-    # Before the wait, nothing that this step's layers write: the first tiles, the blocks of those after them, and what
-    # turns the new token to its position.
+    # Before the wait, load only what this step's layers do not write: the first tiles, the block numbers of the next
+    # ones and the rotation of the new token.
     position = tl.load(positions + seq)
     blocks = ()  # type: tuple
     for i in tl.static_range(HELD):
@@ -240,9 +244,9 @@ def _small_batch_attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     q, q_swapped, k, k_swapped, v = new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, OWN)
-    tiles = tl.cdiv(position, TILE)  # of what was before the new token
-    parts = tl.minimum(tl.maximum(tiles, 1), splits)
-    if (split < parts) & (position >= 0):
+    tiles = tl.cdiv(position, TILE)  # of the tokens before the new one
+    used_splits = tl.minimum(tl.maximum(tiles, 1), splits)
+    if (split < used_splits) & (position >= 0):
         q_x = q.to(tl.float32)
         q_new = q_x * q_same[None, :] + q_swapped.to(tl.float32) * q_other[None, :]
         if q_norm is not None:
@@ -251,7 +255,7 @@ def _small_batch_attention_kernel(
 
         new_score = tl.full((OWN,), float("-inf"), tl.float32)
         new_value = tl.zeros((HEAD_DIM,), tl.float32)
-        if split == tl.where(tiles >= splits, tiles % splits, parts - 1):
+        if split == tl.where(tiles >= splits, tiles % splits, used_splits - 1):
             k_x = k.to(tl.float32)
             k_new = k_x * k_same + k_swapped.to(tl.float32) * k_other
             if k_norm is not None:
@@ -264,11 +268,11 @@ def _small_batch_attention_kernel(
             new_score = tl.sum(q_new.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * LOG2_SCALE
             new_value += v_new.to(tl.float32)
 
-        # The softmax begins with the new token, or with nothing.
+        # The softmax state starts with the new token in one program, empty in the others.
         new_score = tl.reshape(tl.broadcast_to(new_score[None, :], (QUERIES // OWN, OWN)), (QUERIES,))
         q_dot = _queries(q_new.to(tl.float32 if INTERPRETED else dtype), OWN, HEAD_DIM)
         maximum = new_score
-        weight_sums = tl.zeros((TILE, QUERIES), tl.float32)  # added up across the tile after the loop
+        weight_sums = tl.zeros((TILE, QUERIES), tl.float32)  # summed over the tile after the loop
         acc = tl.zeros((HEAD_DIM, QUERIES), tl.float32) + _new_value(new_value, HEAD_DIM)[:, None]
         for group_at in range(tile_begin, position, HELD * stride):
             next_keys = ()  # type: tuple
@@ -291,34 +295,34 @@ def _small_batch_attention_kernel(
             values = next_values
             blocks = next_blocks
         total_weight = tl.sum(weight_sums, 0) + tl.exp2(new_score - maximum)
-        first_part = pair * splits
+        first_partial = pair * splits
         finish(
-            _result(acc, HEAD_DIM), maximum, total_weight, part_acc, part_max, part_sum, arrived + pair,
+            _result(acc, HEAD_DIM), maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + pair,
             out + pair.to(tl.int64) * (GROUP * HEAD_DIM),
-            first_part + split, parts == 1, first_part, first_part + parts - 1, False,
+            first_partial + split, used_splits == 1, first_partial, first_partial + used_splits - 1, False,
             1, 4096, GROUP, HEAD_DIM, QUERIES,
         )  # fmt: skip
 
 
 def small_batch_decode(
-    qkv: Tensor,  # [batch, heads + 2 * kv_heads, head_dim], neither normed nor rotated
+    qkv: Tensor,  # [batch, heads + 2 * kv_heads, head_dim], before norm and rotation
     cache: Tensor,  # [2, num_blocks, kv_heads, block_size, head_dim]
     *,
-    positions: Tensor,  # [batch] int32, -1 is padding
-    tables: Tensor,  # [batch, max_blocks] int32: each sequence's blocks, then any that may be read
+    positions: Tensor,  # [batch] int32, -1: padding
+    tables: Tensor,  # [batch, max_blocks] int32: each sequence's blocks, then any valid block numbers
     workspace: DecodeWorkspace,
     q_norm: Tensor | None,  # [head_dim]
     k_norm: Tensor | None,  # [head_dim]
     eps: float,
     cos_sin: Tensor,  # [max_position, head_dim] float32
-    out: Tensor,  # [batch, heads * head_dim]; padding rows are left as they are
+    out: Tensor,  # [batch, heads * head_dim]; padding rows are not written
     splits: int,
     pdl: bool,
 ) -> Tensor:
-    """Attends each sequence's newest token to its cache, and writes that token's key and value there.
+    """Store each sequence's newest key and value in the cache, and attend to the cache.
 
-    With `pdl`, `tables`, `positions` and all but the newest token's keys and values must have been written before the
-    last kernel that starts the next one only after its own wait.
+    With `pdl` the kernel reads `tables`, `positions` and earlier tokens' keys and values before its wait. They must
+    have been written before the last kernel that waits before it lets others start (table/embed.py).
     """
     _, num_blocks, kv_heads, block_size, head_dim = cache.shape
     batch = qkv.shape[0]
@@ -350,12 +354,12 @@ def small_batch_decode(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        # measured on an H200: two are faster for groups of 2, one for groups of 4
+        # two are faster for groups of 2, one for groups of 4, measured on an H200
         HELD=2 if group <= 2 else 1,
         INTERPRETED=not isinstance(_small_batch_attention_kernel, triton.JITFunction),
         PDL=pdl,
         num_warps=1,
-        num_stages=1,  # the loop loads ahead by itself
+        num_stages=1,  # the kernel pipelines its loads by itself
         pdl=pdl,
     )
     return out
