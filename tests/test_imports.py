@@ -244,3 +244,209 @@ def test_checker_sees_banned_uses(source: str) -> None:
 
 def test_checker_lets_harmless_namesakes_pass() -> None:
     assert not banned_uses("model.eval()\nimport json\njson.load(file)\nfrom torch import nn\nloader.exec()")
+
+
+# --- no circle of imports ---------------------------------------------------------------------------------------------
+
+# Circles that are known, by the modules in them.
+KNOWN_CIRCLES: set[frozenset[str]] = {frozenset({"layers.linear", "layers.cuda_linear"})}
+
+
+def without_type_checking(tree: ast.AST) -> ast.AST:
+    """The tree without the bodies of `if TYPE_CHECKING:`, which never run."""
+
+    class Remover(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST:
+            if dotted(node.test).split(".")[-1] == "TYPE_CHECKING":
+                node.body = [ast.Pass()]
+            return self.generic_visit(node)
+
+    return Remover().visit(tree)
+
+
+def import_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """For each module the modules it imports, also inside functions. `sources`: text, and whether it is a package."""
+    graph = {}
+    for module, (source, is_package) in sources.items():
+        names = imported_names(without_type_checking(ast.parse(source)), module, is_package)
+        graph[module] = {found for name in names if (found := our_module(name, set(sources))) is not None} - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """One circle of imports for each set of modules that reach one another, in the order of the imports."""
+    reachable = {module: reached(graph, module) for module in graph}
+    found = {frozenset(m for m in reachable[module] if module in reachable[m]) for module in graph}
+    return [a_circle(graph, group) for group in sorted(found - {frozenset()}, key=sorted)]
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    new = set(graph[start])
+    while new:
+        found |= new
+        new = {other for module in new for other in graph[module]} - found
+    return found
+
+
+def a_circle(graph: dict[str, set[str]], group: frozenset[str]) -> list[str]:
+    path = [min(group)]
+    while path[-1] not in path[:-1]:
+        path.append(min(graph[path[-1]] & group, key=lambda module: (module != path[0], module)))
+    return path[path.index(path[-1]) :]
+
+
+def test_no_circle_of_imports() -> None:
+    sources = {module: (path.read_text(), path.name == "__init__.py") for module, path in SOURCES.items()}
+    found = [circle for circle in circles(import_graph(sources)) if frozenset(circle) not in KNOWN_CIRCLES]
+    assert not found, "; ".join(" -> ".join(circle) for circle in found)
+
+
+def test_checker_sees_circles() -> None:
+    plain = {
+        "a": "from nanovllm.b import x",
+        "b": "def f():\n    from nanovllm import c",
+        "c": "import nanovllm.a",
+        "d": "from nanovllm.a import y",
+        "nanovllm": "",
+    }
+    assert circles(import_graph({name: (text, False) for name, text in plain.items()})) == [["a", "b", "c", "a"]]
+    plain["c"] = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import nanovllm.a"
+    assert circles(import_graph({name: (text, False) for name, text in plain.items()})) == []
+
+
+# --- no process-wide state --------------------------------------------------------------------------------------------
+
+# Module-level state that every engine of the process shares, and why it may be there.
+ALLOWED_STATE = {
+    "distributed.group.ALONE": "a group of one rank: it has no connection, and nothing in it changes",
+    "executor.ray.SESSION": "counts the users of Ray's connection, of which a process has one",
+    "kernels.compile_ahead._preparing": "a lock: Triton prepares itself once per process",
+    "kernels.launch._recorder": "a context variable: seen only by the thread that sets it, which also resets it",
+    "kernels.launch._compiled": "a cache of compiled kernels, which never change",
+    "kernels.launch.loading_lock": "a lock: Triton's launchers are Python modules of one name, which all threads share",
+    "kernels.launch.usable": "a cache of a fact about the machine",
+    "kernels.launch.dependent_launch": "a cache of a fact about the machine",
+    "kernels.launch.gluon_usable": "a cache of a fact about the machine",
+    "kernels.linear.tiled._device_limits": "a cache of a fact about the machine",
+    "runner.device._HOLDERS": "counts the users of cuBLAS's workspaces, which torch keeps once per process",
+    "server.openapi.document": "a cache of a document that never changes",
+}
+STATEFUL_TYPES = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Event", "Barrier", "local"}
+STATEFUL_TYPES |= {"WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "ContextVar", "Queue", "SimpleQueue"}
+CONTAINER_TYPES = {"dict", "list", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict"}
+CONTAINERS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+MUTATORS = {"append", "extend", "insert", "remove", "pop", "popitem", "popleft", "appendleft", "clear", "add"}
+MUTATORS |= {"discard", "update", "setdefault", "sort", "reverse", "difference_update", "intersection_update"}
+CACHES = {"cache", "lru_cache"}
+IMMUTABLE_BASES = {"NamedTuple", "Enum", "IntEnum", "StrEnum"}
+
+
+def last_name(node: ast.expr) -> str:
+    """'Lock' for threading.Lock, Lock and threading.Lock()."""
+    return dotted(node.func if isinstance(node, ast.Call) else node).split(".")[-1]
+
+
+def stateful_classes(trees: dict[str, ast.Module]) -> set[str]:
+    """Names of the package's classes whose instances can change."""
+    found = set()
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+                frozen |= any(keyword.arg == "frozen" for keyword in node.keywords)
+                if not frozen and not IMMUTABLE_BASES & {last_name(base) for base in node.bases}:
+                    found.add(node.name)
+    return found
+
+
+def assigned_names(node: ast.stmt) -> tuple[list[str], ast.expr | None]:
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)], node.value
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id], node.value
+    return [], None
+
+
+def mutated_names(tree: ast.Module, module: str, modules: set[str]) -> set[str]:
+    """'module.NAME' of the module-level names that this module changes, its own or imported ones."""
+    origin = {name: f"{module}.{name}" for node in tree.body for name in assigned_names(node)[0]}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            source = our_module(node.module, modules)
+            origin |= {alias.asname or alias.name: f"{source}.{alias.name}" for alias in node.names}
+    found = set()
+
+    def note(node: ast.expr) -> None:
+        if isinstance(node, ast.Name) and node.id in origin:
+            found.add(origin[node.id])
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):  # of an imported module
+            found.add(f"{origin.get(node.value.id, '?').replace('nanovllm.', '')}.{node.attr}")
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            note(node.func.value)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            note(node.value)
+        elif isinstance(node, ast.AugAssign) and node not in tree.body:
+            note(node.target)
+    return found
+
+
+def module_state(sources: dict[str, str]) -> set[str]:
+    """'module.NAME' of all that a process has once and that can change: locks, weak sets, context variables, instances
+    of mutable classes, caches of functions, and containers that are changed anywhere or that begin empty."""
+    trees = {module: ast.parse(source) for module, source in sources.items()}
+    classes = stateful_classes(trees)
+    mutated = set().union(*(mutated_names(tree, module, set(sources)) for module, tree in trees.items()))
+    found = set()
+    for module, tree in trees.items():
+        for node in tree.body:
+            names, value = assigned_names(node)
+            if isinstance(value, CONTAINERS) or (isinstance(value, ast.Call) and last_name(value) in CONTAINER_TYPES):
+                empty = ast.unparse(value) in ("{}", "[]") or (isinstance(value, ast.Call) and not value.args)
+                found |= {f"{module}.{name}" for name in names if empty or f"{module}.{name}" in mutated}
+            elif isinstance(value, ast.Call) and (last_name(value) in STATEFUL_TYPES or dotted(value.func) in classes):
+                found |= {f"{module}.{name}" for name in names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and CACHES & set(map(last_name, node.decorator_list)):
+                found.add(f"{module}.{node.name}")
+    return found
+
+
+def test_nothing_is_process_wide_state() -> None:
+    found = module_state({module: path.read_text() for module, path in SOURCES.items()})
+    new = sorted(found - ALLOWED_STATE.keys())
+    assert not new, f"process-wide state: {', '.join(new)}; pass it, or let the engine own it"
+
+
+@pytest.mark.parametrize(
+    ("source", "state"),
+    [
+        ("x = {}", ["x"]),
+        ("x: dict[str, int] = {'a': 1}", []),
+        ("x = {'a': 1}\ndef f():\n    x['b'] = 2", ["x"]),
+        ("x = [1]\ndef f():\n    x.append(2)", ["x"]),
+        ("x = [1]\ndef f():\n    y = []\n    y.append(x[0])", []),
+        ("x = {1}\ndef f():\n    global x\n    x |= {2}", ["x"]),
+        ("import threading\nx = threading.Lock()", ["x"]),
+        ("from weakref import WeakSet\nx: WeakSet[int] = WeakSet()", ["x"]),
+        ("from contextvars import ContextVar\nx = ContextVar('x')", ["x"]),
+        ("import functools\n@functools.lru_cache(maxsize=1)\ndef f(): ...", ["f"]),
+        ("from functools import cache\nclass A:\n    @cache\n    def f(self): ...", ["f"]),
+        ("class A: ...\nx = A()", ["x"]),
+        ("@dataclass(frozen=True)\nclass A: ...\nx = A()", []),
+        ("class A(NamedTuple): ...\nx = A()", []),
+        ("import re\nx = re.compile('a')\ny = (1, 2)\nz = frozenset({1})", []),
+        ("class A:\n    def f(self):\n        self.x = {}\n        self.x['a'] = 1", []),
+    ],
+)
+def test_checker_sees_process_wide_state(source: str, state: list[str]) -> None:
+    assert module_state({"m": source}) == {f"m.{name}" for name in state}
+
+
+def test_checker_sees_state_that_another_module_changes() -> None:
+    sources = {"a": "x = {'k': 1}\ny = {'k': 1}", "b": "from nanovllm.a import x\nx['l'] = 2"}
+    assert module_state(sources) == {"a.x"}
+    sources["b"] = "from nanovllm import a\ndef f():\n    a.y.clear()"
+    assert module_state(sources) == {"a.y"}

@@ -1,6 +1,5 @@
 """Requests in, outputs out: tokenizes prompts, queues requests, runs steps and makes text."""
 
-import gc
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.utils.collector import collector_paused
+from nanovllm.utils.collector import collector_paused, freeze_objects, unfreeze_objects
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class LLMEngine:
             executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
         self.startup_seconds = executor.startup_seconds
         if executor.runs_beside_host:
-            gc.freeze()  # what is here now stays: the collector need not look at it while steps of a millisecond run
+            freeze_objects()  # a collection would take as long as several steps
         overlap = executor.runs_beside_host if self.config.overlap is None else self.config.overlap
         layout = self.config.cache_layout(windows=self.model_config.windows, max_model_len=self.max_model_len)
         sizes = self.config.scheduler_config(
@@ -281,7 +280,7 @@ class LLMEngine:
             self._core.executor.close()
         finally:
             self._intake.close()
-            gc.unfreeze()
+            unfreeze_objects()
             del self._core
 
     def check_health(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a plan goes: the one interface between the control plane and whatever runs the model."""
+"""The interface between the control plane and what runs the model."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -7,11 +7,11 @@ from nanovllm.plan import StepPlan, StepResult
 
 
 class StepHandle(Protocol):
-    """A step under way."""
+    """A step that was launched."""
 
     def sample(self, masks: Mapping[int, bytes]) -> None:
-        """For a plan with guided rows, and before the next launch: what each of them may sample, a bit a token, low
-        bits first. A guided row without a mask has ended; its token will be dropped."""
+        """Set the tokens that each guided row may sample: one bit per token, lowest bit first. For a plan with guided
+        rows, call it before the next launch. A guided row without a mask has ended; its token will be dropped."""
         ...
 
     def wait(self) -> StepResult:
@@ -21,11 +21,11 @@ class StepHandle(Protocol):
 
 class Executor(Protocol):
     num_blocks: int  # of the KV cache
-    runs_beside_host: bool  # a launched step leaves the host free, so scheduling ahead pays
-    startup_seconds: dict[str, float]  # how long the parts of its start took
+    runs_beside_host: bool  # a launched step leaves the host free to schedule the next one
+    startup_seconds: dict[str, float]  # seconds of each phase of the start
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Queue a step behind those launched before it."""
+        """Queue a step; steps run in the order of their launch."""
         ...
 
     def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
@@ -33,9 +33,9 @@ class Executor(Protocol):
         ...
 
     def check(self) -> None:
-        """EngineError if it cannot go on, also if that was not noticed yet because nothing was asked."""
+        """Raise EngineError if it cannot go on, also if it failed between steps."""
         ...
 
     def close(self) -> None:
-        """Give back the device's memory and any processes."""
+        """Free the device's memory and end all worker processes."""
         ...

@@ -1,7 +1,7 @@
-"""What a model in this process needs and torch need not be there for, begun in threads while torch is imported.
+"""Starts slow preparations in threads while torch is being imported: reading weight files, opening the GPU.
 
-That import takes seconds, most of the time on one core. All of this would come later by itself: where something is
-missing or refused, nothing is said here, and whoever needs it tells.
+The import takes seconds, mostly on one core. All of this would also happen later: errors are ignored here, since the
+code that needs the result reports them.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from nanovllm.kernels.compile_ahead import prepare_triton
 from nanovllm.kernels.launch import usable
 
 CUDA_SUCCESS = 0
-BYTES_AHEAD = 16 << 30  # of weights: more might push out of memory what was read first
+BYTES_AHEAD = 16 << 30  # of weights: more might evict from memory what was read first
 
 
 def head_start(config: Config, path: Path) -> None:
@@ -27,13 +27,13 @@ def head_start(config: Config, path: Path) -> None:
         _begin(lambda: _ask_for(files))
     alone = config.tensor_parallel_size == config.pipeline_parallel_size == 1
     here = alone and config.distributed_executor_backend is None
-    # where torch is there already, it may have been told to use another GPU
+    # if torch is already imported, the program may have chosen another GPU
     if here and config.device != "cpu" and "torch" not in sys.modules and _torch_has_cuda():
         _begin(_open_first_gpu)
 
 
 def _begin(task: Callable[[], None]) -> None:
-    """Run it beside what follows. The process does not end before it does: libraries it is in must not be torn down."""
+    """Run a task in a thread. It is no daemon: the process must not unload libraries while the task uses them."""
     threading.Thread(target=task, name="nanovllm-head-start").start()
 
 
@@ -44,7 +44,7 @@ def _weight_files(folder: Path) -> Sequence[Path]:
 
 
 def _ask_for(files: Sequence[Path]) -> None:
-    """Have the system read files into memory."""
+    """Ask the operating system to read files into memory."""
     if not hasattr(os, "posix_fadvise"):
         return
     left = BYTES_AHEAD
@@ -66,8 +66,8 @@ def _torch_has_cuda() -> bool:
 
 
 def _open_first_gpu() -> None:
-    """Create the context that torch will use on the first GPU that this process may see; Triton beside it."""
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, but the driver looks when it starts
+    """Create the CUDA context that torch will use on the first visible GPU, and prepare Triton in another thread."""
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # torch sets it too, but the driver reads it when it starts
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

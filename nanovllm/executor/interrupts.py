@@ -1,4 +1,4 @@
-"""A stretch of code that Ctrl-C does not cut short, such as the sending of a message: it is raised behind it."""
+"""Delays Ctrl-C until the end of a block of code, such as the sending of a message."""
 
 import signal
 import threading
@@ -7,7 +7,10 @@ from typing import Any
 
 
 class Uninterrupted:
-    """`with Uninterrupted():` In other threads than the main one, where Python raises no Ctrl-C, it does nothing."""
+    """`with Uninterrupted():` replaces the process's SIGINT handler and restores it at the end of the block.
+
+    Outside the main thread it does nothing: there Python never raises KeyboardInterrupt.
+    """
 
     def __enter__(self) -> None:
         self._came: tuple[int, FrameType | None] | None = None

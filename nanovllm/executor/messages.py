@@ -1,6 +1,6 @@
-"""What travels between an executor and its workers: commands to every rank, in the same order; answers back.
+"""Messages between an executor and its workers: every rank gets the same commands in the same order, and replies.
 
-A plan's message has no number in it: a step like the one before is the very same bytes.
+A `Launch` has no number, so that a step with an unchanged plan is the same bytes as the one before.
 """
 
 from dataclasses import replace
@@ -14,23 +14,23 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """One member of a union; its class's name leads the array."""
+    """A member of a union: encoded as an array whose first element is the name of its class."""
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
 class Open(_Message):
-    """To rank 0, before all else: open the place where ranks meet, at this address of its host."""
+    """To rank 0, first of all: open the store where ranks find each other, at this address of its host."""
 
     host: str
 
 
 class Start(_Message):
-    """Meet the others and load the model."""
+    """Connect to the other ranks and load the model."""
 
     place: Place
-    num_local: int  # ranks on this host
+    num_local: int  # number of ranks on this host
     host: str
     port: int
     config: Config
@@ -43,16 +43,17 @@ class Launch(_Message):
 
 
 class Sample(_Message):
-    """What the guided rows of the plan launched last may sample."""
+    """Masks of the tokens that the guided rows of the last launched plan may sample."""
 
     masks: dict[int, bytes]
 
 
 class Wait(_Message):
-    """For the result of a plan. Those launched before it are waited for no more."""
+    """Return the result of a plan. Results of plans launched before it are dropped."""
 
     call: int
-    behind: int  # how many plans were launched after it: after Ctrl-C, the two sides may have counted differently
+    # Plans launched after it. A plan's own number would not do: after Ctrl-C the two sides may count differently.
+    num_later: int
 
 
 class Embed(_Message):
@@ -63,7 +64,7 @@ class Embed(_Message):
 
 
 class Stop(_Message):
-    """Give back all memory and end."""
+    """Free all memory and end."""
 
 
 Command = Open | Start | Launch | Sample | Wait | Embed | Stop
@@ -82,25 +83,25 @@ class Ready(_Message):
 
 
 class Answer(_Message):
-    """To the command of the same `call`. Only one rank sends what was computed; all say what they think of it."""
+    """The answer to the command of the same `call`. One rank sends the result; all send a checksum of it."""
 
     call: int
-    checksum: int  # of all tokens waited for so far
+    checksum: int  # of all tokens in results so far
     result: StepResult | None = None
     embedding: list[float] | None = None
 
 
 class Failed(_Message):
-    """A worker's last word."""
+    """The last reply of a worker that failed."""
 
     kind: str  # the exception's class
     message: str
     traceback: str
-    when: float  # seconds since the epoch: of several failures the first is the cause
+    when: float  # seconds since the epoch: the first of several failures is the cause
 
 
 class Lost(_Message):
-    """Said for a worker that ended without a word."""
+    """Stands in for the reply of a worker that ended without one."""
 
     how: str
 
@@ -109,8 +110,8 @@ Reply = Opened | Ready | Answer | Failed | Lost
 
 
 def lean(plan: StepPlan) -> StepPlan:
-    """The plan without what only the control plane reads: texts, which may be long or no valid Unicode, and a limit
-    that may exceed 64 bits."""
+    """The plan without what only the control plane reads: texts, which may be long or invalid Unicode, and the length
+    limit, which may exceed 64 bits."""
     if all(_is_lean(row.params) for row in plan.new_rows):
         return plan
     rows = [

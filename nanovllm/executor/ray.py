@@ -69,7 +69,7 @@ class Session:
                 self._ours = False
 
 
-SESSION = Session()
+SESSION = Session()  # process-wide, because Ray's connection is: a process has one
 
 
 class RayWorkers:

@@ -1,4 +1,4 @@
-"""The model in this very process."""
+"""Runs the model in this process."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ class UniprocExecutor:
         return self._runner.embed(token_ids, block_tables, pooling)
 
     def check(self) -> None:
-        """As long as this process runs it can go on."""
+        """Nothing can fail between steps: the model runs in this process."""
 
     def close(self) -> None:
         self._runner.close()

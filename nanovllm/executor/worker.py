@@ -107,8 +107,8 @@ class Worker:
                 self._steps.append(self._runner.launch(plan))
             case Sample(masks):
                 self._steps[-1].sample(masks)
-            case Wait(call, behind):
-                return self._wait(call, behind)
+            case Wait(call, num_later):
+                return self._wait(call, num_later)
             case Embed(call, token_ids, block_tables, pooling):
                 embedding = self._runner.embed(token_ids, block_tables, pooling)
                 return Answer(call, self._checksum, embedding=embedding if self._reports else None)
@@ -127,8 +127,8 @@ class Worker:
         self._reports = start.place.carries_result
         return Ready(self._runner.num_blocks, self._runner.startup_seconds)
 
-    def _wait(self, call: int, behind: int) -> Answer:
-        while len(self._steps) > behind + 1:
+    def _wait(self, call: int, num_later: int) -> Answer:
+        while len(self._steps) > num_later + 1:
             self._steps.popleft()
         result = self._steps.popleft().wait()
         self._checksum = zlib.crc32(self._encoder.encode(result.tokens), self._checksum)
@@ -153,6 +153,7 @@ class _ModelRank:
         if device.index is not None:
             torch.cuda.set_device(device)
         if device.type == "cpu":
+            # for the whole process, which is this rank's alone
             torch.set_num_threads(max(1, torch.get_num_threads() // start.num_local))
         self._parallel = join(
             start.place, device, host=start.host, port=start.port, store=store, timeout_seconds=SECONDS_TO_MEET

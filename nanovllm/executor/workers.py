@@ -146,7 +146,7 @@ class WorkersExecutor:
         if before is None or before.call is not None or not before.sampled:
             return b""
         before.call = self._next_call()
-        return to_frame(Wait(before.call, behind=1))
+        return to_frame(Wait(before.call, num_later=1))
 
     def sample(self, masks: Mapping[int, bytes]) -> None:
         self._check_open()
@@ -156,7 +156,7 @@ class WorkersExecutor:
         self._check_open()
         if step.call is None:
             step.call = self._next_call()
-            self._send(Wait(step.call, behind=self._num_launched - step.number), self._all_ranks)
+            self._send(Wait(step.call, num_later=self._num_launched - step.number), self._all_ranks)
         result = self._answer(step.call).result
         assert result is not None
         return result

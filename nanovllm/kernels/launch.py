@@ -23,6 +23,9 @@ _compiled: dict[tuple, tuple[Any, list[str]]] = {}
 loading_lock = threading.Lock()
 
 
+# The cached functions below ask for facts about the machine, which do not change while the process runs.
+
+
 @cache
 def usable(device_type: str) -> bool:
     """Whether Triton kernels run on this type of device. torch for CUDA includes Triton on most platforms only."""

@@ -1,4 +1,4 @@
-"""Which device, which number format, how much memory: answers that depend on the machine."""
+"""Choices that depend on the machine: device, dtype, memory."""
 
 import os
 from collections.abc import Iterator
@@ -10,11 +10,13 @@ import torch
 from nanovllm.errors import ConfigError
 from nanovllm.weights.dense import cpu_has_bfloat16
 
-_HOLDERS: WeakSet[object] = WeakSet()  # engines of this process that use a GPU
+# Process-wide because what it counts is: torch keeps one cuBLAS workspace per stream for the whole process. Holds the
+# runners that use a GPU.
+_HOLDERS: WeakSet[object] = WeakSet()
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """`local_rank`: which of the host's GPUs, where several ranks share them."""
+    """The torch device for `name`; with several ranks, `local_rank` is the index of this rank's GPU on its host."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -30,7 +32,8 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def resolve_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """`auto` keeps the checkpoint's type, except on a CPU: there 16 bits mean bfloat16 where it is native, else 32."""
+    """The dtype to compute in. `auto` is the checkpoint's, except for a 16-bit checkpoint on a CPU: bfloat16 if the CPU
+    has bfloat16 arithmetic, else float32."""
     if wanted == "auto":
         if device.type == "cuda" or checkpoint == "float32":
             return getattr(torch, checkpoint)
@@ -49,21 +52,21 @@ def resolve_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.d
 
 
 def resolve_cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
-    """What keys and values are kept in; `auto` = as the model computes."""
+    """The dtype of the KV cache; `auto` is the dtype that the model computes in."""
     if wanted == "fp8":
         return torch.float8_e4m3fn
     return dtype if wanted == "auto" else getattr(torch, wanted)
 
 
 def hold_memory(holder: object) -> None:
-    """Tell that `holder` uses a GPU, for `release_memory`."""
+    """Register a user of the GPU, for `release_memory`."""
     _HOLDERS.add(holder)
 
 
 def release_memory(holder: object) -> None:
-    """Give torch's unused GPU memory back to the system once `holder` has let go of its own.
+    """Return torch's unused GPU memory to the system; to be called once `holder` has dropped its tensors.
 
-    The scratch that torch keeps for cuBLAS goes with the last holder: recorded graphs of another would still use it.
+    The cuBLAS workspaces are freed with the last holder: the recorded graphs of another one would still use them.
     """
     _HOLDERS.discard(holder)
     if not _HOLDERS:
@@ -73,7 +76,7 @@ def release_memory(holder: object) -> None:
 
 @contextmanager
 def out_of_memory_named(device: torch.device) -> Iterator[None]:
-    """Turns a GPU's out-of-memory at the start into an error that says what to lower."""
+    """Turn an out-of-memory error of the GPU during the start into one that says which options to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -87,7 +90,7 @@ def out_of_memory_named(device: torch.device) -> Iterator[None]:
 
 
 def available_memory() -> int:
-    """Bytes a process could still take on this host, within its control group."""
+    """Bytes of host memory that this process could still allocate, within its control group."""
     with open("/proc/meminfo") as file:
         info = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.startswith("Mem")}
     limits = [info["MemAvailable"]]

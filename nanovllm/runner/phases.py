@@ -1,4 +1,4 @@
-"""How long the parts of a start take."""
+"""Measures how long each part of the start takes."""
 
 import time
 from collections.abc import Iterator
@@ -8,6 +8,8 @@ import torch
 
 
 class Phases:
+    """Collects the seconds of named phases; on a GPU a phase ends when its queued work has run."""
+
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self._device = device

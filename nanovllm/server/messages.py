@@ -1,9 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens of the Anthropic API."""
 
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar
 
-import msgspec
 import orjson
 
 from nanovllm.server.blocks import BlockDelta, BlockEnd, BlockStart, ContentBlock, ResponseEnd, block_events
@@ -11,7 +10,7 @@ from nanovllm.server.calls import Call
 from nanovllm.server.conversation import Conversation, PreparedChat, prepare
 from nanovllm.server.errors import ApiError, refuse
 from nanovllm.server.http import ErrorFormat, EventStream
-from nanovllm.server.protocol import UNSUPPORTED, Int, parse_request
+from nanovllm.server.protocol import ApiRequest, Int, NeutralValues, parse_request
 from nanovllm.server.sampling import check_stop
 from nanovllm.server.service import Service
 from nanovllm.server.sse import named_event
@@ -19,7 +18,17 @@ from nanovllm.server.sse import named_event
 ERROR_TYPES = {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 413: "request_too_large"}
 
 
-class MessagesRequest(msgspec.Struct, kw_only=True):
+class MessagesRequest(ApiRequest, kw_only=True):
+    unsupported: ClassVar[NeutralValues] = {
+        "service_tier": ("auto", "standard_only"),
+        "mcp_servers": ([],),
+        "container": (),
+        "context_management": (),
+        "output_format": (),
+        "output_config": (),
+        "speed": ("standard",),
+    }
+
     messages: list[dict[str, Any]]
     max_tokens: Int
     model: str | None = None
@@ -38,17 +47,6 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
 class CountRequest(MessagesRequest, kw_only=True):
     max_tokens: Int = 1
-
-
-UNSUPPORTED[MessagesRequest] = UNSUPPORTED[CountRequest] = {
-    "service_tier": ("auto", "standard_only"),
-    "mcp_servers": ([],),
-    "container": (),
-    "context_management": (),
-    "output_format": (),
-    "output_config": (),
-    "speed": ("standard",),
-}
 
 
 def _error_body(error: ApiError) -> dict[str, Any]:

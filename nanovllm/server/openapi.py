@@ -8,7 +8,7 @@ import msgspec
 from nanovllm import __version__
 from nanovllm.server.messages import CountRequest, MessagesRequest
 from nanovllm.server.protocol import (
-    UNSUPPORTED,
+    ApiRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -17,7 +17,7 @@ from nanovllm.server.protocol import (
 )
 from nanovllm.server.responses import ResponsesRequest
 
-POSTS: dict[str, tuple[type, str, bool]] = {  # path -> request type, summary, whether it can stream
+POSTS: dict[str, tuple[type[ApiRequest], str, bool]] = {  # path -> request type, summary, whether it can stream
     "/v1/chat/completions": (ChatRequest, "Create a chat completion", True),
     "/v1/completions": (CompletionRequest, "Create completions of prompts", True),
     "/v1/responses": (ResponsesRequest, "Create a response (stateless)", True),
@@ -42,7 +42,7 @@ def document() -> dict[str, Any]:
     kinds = [kind for kind, _, _ in POSTS.values()]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
-        for field in UNSUPPORTED.get(kind, ()):
+        for field in kind.unsupported:
             schemas[kind.__name__]["properties"].pop(field, None)
     paths: dict[str, Any] = {path: {"post": _post(*entry)} for path, entry in POSTS.items()}
     paths |= {path: {"get": {"summary": about, "responses": _responses(stream=False)}} for path, about in GETS.items()}

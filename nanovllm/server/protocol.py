@@ -1,24 +1,50 @@
 """The request types of the OpenAI API with vLLM's extensions, and the fields that are refused.
 
-Fields declared here are supported. A field in `UNSUPPORTED` requests something that is not implemented: it is refused
+Fields declared here are supported. A field in `unsupported` requests something that is not implemented: it is refused
 unless its value is null or one that changes nothing. All other fields are unknown and ignored.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
 from nanovllm.server.errors import ApiError, refuse
 
-Kind = TypeVar("Kind", bound=msgspec.Struct)
+Kind = TypeVar("Kind", bound="ApiRequest")
 FIELD_IN_ERROR = re.compile(r"(?:\$\.|required field `)(\w+)")  # the field's name in msgspec's error messages
 # Ranges that can be sent to the engine. SamplingParams and the engine check whether a value makes sense.
 Int = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 NeutralValues = Mapping[str, tuple[Any, ...]]  # unsupported field -> the values that are accepted: they change nothing
+
+_OF_VLLM: NeutralValues = {
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "truncate_prompt_tokens": (),
+    "logits_processors": ([],),
+    "spaces_between_special_tokens": (True,),
+    "prompt_embeds": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+}
+_OF_OPENAI: NeutralValues = {"store": (False,), "service_tier": ("auto", "default")}
+
+
+class ApiRequest(msgspec.Struct, kw_only=True):
+    """The body of a request. `unsupported`: fields that are known but not implemented."""
+
+    unsupported: ClassVar[NeutralValues] = {}
 
 
 class StreamOptions(msgspec.Struct):
@@ -27,7 +53,7 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class GenerationRequest(ApiRequest, kw_only=True):
     """The fields that /v1/chat/completions and /v1/completions share."""
 
     model: str | None = None
@@ -71,73 +97,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: Int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class CompletionRequest(GenerationRequest, kw_only=True):
-    prompt: str | list[str | TokenId | list[TokenId]]
-    logprobs: Int | None = None
-    echo: bool | None = None
-    best_of: Int | None = None
-
-
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    input: str | list[str | TokenId | list[TokenId]]
-    model: str | None = None
-    encoding_format: str | None = None
-    dimensions: Int | None = None
-    pooling: str | None = None
-    add_special_tokens: bool | None = None
-
-
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    tokens: list[TokenId]
-    model: str | None = None
-
-
-_OF_VLLM: NeutralValues = {
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "truncate_prompt_tokens": (),
-    "logits_processors": ([],),
-    "spaces_between_special_tokens": (True,),
-    "prompt_embeds": (),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-}
-_OF_OPENAI: NeutralValues = {"store": (False,), "service_tier": ("auto", "default")}
-UNSUPPORTED: dict[type, NeutralValues] = {
-    ChatRequest: {
+    unsupported: ClassVar[NeutralValues] = {
         **_OF_VLLM,
         **_OF_OPENAI,
         "audio": (),
@@ -152,17 +112,63 @@ UNSUPPORTED: dict[type, NeutralValues] = {
         "best_of": (1,),
         "chat_template": (),
         "documents": ([],),
-    },
-    CompletionRequest: {**_OF_VLLM, "suffix": ("",)},
-    EmbeddingRequest: {"truncate_prompt_tokens": ()},
-    TokenizeRequest: {"chat_template": ()},
-    DetokenizeRequest: {},
-}
+    }
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    unsupported: ClassVar[NeutralValues] = {**_OF_VLLM, "suffix": ("",)}
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Int | None = None
+    echo: bool | None = None
+    best_of: Int | None = None
+
+
+class EmbeddingRequest(ApiRequest, kw_only=True):
+    unsupported: ClassVar[NeutralValues] = {"truncate_prompt_tokens": ()}
+
+    input: str | list[str | TokenId | list[TokenId]]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: Int | None = None
+    pooling: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(ApiRequest, kw_only=True):
+    unsupported: ClassVar[NeutralValues] = {"chat_template": ()}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(ApiRequest, kw_only=True):
+    tokens: list[TokenId]
+    model: str | None = None
 
 
 def parse_request(request: dict[str, Any], kind: type[Kind]) -> Kind:
     """Convert a JSON object to the request type `kind`, or raise an ApiError that names the invalid field."""
-    check_unsupported_fields(request, UNSUPPORTED.get(kind, {}))
+    check_unsupported_fields(request, kind.unsupported)
     try:
         return msgspec.convert(request, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:

@@ -2,14 +2,14 @@
 
 from contextlib import aclosing
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from nanovllm.server.blocks import BlockDelta, BlockEnd, BlockStart, ContentBlock, ResponseEnd, block_events
 from nanovllm.server.calls import Call
 from nanovllm.server.conversation import Conversation, PreparedChat, prepare
 from nanovllm.server.errors import refuse
 from nanovllm.server.http import EventStream
-from nanovllm.server.protocol import UNSUPPORTED, GenerationRequest, Int, parse_request
+from nanovllm.server.protocol import GenerationRequest, Int, NeutralValues, parse_request
 from nanovllm.server.sampling import sampling_fields
 from nanovllm.server.service import Service
 from nanovllm.server.sse import named_event
@@ -17,6 +17,27 @@ from nanovllm.server.structured import constraint
 
 
 class ResponsesRequest(GenerationRequest, kw_only=True):
+    unsupported: ClassVar[NeutralValues] = {
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "store": (False,),
+        "background": (False,),
+        "include": ([],),
+        "truncation": ("disabled",),
+        "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
+        "max_tool_calls": (),
+        "top_logprobs": (0,),
+        "service_tier": ("auto", "default"),
+        "n": (1,),
+        "max_tokens": (),
+        "response_format": (),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "context_management": ([],),
+    }
+
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Int | None = None
@@ -27,28 +48,6 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-UNSUPPORTED[ResponsesRequest] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "store": (False,),
-    "background": (False,),
-    "include": ([],),
-    "truncation": ("disabled",),
-    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
-    "max_tool_calls": (),
-    "top_logprobs": (0,),
-    "service_tier": ("auto", "default"),
-    "n": (1,),
-    "max_tokens": (),
-    "response_format": (),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "stream_options": ({}, {"include_obfuscation": False}),
-    "context_management": ([],),
-}
 
 
 async def create_response(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any] | EventStream:

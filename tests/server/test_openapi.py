@@ -9,8 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis import GenerationMode, checks
 
-from nanovllm.server.openapi import document
-from nanovllm.server.protocol import UNSUPPORTED
+from nanovllm.server.openapi import POSTS, document
 from nanovllm.server.settings import ServerSettings
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngine
@@ -75,7 +74,7 @@ def url() -> Iterator[str]:
 def test_nothing_is_offered_that_would_be_refused() -> None:
     offered = {name: schema.get("properties", {}) for name, schema in document()["components"]["schemas"].items()}
     assert [
-        (kind, field) for kind, fields in UNSUPPORTED.items() for field in fields if field in offered[kind.__name__]
+        (kind, field) for kind, _, _ in POSTS.values() for field in kind.unsupported if field in offered[kind.__name__]
     ] == []
 
 
