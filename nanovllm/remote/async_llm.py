@@ -1,4 +1,4 @@
-"""The front door for asyncio: `AsyncLLM`, whose engine runs in a process of its own, or in a thread."""
+"""The front door for asyncio: `AsyncLLM`, whose engine runs in a child process or in a thread."""
 
 import asyncio
 import time
@@ -25,11 +25,11 @@ from nanovllm.text.prompts import Prompt, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.hub import DEFAULT_MODEL, resolve_model
 
-LONG_TEXT = 4096  # characters that take longer to tokenize, about a millisecond, than to hand to a thread
+LONG_TEXT = 4096  # characters from which on a text is tokenized in a thread: it takes about a millisecond
 
 
 class Client(Protocol):
-    """The way to the engine: `EngineClient` leads to one, the `Fleet` of `nanovllm.remote.replicas` to several."""
+    """Sends requests to one engine (`EngineClient`) or to several (`Fleet` in `nanovllm.remote.replicas`)."""
 
     @property
     def ready(self) -> Ready: ...
@@ -55,7 +55,7 @@ class Client(Protocol):
 
 
 class AsyncLLM:
-    """Made by `start`; belongs to the event loop it was started in. Close it, or use it in `async with`.
+    """An engine for asyncio. `start` makes one for the running event loop. Close it, or use it in `async with`.
 
     async with await AsyncLLM.start() as engine:
         async for output in engine.generate("The capital of France is"):
@@ -68,7 +68,7 @@ class AsyncLLM:
         self.model_config = model_config
         self.model_name = config.model or DEFAULT_MODEL
         self.max_model_len = client.ready.max_model_len
-        self.max_num_seqs = config.max_num_seqs  # that run at once
+        self.max_num_seqs = config.max_num_seqs  # sequences that run at the same time
         self.tokenizer = tokenizer
 
     @classmethod
@@ -80,17 +80,17 @@ class AsyncLLM:
         stall_seconds: float = 30.0,
         **options: Any,
     ) -> "AsyncLLM":
-        """Load a model, with the options that `LLM` takes, in a child process or, `in_process`, in a thread.
+        """Load a model in a child process or, with `in_process`, in a thread; the options are those of `LLM`.
 
-        `stall_seconds` is how long a step may take before `check_health` calls the engine stalled.
+        `check_health` calls the engine stalled if a step takes longer than `stall_seconds`.
         """
         config = Config.from_options(None if model is None else str(model), options)
         path = await asyncio.to_thread(resolve_model, config.model)
         connecting = EngineClient.start(str(path), options, in_process=in_process, stall_seconds=stall_seconds)
-        return await cls._over(connecting, config, path)
+        return await cls._connect(connecting, config, path)
 
     @classmethod
-    async def _over(cls, connecting: Coroutine[Any, Any, Client], config: Config, path: Path) -> Self:
+    async def _connect(cls, connecting: Coroutine[Any, Any, Client], config: Config, path: Path) -> Self:
         starting = asyncio.ensure_future(connecting)
         try:  # this process reads what it needs while the engine loads
             model_config, tokenizer = await asyncio.to_thread(describe_model, path, config)
@@ -107,7 +107,7 @@ class AsyncLLM:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process; None if it runs in a thread of this one."""
+        """The id of the engine's process; None if it runs in a thread of this one."""
         return self._client.pid
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -121,10 +121,10 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas of all completions until each has finished.
+        """Add a request and yield the deltas of all its completions until each has finished.
 
-        RequestError if the request is refused, EngineClosedError if the engine dies or is closed meanwhile. Closing the
-        iterator, or cancelling who iterates, aborts the request and frees its blocks.
+        Raises RequestError if the request is refused, EngineClosedError if the engine ends before the request does.
+        Closing the iterator, or cancelling the task that iterates, aborts the request and frees its blocks.
         """
         request = AddRequest(request_id, token_ids, params, priority, cache_salt)
         async with aclosing(self._client.stream(request)) as batches:
@@ -197,13 +197,13 @@ class AsyncLLM:
         return read_prompt(prompt, self.tokenizer)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; who iterates over them sees the finish reason "abort". Unknown ones are passed over."""
+        """End requests: their iterators see the finish reason "abort". Unknown ones are ignored."""
         self._client.abort([request_id] if isinstance(request_id, str) else request_id)
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Raises EngineError unless the engine is idle, or a step has finished within `stall_seconds`."""
+        """Raise EngineError unless the engine is idle or has finished a step within `stall_seconds`."""
         self._client.check_health()
 
     async def reset_prefix_cache(self) -> None:
@@ -213,20 +213,20 @@ class AsyncLLM:
         return await self._client.stats()
 
     def view(self) -> AsyncGenerator[EngineView, None]:
-        """The engine as a picture, several times a second while it works; costs it nothing while nobody iterates."""
+        """Snapshots of the engine, several per second while it works; it makes none while nobody iterates."""
         return self._client.view()
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
-        """The hidden state behind the last token ("last"), or the mean of all ("mean"), at unit length."""
+        """The hidden state of the last token ("last") or the mean of all ("mean"), scaled to length 1."""
         return await self._client.embed(token_ids, pooling)
 
     async def close(self) -> None:
-        """End the engine and give back all it held. Requests still running raise EngineClosedError."""
+        """End the engine and free its memory. Iterators of running requests raise EngineClosedError."""
         await self._client.close()
 
 
 class GrowingOutput:
-    """Deltas put together again: a request's output as far as it has come."""
+    """Builds a request's output from its deltas."""
 
     def __init__(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
@@ -257,7 +257,7 @@ class GrowingOutput:
         self._stamp(delta)
 
     def _stamp(self, delta: Delta) -> None:
-        """Moments as they are seen from here, behind the engine's own."""
+        """Set the times of the metrics as this process sees them; the engine's own are slightly earlier."""
         metrics, now = self._whole.metrics, time.monotonic()
         if metrics.first_token_time is None and delta.token_ids:
             metrics.first_token_time = now
@@ -266,7 +266,7 @@ class GrowingOutput:
             metrics.finished_time = now
 
     def output(self) -> RequestOutput:
-        """A copy that later deltas leave alone."""
+        """The output so far; later deltas do not change it."""
         return replace(self._whole, outputs=[_copy(part) for part in self._parts])
 
 
@@ -276,7 +276,7 @@ def _copy(part: CompletionOutput) -> CompletionOutput:
 
 
 def describe_model(path: Path, config: Config) -> tuple[ModelSpec, Tokenizer | None]:
-    """What is known of a model without loading it, and its tokenizer unless that is not wanted."""
+    """Read a model's spec, without its weights, and its tokenizer unless `skip_tokenizer_init` is set."""
     description = describe(path)
     if config.skip_tokenizer_init:
         return description.config, None
@@ -284,7 +284,7 @@ def describe_model(path: Path, config: Config) -> tuple[ModelSpec, Tokenizer | N
 
 
 async def _undo(starting: asyncio.Future[Client]) -> None:
-    """Stop an engine that may have started by now."""
+    """Cancel the start of an engine, or close it if it has started by now."""
     starting.cancel()
     await asyncio.wait([starting])
     if not starting.cancelled() and starting.exception() is None:

@@ -87,7 +87,7 @@ class Connection:
 
 
 class EngineClient:
-    """Made by `start`; belongs to the event loop it was started in."""
+    """`start` makes one for the running event loop."""
 
     ready: Ready
 
@@ -97,13 +97,13 @@ class EngineClient:
         self._connection: Connection
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, DeltaStream] = {}  # unfinished requests
-        self._leaving: Counter[str] = Counter()  # aborted here, the engine has not said so yet
+        self._leaving: Counter[str] = Counter()  # aborted here, but the engine has not confirmed it yet
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_numbers = count()
         self._pinged = False
         self._viewers: set[ViewStream] = set()
-        self._last_progress = time.monotonic()  # of the engine's last word, or when it last had nothing to do
-        self._death: tuple[str, str | None] | None = None  # why it cannot be used any more, and the engine's traceback
+        self._last_progress = time.monotonic()  # time of the engine's last event, or when it was last idle
+        self._death: tuple[str, str | None] | None = None  # why the engine has ended, and its traceback
         self._disconnected = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -118,7 +118,7 @@ class EngineClient:
         stall_seconds: float = 30.0,
         environment: Mapping[str, str] | None = None,
     ) -> "EngineClient":
-        """Returns when the model is loaded, and raises what the engine raised if it could not be."""
+        """Start an engine and wait until the model is loaded. Raises the engine's error if that fails."""
         ours, theirs = socket.socketpair()
         client = cls(ThreadHost(theirs) if in_process else ProcessHost(theirs, environment or {}), stall_seconds)
         client._connection = Connection(ours, client._on_event, client._on_end)
@@ -134,15 +134,15 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process; None if it runs in a thread of this one."""
+        """The id of the engine's process; None if it runs in a thread of this one."""
         return self._host.pid
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def stream(self, request: AddRequest) -> AsyncGenerator[list[Delta], None]:
-        """Send a request; its deltas in batches, at most one a completion each, until all completions have finished.
+        """Send a request and yield its deltas in batches, at most one per completion in each, until all have finished.
 
-        Leaving early, by `aclose` or by cancellation, aborts it.
+        Leaving early, by `aclose` or by cancellation, aborts the request.
         """
         self._check_alive()
         name = request.request_id
@@ -159,7 +159,7 @@ class EngineClient:
                 self._abort([name])
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; their completions finish with the reason "abort". Others are passed over."""
+        """End requests: their completions finish with the reason "abort". Unknown ones are ignored."""
         names = [name for name in request_ids if name in self._streams]
         streams = [self._streams[name] for name in names]
         self._abort(names)
@@ -189,7 +189,7 @@ class EngineClient:
         return answer.embedding
 
     async def view(self) -> AsyncGenerator[EngineView, None]:
-        """Views, several a second while the engine works; it draws none while nobody iterates."""
+        """Snapshots of the engine, several per second while it works; it makes none while nobody iterates."""
         self._check_alive()
         viewer = ViewStream()
         self._viewers.add(viewer)
@@ -203,18 +203,18 @@ class EngineClient:
                 self._connection.send(Watch(on=False))
 
     def check_health(self) -> None:
-        """EngineError unless the engine is idle or has said something lately.
+        """Raise EngineError unless the engine is idle or has sent an event within `stall_seconds`.
 
-        An idle engine is asked for a sign of life, which the next check will miss if none comes.
+        An idle engine is sent a `Ping`; if it does not answer, a later check raises.
         """
         self._check_alive()
-        if not self._has_debts:
+        if not self._owes_answers:
             self._note_if_idle()
             self._pinged = True
             self._connection.send(Ping())
         silent = time.monotonic() - self._last_progress
         if silent > self._stall_seconds:
-            raise EngineError(f"the engine is stalled: it has work, and no step has finished for {silent:.0f} s")
+            raise EngineError(f"the engine is stalled: it has work, but no step has finished for {silent:.0f} s")
 
     async def _ask(self, command: Callable[..., Command], *details: Any) -> Answer:
         self._check_alive()
@@ -227,11 +227,11 @@ class EngineClient:
             raise RequestError(found.refusal)
         return found
 
-    # --- the engine's words -------------------------------------------------------------------------------------------
+    # --- events of the engine -----------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
         if self._death is not None:
-            return  # nobody waits any more
+            return  # everybody who waited has been told
         self._last_progress = time.monotonic()
         match event:
             case StepDone(deltas):
@@ -244,7 +244,7 @@ class EngineClient:
                 self._leaving -= Counter(names)
             case Answer(call):
                 answer = self._calls.pop(call)
-                if not answer.done():  # else who asked was cancelled
+                if not answer.done():  # else the caller was cancelled
                     answer.set_result(event)
             case View(view):
                 for viewer in self._viewers:
@@ -260,7 +260,7 @@ class EngineClient:
         name = delta.request_id
         stream = self._streams.get(name)
         if stream is None or name in self._leaving:
-            return  # of a request that was aborted here, perhaps with a namesake since
+            return  # of an aborted request; a new one may have the same name
         stream.put(delta)
         if stream.finished:
             del self._streams[name]
@@ -280,10 +280,10 @@ class EngineClient:
 
     async def _find_out_why(self) -> None:
         end = await asyncio.to_thread(self._host.wait, SECONDS_TO_EXIT)
-        self._die(f"the engine is gone: {end or 'it hung up'}")
+        self._die(f"the engine is gone: {end or 'it closed its socket'}")
 
     def _die(self, reason: str, traceback: str | None = None) -> None:
-        """Nothing can be asked any more; whoever waits is told so."""
+        """Note the engine's end and raise it in everything that waits."""
         if self._death is not None:
             return
         self._death = (reason, traceback)
@@ -310,13 +310,13 @@ class EngineClient:
     # --- small parts --------------------------------------------------------------------------------------------------
 
     @property
-    def _has_debts(self) -> bool:
-        """Whether the engine owes an answer."""
+    def _owes_answers(self) -> bool:
+        """Whether the engine still has to answer something."""
         return bool(self._streams or self._calls or self._leaving or self._pinged)
 
     def _note_if_idle(self) -> None:
-        """To be called before something is asked: only from then on silence means something."""
-        if not self._has_debts:
+        """Call this before a command is sent: a stall is measured from then on."""
+        if not self._owes_answers:
             self._last_progress = time.monotonic()
 
     def _check_alive(self) -> None:
@@ -331,11 +331,11 @@ class EngineClient:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     async def ended(self) -> None:
-        """Returns when the engine has hung up: it was closed, has failed, or was killed."""
+        """Wait until the engine has ended: it was closed, has failed, or was killed."""
         await self._disconnected.wait()
 
     async def close(self) -> None:
-        """End the engine, by force if it does not follow within seconds. Closing twice is fine."""
+        """Shut the engine down; kill it if it does not end within seconds. Closing twice is allowed."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)

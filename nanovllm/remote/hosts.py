@@ -1,4 +1,4 @@
-"""Where an engine that serves others runs: in a child process, or in a thread of this one."""
+"""Where the engine of a client runs: in a child process, or in a thread of this one."""
 
 import socket
 import subprocess
@@ -15,14 +15,14 @@ class Host(Protocol):
     pid: int | None
 
     def wait(self, timeout: float) -> str | None:
-        """How it ended, or None if it has not within `timeout` seconds. Blocks."""
+        """Wait up to `timeout` seconds; returns how the engine ended, or None if it still runs."""
         ...
 
     def kill(self) -> None: ...
 
 
 class ProcessHost:
-    """A child process; what it prints goes to this one's stderr. `environment` is added to what it inherits."""
+    """A child process, whose output goes to this process's stderr. `environment` is added to the inherited one."""
 
     def __init__(self, sock: socket.socket, environment: Mapping[str, str]) -> None:
         self._process = start_child([sys.executable, "-m", "nanovllm.remote.service"], sock, environment)
@@ -52,4 +52,4 @@ class ThreadHost:
         return None if self._thread.is_alive() else "its thread ended"
 
     def kill(self) -> None:
-        """A thread cannot be ended from outside: it does so itself once it finds the socket closed."""
+        """Does nothing: a thread cannot be ended from outside. It ends once the socket is closed."""

@@ -1,7 +1,7 @@
-"""What travels between an engine and who uses it from another process or thread: typed, compact, one frame a message.
+"""Messages between an engine and its client in another process or thread; see transport.py for their encoding.
 
-A frame is four bytes of length and a msgpack array. Commands go to the engine, events come back, both in order; an
-event that answers a command carries its `call` number or `request_id`.
+Commands go to the engine, events come back, both in order. An event that answers a command has its `call` number or
+`request_id`.
 """
 
 from typing import Any
@@ -11,21 +11,21 @@ import msgspec
 from nanovllm.engine.deltas import Delta
 from nanovllm.sampling_params import SamplingParams
 
-# --- what an engine says of itself ------------------------------------------------------------------------------------
+# --- the state of an engine -------------------------------------------------------------------------------------------
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
-    """Where the engine stands, and what it has done since it started. Running and waiting are counted in sequences."""
+    """The present state of the engine and counts since its start. `num_running` and `num_waiting` count sequences."""
 
     num_running: int
     num_waiting: int
     num_blocks: int
-    num_free_blocks: int  # nobody uses them and nothing is known of their content
-    num_cached_blocks: int  # nobody uses them, but their content is known; handed out when no free one is left
+    num_free_blocks: int  # unused, and not in the prefix cache
+    num_cached_blocks: int  # unused but in the prefix cache; evicted when no free block is left
     num_preemptions: int
     prefix_queries: int  # tokens looked up in the prefix cache
     prefix_hits: int
-    num_prompt_tokens: int  # of all requests taken on
+    num_prompt_tokens: int  # of all accepted requests
     num_generation_tokens: int
 
 
@@ -38,18 +38,18 @@ class RequestView(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepView(msgspec.Struct, array_like=True, gc=False):
-    seconds: float  # from the engine's start to the step's
+    seconds: float  # from the engine's start to the step's start
     num_prefill_tokens: int
     num_decodes: int
     milliseconds: float
 
 
 class EngineView(msgspec.Struct, array_like=True, gc=False):
-    """The engine as a picture."""
+    """A snapshot of the engine."""
 
     stats: EngineStats
-    blocks: bytes  # a byte a block: one of the four below
-    owners: list[int]  # for each block a small number for the (first) running sequence that uses it; 0 = none
+    blocks: bytes  # one byte per block: one of the four values below
+    owners: list[int]  # for each block the number of the first running sequence that uses it; 0 = none
     running: list[RequestView]
     waiting: list[RequestView]
     steps: list[StepView]  # since the last view
@@ -62,11 +62,11 @@ BLOCK_FREE, BLOCK_CACHED, BLOCK_IN_USE, BLOCK_SHARED = range(4)
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """One member of a union; its class's name leads the array."""
+    """A member of a union: encoded as an array whose first element is the name of its class."""
 
 
 class Start(_Message):
-    """The first command of all."""
+    """The first command: load a model."""
 
     model: str | None
     options: dict[str, Any]
@@ -99,7 +99,7 @@ class Embed(_Message):
 
 
 class Watch(_Message):
-    """Send views from now on, the first at once; or send none any more."""
+    """Start sending views, the first one at once; or stop."""
 
     on: bool
 
@@ -128,7 +128,7 @@ class Ready(_Message):
 
 
 class Failed(_Message):
-    """The engine's last word."""
+    """The last event of an engine that failed."""
 
     kind: str  # the exception's class
     message: str
@@ -136,7 +136,7 @@ class Failed(_Message):
 
 
 class StepDone(_Message):
-    """A step ended; what it brought, for all requests."""
+    """A step has ended; the deltas of all its requests."""
 
     deltas: list[Delta]
 
@@ -147,13 +147,13 @@ class Refused(_Message):
 
 
 class Aborted(_Message):
-    """No delta of these requests comes any more."""
+    """Confirms an `Abort`: no more deltas of these requests follow."""
 
     request_ids: list[str]
 
 
 class Answer(_Message):
-    """To the command of the same `call`: what it asked for, or why not."""
+    """The answer to the command of the same `call`: its result, or why it was refused."""
 
     call: int
     stats: EngineStats | None = None

@@ -1,8 +1,8 @@
-"""Several engines behind one door: `Replicas`, an `AsyncLLM` that spreads its requests over engine processes.
+"""`Replicas`: an `AsyncLLM` that spreads its requests over several engine processes.
 
-A request goes to the replica that holds most of its beginning, unless that one is much busier than the others (see
-routing.py). A replica that ends leaves at once; what it had not begun to answer goes to another, and it is started
-anew in the background and joins again.
+A request goes to the replica that has computed most of its prefix, unless that one is much busier than the others (see
+routing.py). If a replica ends, its requests without an output yet go to another one, and it is restarted in the
+background.
 """
 
 import asyncio
@@ -32,49 +32,49 @@ from nanovllm.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-MAX_TRIES = 2  # of one request: perhaps it is what ends the replicas
-FIRST_WAIT = 0.5  # seconds before an engine that ended is started anew; doubled each time that does not last
+MAX_TRIES = 2  # per request: the request itself may be what makes replicas end
+FIRST_WAIT = 0.5  # seconds before an engine that ended is restarted; doubled if it soon ends again
 LONGEST_WAIT = 60.0
-SETTLED_SECONDS = 60.0  # an engine that has served for so long did not end because of how it was started
+SETTLED_SECONDS = 60.0  # after serving for this long, the next restart waits only FIRST_WAIT again
 
 
 class Replicas(AsyncLLM):
-    """Made by `start`; belongs to the event loop it was started in. Close it, or use it in `async with`."""
+    """Several engines as one. `start` makes it for the running event loop. Close it, or use it in `async with`."""
 
     @classmethod
     async def start(
         cls, model: str | Path | None = None, *, count: int = 1, stall_seconds: float = 30.0, **options: Any
     ) -> "Replicas":
-        """Load a model `count` times side by side, with the options that `LLM` takes.
+        """Load a model in `count` processes at the same time; the options are those of `LLM`.
 
-        On GPUs each replica has devices of its own; on a CPU they share its threads and memory.
+        On GPUs each replica gets its own devices; on a CPU the threads and the memory are divided among them.
         """
         config = Config.from_options(None if model is None else str(model), options)
-        environments = share_devices(config, count)
+        environments = device_environments(config, count)
         path = await asyncio.to_thread(resolve_model, config.model)
-        shared = options | {"cpu_memory_utilization": config.cpu_memory_utilization / count}
+        divided = options | {"cpu_memory_utilization": config.cpu_memory_utilization / count}
 
         def launch(number: int) -> Awaitable[EngineClient]:
-            return EngineClient.start(str(path), shared, stall_seconds=stall_seconds, environment=environments[number])
+            return EngineClient.start(str(path), divided, stall_seconds=stall_seconds, environment=environments[number])
 
         fleet = Fleet.start(launch, count, block_size=config.kv_cache_block_size, max_num_seqs=config.max_num_seqs)
-        engine = await cls._over(fleet, config, path)
+        engine = await cls._connect(fleet, config, path)
         engine.max_num_seqs *= count
         return engine
 
 
-def share_devices(config: Config, count: int) -> list[dict[str, str]]:
-    """For each of `count` replicas, what its environment says of the devices it may use."""
+def device_environments(config: Config, count: int) -> list[dict[str, str]]:
+    """For each of `count` replicas, the environment variables that select its devices."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(f"replicas={count!r}: must be an integer of at least 1")
     if resolve_device(config.device).type == "cpu":
-        return share_threads(len(os.sched_getaffinity(0)), count)
+        return thread_environments(len(os.sched_getaffinity(0)), count)
     if config.distributed_executor_backend == "ray":
-        return [{}] * count  # Ray gives each worker its devices
-    return share_gpus(_visible_gpus(), count, config.tensor_parallel_size * config.pipeline_parallel_size)
+        return [{}] * count  # Ray assigns devices to workers
+    return gpu_environments(_visible_gpus(), count, config.tensor_parallel_size * config.pipeline_parallel_size)
 
 
-def share_gpus(gpus: Sequence[str], count: int, each: int) -> list[dict[str, str]]:
+def gpu_environments(gpus: Sequence[str], count: int, each: int) -> list[dict[str, str]]:
     if len(gpus) < count * each:
         raise ConfigError(
             f"replicas={count}: {count * each} GPUs are needed, {each} for each replica, and there are {len(gpus)}; "
@@ -83,10 +83,10 @@ def share_gpus(gpus: Sequence[str], count: int, each: int) -> list[dict[str, str
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[each * n : each * (n + 1)])} for n in range(count)]
 
 
-def share_threads(cpus: int, count: int) -> list[dict[str, str]]:
-    """A number of threads that the user has set holds for each replica."""
-    share = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus // count))
-    return [{"OMP_NUM_THREADS": share}] * count
+def thread_environments(cpus: int, count: int) -> list[dict[str, str]]:
+    """Divide the CPUs evenly. If the user has set OMP_NUM_THREADS, each replica uses that many threads."""
+    num_threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus // count))
+    return [{"OMP_NUM_THREADS": num_threads}] * count
 
 
 def _visible_gpus() -> list[str]:
@@ -99,7 +99,7 @@ def _visible_gpus() -> list[str]:
 
 
 class ReplicaClient(Client, Protocol):
-    """`EngineClient`, and the fakes of the tests."""
+    """An `EngineClient`, or a fake one in tests."""
 
     async def ended(self) -> None: ...
 
@@ -109,17 +109,17 @@ Launch = Callable[[int], Awaitable[ReplicaClient]]
 
 @dataclass(eq=False)
 class Replica:
-    """One life of an engine."""
+    """One engine, until it ends; its successor has the same number."""
 
-    number: int  # of its seat, which its successor takes over
+    number: int
     client: ReplicaClient
-    stats: EngineStats | None = None  # when last asked
+    stats: EngineStats | None = None  # as of the last `Fleet.stats`
 
 
 class Fleet:
-    """The way to several engines, which it keeps alive. Made by `start`; belongs to the event loop of that moment."""
+    """Sends requests to several engines and restarts those that end. `start` makes it for the running event loop."""
 
-    pid = None  # there is more than one
+    pid = None  # there are several
 
     def __init__(
         self, clients: Sequence[ReplicaClient], launch: Launch, *, block_size: int, max_num_seqs: int, first_wait: float
@@ -130,19 +130,19 @@ class Fleet:
         self._max_num_seqs = max_num_seqs
         self._serving: dict[int, Replica] = {}
         self._router = Router(block_size=block_size)
-        self._homes: dict[str, Replica] = {}  # running requests
-        self._past = EngineStats(*[0] * len(EngineStats.__struct_fields__))  # what ended engines have done
+        self._homes: dict[str, Replica] = {}  # the replica of each running request
+        self._past = EngineStats(*[0] * len(EngineStats.__struct_fields__))  # counts of engines that have ended
         self._viewers: set[Viewer] = set()
         self._open = set(clients)
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._keepers = [asyncio.ensure_future(self._keep(self._join(*seat))) for seat in enumerate(clients)]
+        self._keepers = [asyncio.ensure_future(self._keep(self._join(*item))) for item in enumerate(clients)]
 
     @classmethod
     async def start(
         cls, launch: Launch, count: int, *, block_size: int, max_num_seqs: int, first_wait: float = FIRST_WAIT
     ) -> "Fleet":
-        """All at the same time; if one cannot be started, none is left running and its error is raised."""
+        """Start `count` engines at the same time. If one fails to start, all are closed and its error is raised."""
         starting = [asyncio.ensure_future(launch(number)) for number in range(count)]
         try:
             clients = await asyncio.gather(*starting)
@@ -158,7 +158,7 @@ class Fleet:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def stream(self, request: AddRequest) -> AsyncGenerator[list[Delta], None]:
-        """As `EngineClient.stream`; if the replica ends before it has said anything, another one is asked."""
+        """As `EngineClient.stream`. If the replica ends before its first output, the request goes to another one."""
         name = request.request_id
         if name in self._homes:
             raise RequestError(f"request_id={name!r}: a request of this name is still running")
@@ -181,7 +181,7 @@ class Fleet:
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         for last_try in tries():
-            replica = self._route((), None)  # an embedding finds nothing in the prefix cache and leaves nothing there
+            replica = self._route((), None)  # an embedding does not use the prefix cache
             try:
                 return await replica.client.embed(token_ids, pooling)
             except EngineClosedError:
@@ -193,7 +193,7 @@ class Fleet:
         raise AssertionError("the last try returns or raises")
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; their completions finish with the reason "abort". Others are passed over."""
+        """End requests: their completions finish with the reason "abort". Unknown ones are ignored."""
         for name in request_ids:
             if name in self._homes:
                 self._homes[name].client.abort([name])
@@ -208,25 +208,25 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """Those that serve."""
+        """The replicas that take requests now."""
         return [self._serving[number] for number in sorted(self._serving)]
 
     def check_health(self) -> None:
-        """EngineError unless at least one replica is well. Those that are not, while another is, are given up."""
+        """Raise EngineError if no replica is healthy. If some are, the unhealthy ones are closed and restarted."""
         self._check_alive()
-        ill: dict[Replica, EngineError] = {}
+        unhealthy: dict[Replica, EngineError] = {}
         for replica in self.replicas:
             try:
                 replica.client.check_health()
             except EngineError as error:
-                ill[replica] = error
-        if len(ill) == len(self._serving):
-            raise next(iter(ill.values()))
-        for replica, reason in ill.items():
+                unhealthy[replica] = error
+        if len(unhealthy) == len(self._serving):
+            raise next(iter(unhealthy.values()))
+        for replica, reason in unhealthy.items():
             self._give_up(replica, reason)
 
     async def stats(self) -> EngineStats:
-        """Of all replicas together, and what those did that have ended since."""
+        """The sum over all replicas, with the counts of those that have ended."""
         await self._ask_all(self._refresh)
         return total([self._past, *(replica.stats for replica in self.replicas if replica.stats is not None)])
 
@@ -237,7 +237,7 @@ class Fleet:
         await self._ask_all(lambda replica: replica.client.reset_prefix_cache())
 
     async def _ask_all(self, question: Callable[[Replica], Awaitable[None]]) -> None:
-        """One that ends meanwhile is passed over: its successor begins with nothing."""
+        """Ask all replicas. One that ends meanwhile is ignored: its successor starts from zero."""
         self._check_alive()
 
         async def ask(replica: Replica) -> None:
@@ -248,7 +248,7 @@ class Fleet:
         self._check_alive()
 
     async def view(self) -> AsyncGenerator[EngineView, None]:
-        """All replicas side by side in one picture, several times a second while they work."""
+        """Snapshots of all replicas together, several per second while they work."""
         self._check_alive()
         viewer = Viewer(owners_each=self._max_num_seqs + 1)
         self._viewers.add(viewer)
@@ -266,9 +266,9 @@ class Fleet:
         if self._closed:
             raise EngineClosedError("the engine was closed")
         if not self._serving:
-            raise EngineClosedError("no replica is left; they are being started anew")
+            raise EngineClosedError("no replica is running; they are being restarted")
 
-    # --- coming and going ---------------------------------------------------------------------------------------------
+    # --- start and end of replicas ------------------------------------------------------------------------------------
 
     def _join(self, number: int, client: ReplicaClient) -> Replica:
         replica = self._serving[number] = Replica(number, client)
@@ -278,40 +278,40 @@ class Fleet:
         return replica
 
     def _leave(self, replica: Replica) -> None:
-        """No more requests for this one. Harmless for one that has left."""
+        """Send no more requests to this replica. May be called again."""
         if self._serving.get(replica.number) is not replica:
             return
         del self._serving[replica.number]
         self._router.remove(replica)
         if replica.stats is not None:
-            self._past = total([self._past, what_it_did(replica.stats)])
+            self._past = total([self._past, counts_only(replica.stats)])
 
     def _give_up(self, replica: Replica, reason: EngineError) -> None:
-        """End an engine that is there but does not work."""
-        logger.warning("replica %d is given up: %s", replica.number, reason)
+        """Close an engine that runs but does not work."""
+        logger.warning("replica %d is unhealthy and will be restarted: %s", replica.number, reason)
         self._leave(replica)
         closing = asyncio.ensure_future(replica.client.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     async def _keep(self, replica: Replica) -> None:
-        """Put a new engine into the seat of each that ends."""
+        """Restart a replica's engine whenever it ends."""
         wait = self._first_wait
         while True:
             began = time.monotonic()
             await replica.client.ended()
             self._leave(replica)
-            logger.warning("replica %d has ended; %d go on", replica.number, len(self._serving))
+            logger.warning("replica %d has ended; %d are still running", replica.number, len(self._serving))
             await replica.client.close()
             self._open.discard(replica.client)
             if time.monotonic() - began > SETTLED_SECONDS:
                 wait = self._first_wait
-            client, wait = await self._start_anew(replica.number, wait)
-            logger.warning("replica %d serves again", replica.number)
+            client, wait = await self._restart(replica.number, wait)
+            logger.warning("replica %d is running again", replica.number)
             replica = self._join(replica.number, client)
 
-    async def _start_anew(self, number: int, wait: float) -> tuple[ReplicaClient, float]:
-        """A new engine, and how long to wait if it does not last."""
+    async def _restart(self, number: int, wait: float) -> tuple[ReplicaClient, float]:
+        """Start a new engine; returns its client, and how long to wait before the next restart."""
         while True:
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)
@@ -324,7 +324,7 @@ class Fleet:
                 return client, wait
 
     async def close(self) -> None:
-        """End all engines. Requests still running raise EngineClosedError. Closing twice is fine."""
+        """End all engines. Iterators of running requests raise EngineClosedError. Closing twice is allowed."""
         self._closed = True
         await _cancel(self._keepers)
         for viewer in self._viewers:
@@ -340,26 +340,26 @@ async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
 
 
 def tries() -> Iterator[bool]:
-    """For each try, whether it is the last."""
+    """For each try of a request, whether it is the last."""
     return (number == MAX_TRIES for number in range(1, MAX_TRIES + 1))
 
 
-# --- many as one ------------------------------------------------------------------------------------------------------
+# --- several as one ---------------------------------------------------------------------------------------------------
 
 
 def total(parts: Iterable[EngineStats]) -> EngineStats:
     return EngineStats(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
 
-def what_it_did(stats: EngineStats) -> EngineStats:
-    """The counts that outlive an engine."""
+def counts_only(stats: EngineStats) -> EngineStats:
+    """The stats without what describes the present: the counts that remain when the engine ends."""
     return msgspec.structs.replace(
         stats, num_running=0, num_waiting=0, num_blocks=0, num_free_blocks=0, num_cached_blocks=0
     )
 
 
 class Viewer:
-    """Who looks at all replicas: the newest view of each, and the steps since the last look."""
+    """For one caller of `Fleet.view`: the newest view of each replica, and the steps since the last one taken."""
 
     def __init__(self, owners_each: int) -> None:
         self._owners_each = owners_each
@@ -376,7 +376,7 @@ class Viewer:
 
     async def _follow(self, replica: Replica) -> None:
         try:
-            with suppress(EngineClosedError):  # then another takes its place in the picture
+            with suppress(EngineClosedError):  # its successor will be watched
                 async with aclosing(replica.client.view()) as views:
                     async for view in views:
                         self._views[replica] = view
@@ -397,17 +397,17 @@ class Viewer:
             if self._views:
                 steps, self._steps = self._steps, []
                 views = sorted(self._views.items(), key=lambda item: item[0].number)
-                return side_by_side([view for _, view in views], steps, self._owners_each)
+                return combined_view([view for _, view in views], steps, self._owners_each)
         raise self._error
 
     async def close(self) -> None:
         await _cancel(self._tasks)
 
 
-def side_by_side(views: Sequence[EngineView], steps: list[StepView], owners_each: int) -> EngineView:
-    """One picture of several engines: blocks and requests one engine after the other.
+def combined_view(views: Sequence[EngineView], steps: list[StepView], owners_each: int) -> EngineView:
+    """One view of several engines: the blocks and requests of one engine after those of another.
 
-    Owners are numbered anew, each engine's from a multiple of `owners_each`, so that no two share a number.
+    Owners are renumbered: those of each engine start at a multiple of `owners_each`, so that all numbers differ.
     """
     running: list[RequestView] = []
     owners: list[int] = []
@@ -426,4 +426,4 @@ def side_by_side(views: Sequence[EngineView], steps: list[StepView], owners_each
 
 
 def _renumber(owner: int, *, first: int) -> int:
-    return first + owner if owner else 0  # 0 is nobody
+    return first + owner if owner else 0  # 0 means that no sequence uses the block

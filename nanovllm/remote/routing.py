@@ -1,25 +1,25 @@
-"""Which of several replicas gets a request: pure logic, no I/O.
+"""Chooses the replica for each request: pure logic, no I/O.
 
-A replica that has computed a prompt's beginning before finds it in its prefix cache, so requests with the same
-beginning should meet at the same replica; but not all of them, or one replica works while the others wait. `Router`
-weighs the two:
+A replica that has computed a prompt's prefix before finds it in its prefix cache, so requests with the same prefix
+should go to the same replica; but not all of them, or one replica works while the others are idle. `Router` weighs the
+two:
 
-  1. The prompt is cut into blocks, and each block is named by a hash of itself and all before it (and of the salt: a
-     cache never shares across salts). For each name the router remembers which replicas were sent it.
-  2. Of the replicas that hold the longest beginning, the least loaded one gets the request, unless it is too busy for
-     that. Then the holders of the next shorter beginning are asked, and so on.
-  3. With nothing held, or every holder too busy, the least loaded of all replicas gets it, and holds it from then on.
-     Between equals, the one with fewest known blocks wins, then the one added first.
+  1. The prompt is cut into blocks, and each block is named by a hash of itself, all blocks before it and the salt
+     (blocks with different salts are never shared). For each name the router remembers which replicas were sent it.
+  2. Of the replicas that hold the longest prefix, the least loaded one gets the request, unless it is too busy. Then
+     the replicas that hold the next shorter prefix are considered, and so on.
+  3. If no replica holds any prefix, or all that do are too busy, the least loaded of all replicas gets the request and
+     holds its blocks from then on. Ties go to the replica with fewest known blocks, then to the one added first.
 
-How far a holder may be ahead of the least loaded replica depends on what it saves: by `max_lead`, or by the factor
-`max_ratio` if that is more, where it holds the whole prompt; by half as much where it holds half; and so on. Both
-bounds are needed: few requests more mean little under heavy load, a factor means little under light load. And a
-beginning that all prompts share, such as a system prompt before long documents, must not draw them all to one place.
+How much more load than the least loaded replica a holder may have depends on how much it saves. If it holds the whole
+prompt: `max_lead`, or the factor `max_ratio` if that allows more; if it holds half of it: half as much; and so on. Both
+bounds are needed: `max_lead` means little under heavy load, `max_ratio` means little under light load. And a prefix
+that all prompts share, such as a system prompt before long documents, must not draw all requests to one replica.
 
-What a replica really holds is not known here, only what it was sent; of that, the `blocks_per_replica` blocks used last
-are remembered. A wrong guess costs time, never a wrong answer.
+The router does not know what a replica's cache holds, only what it was sent; of that it remembers the most recently
+used `blocks_per_replica` blocks. A wrong guess costs time but never changes an answer.
 
-Load is counted in whatever `weight` is: requests, unless the caller has something better, such as tokens.
+Load is the sum of the requests' `weight`: 1 each, unless the caller passes something better, such as tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -28,20 +28,20 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 Replica = Hashable
 
-MAX_LEAD, MAX_RATIO = 8, 1.5  # requests, factor; docs/simulate.md has what they give
+MAX_LEAD, MAX_RATIO = 8, 1.5  # requests, factor; docs/simulate.md shows their effect
 
 
 class Policy(ABC):
-    """Counts what runs where; how to choose is up to the kind of policy."""
+    """Counts the load of each replica; subclasses choose one."""
 
     def __init__(self, replicas: Iterable[Replica] = ()) -> None:
-        self._loads: dict[Replica, int] = {}  # in the order in which they were added
+        self._loads: dict[Replica, int] = {}  # in the order of `add`
         for replica in replicas:
             self.add(replica)
 
     @property
     def loads(self) -> dict[Replica, int]:
-        """The weight of what runs on each replica."""
+        """The sum of the weights of the requests that run on each replica."""
         return dict(self._loads)
 
     def add(self, replica: Replica) -> None:
@@ -50,11 +50,11 @@ class Policy(ABC):
         self._loads[replica] = 0
 
     def remove(self, replica: Replica) -> None:
-        """Never choose it again, and forget what it holds. Harmless for one that is not here."""
+        """Never choose this replica again, and forget what it holds. An unknown replica is ignored."""
         self._loads.pop(replica, None)
 
     def route(self, token_ids: Sequence[int], *, salt: str | None = None, weight: int = 1) -> Replica:
-        """The replica for this prompt; counts the request as running there until `finished`."""
+        """Choose the replica for this prompt; the request counts as its load until `finished`."""
         if not self._loads:
             raise LookupError("there is no replica to send a request to")
         replica = self._choose(token_ids, salt)
@@ -62,16 +62,17 @@ class Policy(ABC):
         return replica
 
     def finished(self, replica: Replica, *, weight: int = 1) -> None:
-        """A routed request has ended there, well or not. Harmless for a replica that has been removed since."""
+        """A routed request has ended, successfully or not. A replica that was removed since is ignored."""
         if replica in self._loads:
-            self._loads[replica] = max(0, self._loads[replica] - weight)  # 0: it was removed and added again
+            # not below 0: the replica may have been removed and added again
+            self._loads[replica] = max(0, self._loads[replica] - weight)
 
     @abstractmethod
     def _choose(self, token_ids: Sequence[int], salt: str | None) -> Replica: ...
 
 
 class RoundRobin(Policy):
-    """One after the other, in the order in which they were added."""
+    """Chooses the replicas in turn, in the order of `add`."""
 
     def __init__(self, replicas: Iterable[Replica] = ()) -> None:
         super().__init__(replicas)
@@ -85,7 +86,7 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """The one with the least weight running; of several, the one that was chosen longest ago."""
+    """Chooses the replica with the smallest load; of several, the one that was chosen longest ago."""
 
     def __init__(self, replicas: Iterable[Replica] = ()) -> None:
         self._chosen_at: dict[Replica, int] = {}
@@ -110,7 +111,7 @@ class LeastLoaded(Policy):
 
 
 class Router(Policy):
-    """The replica that holds most of the prompt's beginning, unless it is much busier than the least busy one."""
+    """Chooses the replica that holds the longest prefix, unless it is much busier than the least loaded one."""
 
     def __init__(
         self,
@@ -129,10 +130,10 @@ class Router(Policy):
         self.blocks_per_replica = blocks_per_replica
         self.max_lead = max_lead
         self.max_ratio = max_ratio
-        self._known: dict[Replica, OrderedDict[int, None]] = {}  # block names it was sent, least recently used first
-        self._bit: dict[Replica, int] = {}  # its place in the bit sets below
+        self._known: dict[Replica, OrderedDict[int, None]] = {}  # names of blocks sent, least recently used first
+        self._bit: dict[Replica, int] = {}  # the bit that stands for it in `_holders`
         self._by_bit: dict[int, Replica] = {}
-        self._holders: dict[int, int] = {}  # block name -> the set of replicas that were sent it, a bit each
+        self._holders: dict[int, int] = {}  # block name -> set of the replicas that were sent it, one bit each
         super().__init__(replicas)
 
     def add(self, replica: Replica) -> None:
@@ -168,9 +169,9 @@ class Router(Policy):
         return self._least_loaded(self._loads)
 
     def _holders_along(self, names: list[int]) -> list[tuple[int, int]]:
-        """For ever longer beginnings, how many blocks and who holds them; one entry a set of holders."""
+        """For growing prefixes the number of blocks and the set of replicas that hold them; one entry per set."""
         found: list[tuple[int, int]] = []
-        holders = -1  # everyone holds nothing
+        holders = -1  # all bits: every replica holds the empty prefix
         for index, name in enumerate(names):
             fewer = holders & self._holders.get(name, 0)
             if fewer != holders and index:
@@ -184,7 +185,7 @@ class Router(Policy):
         return min(replicas, key=lambda replica: (self._loads[replica], len(self._known[replica])))
 
     def _replicas_of(self, holders: int) -> Iterator[Replica]:
-        """In the order of their bits, which is that of their coming unless one has left."""
+        """The replicas of a set in the order of their bits: the order of `add`, unless one was removed."""
         while holders:
             bit = holders & -holders
             yield self._by_bit[bit]
@@ -198,7 +199,7 @@ class Router(Policy):
         return names[1:]
 
     def _remember(self, replica: Replica, names: list[int]) -> None:
-        """The prompt's first block as the one used last: without it the others cannot be found."""
+        """Mark the blocks as used, the first block of the prompt last: without it the others cannot be found."""
         known, bit = self._known[replica], self._bit[replica]
         for name in reversed(names):
             if name in known:

@@ -1,4 +1,4 @@
-"""What an engine has said and its listener has not taken yet: deltas of one request, views of the engine."""
+"""Queues between the reader of the engine's events and their consumers: deltas of one request, views."""
 
 import asyncio
 
@@ -11,16 +11,13 @@ from nanovllm.remote.views import MAX_STEPS_KEPT
 
 
 class DeltaStream:
-    """The deltas of one request between the reader and their consumer.
-
-    Those not yet consumed are merged, so a slow consumer holds at most one delta a completion.
-    """
+    """The deltas of one request. Deltas that wait for the consumer are merged, at most one per completion remains."""
 
     def __init__(self, num_completions: int) -> None:
         self._unfinished = set(range(num_completions))
         self._pending: dict[int, Delta] = {}
         self._error: NanoError | None = None
-        self._waiting: asyncio.Future[None] | None = None  # the consumer, for news
+        self._waiting: asyncio.Future[None] | None = None  # set while the consumer waits
 
     def put(self, delta: Delta) -> None:
         waiting = self._pending.get(delta.index)
@@ -45,12 +42,12 @@ class DeltaStream:
             self.put(Delta(request_id, index, "", [], finish_reason="abort"))
 
     def fail(self, error: NanoError) -> None:
-        """What came before can still be taken."""
+        """Raise this error in `take`, after the deltas that have arrived before it."""
         self._error = error
         self._wake()
 
     async def take(self) -> list[Delta]:
-        """All that is new, at most one delta a completion; an empty list once all have finished."""
+        """Wait for deltas, at most one per completion; an empty list once all completions have finished."""
         while not self._pending:
             if self._error is not None:
                 raise self._error
@@ -71,7 +68,7 @@ def _merge(into: Delta, later: Delta) -> None:
 
 
 class ViewStream:
-    """The newest view for one viewer, with the steps of those it missed."""
+    """The newest view for one viewer, with the steps of the views that it missed."""
 
     def __init__(self) -> None:
         self._view: EngineView | None = None

@@ -312,7 +312,7 @@ class RemoteEngine:
         try:
             results = await self._handle.broadcast(method).results_async(return_exceptions=True)
         except REPLICA_LOST as error:
-            raise EngineClosedError("no replica is left") from error
+            raise EngineClosedError("no replica is running") from error
         errors = [result for result in results if isinstance(result, BaseException)]
         if len(errors) == len(results):
             raise EngineError("no replica is healthy") from errors[0]

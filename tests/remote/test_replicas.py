@@ -21,7 +21,15 @@ from nanovllm.config import Config
 from nanovllm.engine.deltas import Delta
 from nanovllm.errors import ConfigError, EngineClosedError, EngineError, ModelNotFoundError, RequestError
 from nanovllm.remote.messages import AddRequest, EngineStats, EngineView, Ready, RequestView, StepView
-from nanovllm.remote.replicas import Fleet, Replicas, share_devices, share_gpus, share_threads, side_by_side, total
+from nanovllm.remote.replicas import (
+    Fleet,
+    Replicas,
+    combined_view,
+    device_environments,
+    gpu_environments,
+    thread_environments,
+    total,
+)
 from nanovllm.sampling_params import SamplingParams
 from tests.helpers import TEXT_MODEL, greedy_params, model_dir, open_llm
 
@@ -277,7 +285,7 @@ def test_with_none_left_requests_are_refused_until_one_is_back() -> None:
             fleet.reset_prefix_cache,
             lambda: anext(fleet.view()),
         ):
-            with pytest.raises(EngineClosedError, match="no replica is left"):
+            with pytest.raises(EngineClosedError, match="no replica is running"):
                 await broken()
         with pytest.raises(EngineClosedError):
             fleet.check_health()
@@ -376,13 +384,13 @@ def test_stats_are_sums_that_never_fall() -> None:
     run(go())
 
 
-def picture(name: str, owner: int) -> EngineView:
+def view_of(name: str, owner: int) -> EngineView:
     running = [RequestView(name, 3, 2, 5, owner)]
     return EngineView(STATS, bytes([0, 2]), [0, owner], running, [], [StepView(0.5, 3, owner, 2.0)])
 
 
-def test_the_picture_shows_all_replicas_side_by_side() -> None:
-    both = side_by_side([picture("a", 1), picture("b", 1)], [], owners_each=10)
+def test_the_view_shows_all_replicas() -> None:
+    both = combined_view([view_of("a", 1), view_of("b", 1)], [], owners_each=10)
     assert both.blocks == bytes([0, 2, 0, 2]) and both.owners == [0, 1, 0, 11]
     assert [(one.request_id, one.owner) for one in both.running] == [("a", 1), ("b", 11)]
     assert both.stats == total([STATS, STATS])
@@ -393,15 +401,15 @@ def test_who_looks_sees_replicas_come_and_go() -> None:
         yard = Yard()
         fleet = await yard.fleet()
         async with aclosing(fleet.view()) as views:
-            yard.built[1].views.put_nowait(picture("b", 1))
+            yard.built[1].views.put_nowait(view_of("b", 1))
             assert [one.request_id for one in (await anext(views)).running] == ["b"]
-            yard.built[0].views.put_nowait(picture("a", 2))
+            yard.built[0].views.put_nowait(view_of("a", 2))
             seen = await anext(views)
             assert [one.request_id for one in seen.running] == ["a", "b"] and len(seen.steps) == 1
             yard.built[0].end.set()
             assert [one.request_id for one in (await anext(views)).running] == ["b"]
             await until(lambda: len(yard.built) == 3 and len(fleet.replicas) == 2)
-            yard.built[2].views.put_nowait(picture("c", 2))
+            yard.built[2].views.put_nowait(view_of("c", 2))
             assert [one.request_id for one in (await anext(views)).running] == ["c", "b"]
             closing = asyncio.ensure_future(fleet.close())
             with pytest.raises(EngineClosedError):
@@ -435,23 +443,26 @@ def test_if_one_cannot_be_started_none_is_left() -> None:
 
 
 def test_gpus_are_shared_out() -> None:
-    assert share_gpus(["4", "5", "6", "7"], 2, 2) == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
+    assert gpu_environments(["4", "5", "6", "7"], 2, 2) == [
+        {"CUDA_VISIBLE_DEVICES": "4,5"},
+        {"CUDA_VISIBLE_DEVICES": "6,7"},
+    ]
     with pytest.raises(ConfigError, match="replicas=2: 4 GPUs are needed, 2 for each replica, and there are 3"):
-        share_gpus(["0", "1", "2"], 2, 2)
+        gpu_environments(["0", "1", "2"], 2, 2)
 
 
 def test_threads_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert share_threads(8, 2) == [{"OMP_NUM_THREADS": "4"}] * 2
-    assert share_threads(2, 3) == [{"OMP_NUM_THREADS": "1"}] * 3
+    assert thread_environments(8, 2) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert thread_environments(2, 3) == [{"OMP_NUM_THREADS": "1"}] * 3
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert share_threads(8, 2) == [{"OMP_NUM_THREADS": "3"}] * 2
+    assert thread_environments(8, 2) == [{"OMP_NUM_THREADS": "3"}] * 2
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 1.5, "2"])
 def test_no_such_number_of_replicas(count: Any) -> None:
     with pytest.raises(ConfigError, match="replicas="):
-        share_devices(Config(device="cpu"), count)
+        device_environments(Config(device="cpu"), count)
 
 
 # --- with real engines ------------------------------------------------------------------------------------------------
