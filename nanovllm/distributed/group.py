@@ -1,8 +1,7 @@
-"""Who computes together: the ranks of an engine, and what they say to each other; the only file that knows
-torch.distributed.
+"""The ranks of an engine and their collectives; the only file that uses torch.distributed.
 
-No default process group is made, so that several engines can live in one process, and nothing is read from the
-environment. Gloo carries tensors of CPUs, NCCL those of GPUs: there every call only queues work on the current stream.
+It makes no default process group, so that a process can have several engines, and reads nothing from the environment.
+Gloo serves CPUs and NCCL serves GPUs, where every call only queues work on the current stream.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Group:
-    """A set of ranks as one of them sees it. A group of one does nothing."""
+    """A set of ranks as seen by one of them. The collectives of a group of one rank do nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1, backend: Any = None, *, in_order: bool = False) -> None:
         self.rank = rank
@@ -28,14 +27,15 @@ class Group:
         self._in_order = in_order
 
     def in_order(self) -> Group:
-        """The same group, which adds in the order of ranks: a sum's bits then do not depend on the tensor around it."""
+        """The same group with an `all_reduce` that adds in the order of ranks: the bits of a sum then depend on its own
+        summands alone, not on the shape of the tensor."""
         return Group(self.rank, self.size, self._backend, in_order=True)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, written over `x`."""
+        """The sum of `x` over all ranks, written over `x`."""
         if self.size == 1:
             return x
-        if self._in_order and self.size > 2:  # two numbers have one order
+        if self._in_order and self.size > 2:  # the sum of two does not depend on the order
             parts = self._gathered(x)
             x.copy_(parts[0])
             for part in parts[1:]:
@@ -45,7 +45,7 @@ class Group:
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Everyone's `x`, of one shape, side by side along `dim` in the order of ranks."""
+        """Concatenate the `x` of all ranks, which have the same shape, along `dim` in the order of ranks."""
         if self.size == 1:
             return x
         dim %= x.dim()
@@ -57,7 +57,7 @@ class Group:
         return out
 
     def gather(self, x: Tensor, to: int, dim: int = -1) -> Tensor | None:
-        """The same for rank `to` alone; None for the others."""
+        """As `all_gather`, but only rank `to` gets the result; the others get None."""
         if self.size == 1:
             return x
         options = _queued("GatherOptions")
@@ -71,7 +71,7 @@ class Group:
         return out.movedim(0, dim).flatten(dim, dim + 1)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """`x` of the group's rank `source`, written over everyone's."""
+        """Write the `x` of rank `source` over the `x` of all ranks."""
         if self.size > 1:
             options = _queued("BroadcastOptions")
             options.rootRank = source
@@ -82,7 +82,7 @@ class Group:
         _done(self._backend.send([x.contiguous()], to, 0))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """What rank `source` sent, written over `x`."""
+        """Wait for the tensor that rank `source` sends, and write it over `x`."""
         _done(self._backend.recv([x], source, 0))
         return x
 
@@ -93,13 +93,13 @@ class Group:
 
 
 def _done(work: Any) -> None:
-    """Wait for an exchange; NCCL has nothing to wait for where it queued one on the current stream."""
+    """Wait for a collective. NCCL returns None if it has queued it on the current stream."""
     if work is not None:
         work.wait()
 
 
 def _queued(options: str) -> Any:
-    """Options of an exchange that runs on the current stream of a GPU, in line with the kernels there."""
+    """Options of a collective that runs on the current stream of a GPU, in order with the kernels there."""
     from torch.distributed import distributed_c10d
 
     made = getattr(distributed_c10d, options)()
@@ -107,17 +107,17 @@ def _queued(options: str) -> Any:
     return made
 
 
-ALONE = Group()
+ALONE = Group()  # has no connection, and nothing in it changes: all engines may share it
 
 
 @dataclass(frozen=True)
-class Place:
-    """Who a worker is: ranks of one pipeline stage follow each other, stage after stage."""
+class Rank:
+    """One of the workers of an engine. The ranks of a pipeline stage have consecutive indices, stage after stage."""
 
-    rank: int = 0  # pipeline_rank * tensor_parallel_size + tensor_rank
+    index: int = 0  # pipeline_rank * tensor_parallel_size + tensor_rank
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    local_rank: int = 0  # which of its host's devices
+    local_rank: int = 0  # the index of its device on its host
 
     @property
     def world_size(self) -> int:
@@ -125,44 +125,44 @@ class Place:
 
     @property
     def tensor_rank(self) -> int:
-        return self.rank % self.tensor_parallel_size
+        return self.index % self.tensor_parallel_size
 
     @property
     def pipeline_rank(self) -> int:
-        return self.rank // self.tensor_parallel_size
+        return self.index // self.tensor_parallel_size
 
     @property
-    def carries_result(self) -> bool:
-        """Whether its results are the whole ones: all ranks have a step's tokens, but logprobs only who drew them."""
-        return self.rank == self.result_rank
+    def returns_result(self) -> bool:
+        """Whether this rank returns results: all ranks have a step's tokens, but only one has the logprobs."""
+        return self.index == self.sampling_index
 
     @property
-    def result_rank(self) -> int:
-        """The rank that draws tokens: the first of the last stage."""
+    def sampling_index(self) -> int:
+        """The index of the rank that samples: the first one of the last stage."""
         return self.world_size - self.tensor_parallel_size
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """A worker's place and the groups it belongs to."""
+    """A rank and the groups it belongs to."""
 
-    place: Place
-    tensor: Group  # those that share its layers
-    pipeline: Group  # those with the same share of other layers
-    world: Group
+    rank: Rank
+    tensor: Group  # ranks with the other shards of the same layers
+    pipeline: Group  # ranks with the same shard of the other layers
+    world: Group  # all ranks
 
     @classmethod
     def alone(cls) -> Parallel:
-        return cls(Place(), ALONE, ALONE, ALONE)
+        return cls(Rank(), ALONE, ALONE, ALONE)
 
     def close(self) -> None:
-        """Leave all groups. Who still waits for this rank gets an error."""
+        """Leave all groups. Ranks that still wait for this one get an error."""
         for group in (self.tensor, self.pipeline, self.world):
             group.close()
 
 
 def open_store(host: str) -> Store:
-    """Where ranks find each other, kept by rank 0: a server at `host` alone, on a free port, which `.port` tells."""
+    """On rank 0: start the server where ranks find each other. It listens at `host` on a free port, `.port`."""
     from torch.distributed import TCPStore
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -171,25 +171,25 @@ def open_store(host: str) -> Store:
         listener.listen()
         port = listener.getsockname()[1]
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())
-        listener.detach()  # the store has it
+        listener.detach()  # the store owns it now
     return store
 
 
 def join(
-    place: Place,
+    rank: Rank,
     device: torch.device,
     *,
     host: str,
     port: int,
-    store: Store | None = None,  # rank 0's own
+    store: Store | None = None,  # on rank 0: what `open_store` returned
     timeout_seconds: float,
 ) -> Parallel:
-    """Meet the other ranks at rank 0's store. All ranks must join; who waits longer than the timeout raises.
+    """Connect to the other ranks through rank 0's store. Raises if they do not all join within the timeout.
 
-    The timeout also bounds each later exchange, and so how much longer than another a rank may take to load weights.
+    The timeout also applies to each later collective, so it limits how much longer than another a rank may load.
     """
-    if place.world_size == 1:
-        return Parallel(place, ALONE, ALONE, ALONE)
+    if rank.world_size == 1:
+        return Parallel(rank, ALONE, ALONE, ALONE)
     from torch.distributed import PrefixStore, TCPStore
 
     timeout = timedelta(seconds=timeout_seconds)
@@ -198,25 +198,25 @@ def join(
     store.set_timeout(timeout)
     own_address = _own_address(host, port)
 
-    def group(name: str, rank: int, size: int) -> Group:
-        return Group(rank, size, make_backend(PrefixStore(name, store), rank, size, device, own_address, timeout))
+    def group(name: str, index: int, size: int) -> Group:
+        return Group(index, size, make_backend(PrefixStore(name, store), index, size, device, own_address, timeout))
 
-    stage, share = place.pipeline_rank, place.tensor_rank
-    world = group("world", place.rank, place.world_size)
-    if place.pipeline_parallel_size == 1:
-        return Parallel(place, tensor=world, pipeline=ALONE, world=world)
-    if place.tensor_parallel_size == 1:
-        return Parallel(place, tensor=ALONE, pipeline=world, world=world)
+    stage, shard = rank.pipeline_rank, rank.tensor_rank
+    world = group("world", rank.index, rank.world_size)
+    if rank.pipeline_parallel_size == 1:
+        return Parallel(rank, tensor=world, pipeline=ALONE, world=world)
+    if rank.tensor_parallel_size == 1:
+        return Parallel(rank, tensor=ALONE, pipeline=world, world=world)
     return Parallel(
-        place,
-        tensor=group(f"tensor of stage {stage}", share, place.tensor_parallel_size),
-        pipeline=group(f"pipeline of share {share}", stage, place.pipeline_parallel_size),
+        rank,
+        tensor=group(f"tensor of stage {stage}", shard, rank.tensor_parallel_size),
+        pipeline=group(f"pipeline of shard {shard}", stage, rank.pipeline_parallel_size),
         world=world,
     )
 
 
 def make_backend(store: Any, rank: int, size: int, device: torch.device, own_address: str, timeout: timedelta) -> Any:
-    """What carries a group's exchanges."""
+    """The torch.distributed backend of a group."""
     import torch.distributed as dist
 
     if device.type == "cuda":
@@ -232,7 +232,7 @@ def make_backend(store: Any, rank: int, size: int, device: torch.device, own_add
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's address on the network where `host` is; nothing is sent."""
+    """This machine's address on the network of `host`; nothing is sent."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

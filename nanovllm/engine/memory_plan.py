@@ -5,7 +5,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Place
+from nanovllm.distributed.group import Rank
 from nanovllm.layers.spec import Weight
 from nanovllm.models.registry import describe
 from nanovllm.models.shard import shard_of
@@ -125,7 +125,7 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
         return packed.num_bytes(shape, dtype.itemsize) if weight.packable else prod(shape) * dtype.itemsize
 
     def of_stage(stage: int) -> "tuple[CacheSize, int]":
-        shard = shard_of(model_config, Place(stage * tensor, tensor, pipeline))
+        shard = shard_of(model_config, Rank(stage * tensor, tensor, pipeline))
         num_bytes = shard.num_bytes(of_weight)
         size = size_kv_cache(
             config,

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Place
+from nanovllm.distributed.group import Rank
 from nanovllm.executor.base import Executor
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
 
 
 def make_executor(config: Config, model_config: ModelSpec, path: Path, *, max_model_len: int) -> Executor:
-    place = Place(0, config.tensor_parallel_size, config.pipeline_parallel_size)
-    shard_of(model_config, place)  # raises if the model cannot be divided like that, before anything is started
-    size = place.world_size
+    rank = Rank(0, config.tensor_parallel_size, config.pipeline_parallel_size)
+    shard_of(model_config, rank)  # raises if the model cannot be divided like that, before anything is started
+    size = rank.world_size
     backend = config.distributed_executor_backend or ("mp" if size > 1 else None)
     if backend is None:
         from nanovllm.executor.uniproc import UniprocExecutor

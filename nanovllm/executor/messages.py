@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Place
+from nanovllm.distributed.group import Rank
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 
@@ -29,7 +29,7 @@ class Open(_Message):
 class Start(_Message):
     """Connect to the other ranks and load the model."""
 
-    place: Place
+    rank: Rank
     num_local: int  # number of ranks on this host
     host: str
     port: int

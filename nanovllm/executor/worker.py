@@ -124,7 +124,7 @@ class Worker:
 
     def _start(self, start: Start) -> Ready:
         self._runner = self._model.build(start, self._store)
-        self._reports = start.place.carries_result
+        self._reports = start.rank.returns_result
         return Ready(self._runner.num_blocks, self._runner.startup_seconds)
 
     def _wait(self, call: int, num_later: int) -> Answer:
@@ -149,14 +149,14 @@ class _ModelRank:
         from nanovllm.runner.device import resolve_device
         from nanovllm.runner.model_runner import ModelRunner
 
-        device = resolve_device(start.config.device, start.place.local_rank if start.place.world_size > 1 else None)
+        device = resolve_device(start.config.device, start.rank.local_rank if start.rank.world_size > 1 else None)
         if device.index is not None:
             torch.cuda.set_device(device)
         if device.type == "cpu":
             # for the whole process, which is this rank's alone
             torch.set_num_threads(max(1, torch.get_num_threads() // start.num_local))
         self._parallel = join(
-            start.place, device, host=start.host, port=start.port, store=store, timeout_seconds=SECONDS_TO_MEET
+            start.rank, device, host=start.host, port=start.port, store=store, timeout_seconds=SECONDS_TO_MEET
         )
         self._runner = ModelRunner(
             start.config,

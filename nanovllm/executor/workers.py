@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Place
+from nanovllm.distributed.group import Rank
 from nanovllm.errors import EngineClosedError, EngineError, NanoError, raised_elsewhere
 from nanovllm.executor.messages import (
     Answer,
@@ -81,14 +81,14 @@ class WorkersExecutor:
         self._workers = workers
         self._all_ranks = range(workers.size)
         self._timeout = config.worker_timeout
-        self._places = [
-            Place(
-                rank=rank,
+        self._ranks = [
+            Rank(
+                index=index,
                 tensor_parallel_size=config.tensor_parallel_size,
                 pipeline_parallel_size=config.pipeline_parallel_size,
-                local_rank=workers.local_ranks[rank],
+                local_rank=workers.local_ranks[index],
             )
-            for rank in self._all_ranks
+            for index in self._all_ranks
         ]
         self._failure: NanoError | None = None
         self._closed = False
@@ -111,17 +111,17 @@ class WorkersExecutor:
         workers = self._workers
         self._send(Open(workers.host), [0])
         (opened,) = self._collect(Opened, [0])
-        for place in self._places:
+        for rank in self._ranks:
             start = Start(
-                place=place,
-                num_local=workers.num_local[place.rank],
+                rank=rank,
+                num_local=workers.num_local[rank.index],
                 host=workers.host,
                 port=opened.port,
                 config=config,
                 path=str(path),
                 max_model_len=max_model_len,
             )
-            self._send(start, [place.rank])
+            self._send(start, [rank.index])
         return self._collect(Ready, self._all_ranks)
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class WorkersExecutor:
         if any(answer.checksum != answers[0].checksum for answer in answers.values()):
             checksums = ", ".join(f"rank {rank}: {answers[rank].checksum:08x}" for rank in self._all_ranks)
             self._fail(EngineError(f"the ranks disagree about the tokens that were sampled; checksums: {checksums}"))
-        return next(answers[place.rank] for place in self._places if place.carries_result)
+        return next(answers[rank.index] for rank in self._ranks if rank.returns_result)
 
     def _take(self, replies: Replies) -> None:
         for rank, reply in replies:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nanovllm.distributed.group import Place
+from nanovllm.distributed.group import Rank
 from nanovllm.errors import ConfigError
 from nanovllm.layers.spec import LayerSpec, Weight
 from nanovllm.models.spec import ModelSpec
@@ -59,22 +59,22 @@ class Shard:
         return max(weight.shard_shape(rank, size)[-2] * max(weight.num_active, 1) for weight in matrices)
 
 
-def shard_of(model: ModelSpec, place: Place) -> Shard:
+def shard_of(model: ModelSpec, rank: Rank) -> Shard:
     """ConfigError where the model cannot be divided like that."""
-    layers = _stage_layers(model.num_layers, place)
-    shard = Shard(model, layers, place.tensor_rank, place.tensor_parallel_size)
+    layers = _stage_layers(model.num_layers, rank)
+    shard = Shard(model, layers, rank.tensor_rank, rank.tensor_parallel_size)
     for weight in shard.weights():
         weight.shard_shape(shard.tensor_rank, shard.tensor_parallel_size)
     return shard
 
 
-def _stage_layers(num_layers: int, place: Place) -> range:
+def _stage_layers(num_layers: int, rank: Rank) -> range:
     """Evenly; what is left over goes to the stages before the last, which has the head to compute."""
-    stages = place.pipeline_parallel_size
+    stages = rank.pipeline_parallel_size
     if stages > num_layers:
         raise ConfigError(f"pipeline_parallel_size={stages}: the model has only {num_layers} layers; use at most that")
     each, extra = divmod(num_layers, stages)
     longer = range(stages - 1 - extra, stages - 1)
     counts = [each + (stage in longer) for stage in range(stages)]
-    first = sum(counts[: place.pipeline_rank])
-    return range(first, first + counts[place.pipeline_rank])
+    first = sum(counts[: rank.pipeline_rank])
+    return range(first, first + counts[rank.pipeline_rank])

@@ -64,9 +64,9 @@ class ModelRunner:
         parallel: Parallel = ALL_IN_ONE,
     ) -> None:
         """All ranks of `parallel` are given the same plans in the same order, and end up with the same tokens."""
-        self._parallel, place = parallel, parallel.place
-        self.carries_result = place.carries_result
-        self.device = resolve_device(config.device, place.local_rank if place.world_size > 1 else None)
+        self._parallel, rank = parallel, parallel.rank
+        self.returns_result = rank.returns_result
+        self.device = resolve_device(config.device, rank.local_rank if rank.world_size > 1 else None)
         if self.device.type == "cuda":
             hold_memory(self)
             if self.device.index is not None:
@@ -89,14 +89,14 @@ class ModelRunner:
                     dtype=self.backend.shape.cache_dtype,
                     device=self.device,
                     activation_bytes=activations,
-                    num_ranks=place.world_size,
+                    num_ranks=rank.world_size,
                 )
                 self.cache_size = smallest(size, parallel.world, self.device)
                 self.states = self._make_states({group.window: group.num_blocks for group in self.cache_size.groups})
 
     def _build(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
-        shard = shard_of(model_config, self._parallel.place)
+        shard = shard_of(model_config, self._parallel.rank)
         attention = [layer.mixer for layer in shard.layer_specs if isinstance(layer.mixer, AttentionSpec)]
         own = (attention or [NO_ATTENTION])[0].on_ranks(shard.tensor_parallel_size)
         self._keeps_row_state = model_config.keeps_row_state
@@ -164,7 +164,7 @@ class ModelRunner:
             unit="tensor",
             total=len(slots),
             leave=False,
-            disable=True if self._parallel.place.rank else None,
+            disable=True if self._parallel.rank.index else None,
         )
         load_weights(slots, bar, source=str(path), is_elsewhere=self.model.is_elsewhere)
         self.model.finish_loading()
@@ -184,7 +184,7 @@ class ModelRunner:
                 if self._decode is not None:
                     self._decode.compile(self.states)
 
-        with compile_ahead(launches, num_local_processes=self._parallel.place.world_size) as wait:
+        with compile_ahead(launches, num_local_processes=self._parallel.rank.world_size) as wait:
             self.table.clear()
             yield
             with self.phases.timed("kernels"):

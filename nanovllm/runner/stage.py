@@ -22,7 +22,7 @@ class Stage:
         self.model = model
         self._group = parallel.pipeline
         self._world = parallel.world
-        self._drawing_rank = parallel.place.result_rank
+        self._drawing_rank = parallel.rank.sampling_index
         self._dtype, self._device = context.dtype, context.device
         self._inputs: TokenInputs | None = None  # None on later stages
         if model.embed_tokens is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Parallel, Place, join
+from nanovllm.distributed.group import Parallel, Rank, join
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -50,7 +50,7 @@ class Seen:
     num_blocks: int = 0
     num_weights: int = 0  # elements that this rank's checkpoint slots hold
     cache_elements: int = 0
-    carries_result: bool = True
+    returns_result: bool = True
 
 
 def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
@@ -73,7 +73,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     seqs = [_sequence(index, asked, model.vocab_size) for index, asked in enumerate(case["requests"])]
     for seq in seqs:
         core.scheduler.add(seq)
-    seen = Seen(num_blocks=runner.cache_size.num_blocks, carries_result=runner.carries_result)
+    seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=runner.returns_result)
     seen.num_weights = sum(slot.target.tensor[slot.index].numel() for slot in runner.model.slots().values())
     seen.cache_elements = sum(cache.kv.numel() for cache in runner.states)
     while core.has_work:
@@ -107,7 +107,7 @@ def _sequence(index: int, asked: dict[str, Any], vocab_size: int) -> Sequence:
 
 def exchange(parallel: Parallel) -> dict[str, Any]:
     """Results of the group operations, with tensors that identify their rank: rank 2's is 2.0 everywhere."""
-    world, pipeline, rank = parallel.world, parallel.pipeline, float(parallel.place.rank)
+    world, pipeline, rank = parallel.world, parallel.pipeline, float(parallel.rank.index)
     x = torch.full((2, 1), rank)
     gathered = world.gather(x, to=1)
     seen = {
@@ -129,9 +129,9 @@ def exchange(parallel: Parallel) -> dict[str, Any]:
 def main(rank: int, cases: Path) -> None:
     torch.set_num_threads(1)
     for case in json.loads(cases.read_text()):
-        place = Place(rank, case["tensor"], case["pipeline"], 0)
-        if rank < place.world_size:
-            parallel = join(place, torch.device("cpu"), host="127.0.0.1", port=case["port"], timeout_seconds=TIMEOUT)
+        this = Rank(rank, case["tensor"], case["pipeline"], 0)
+        if rank < this.world_size:
+            parallel = join(this, torch.device("cpu"), host="127.0.0.1", port=case["port"], timeout_seconds=TIMEOUT)
             seen = run_case(case, parallel).__dict__ if "model" in case else exchange(parallel)
             print(json.dumps([case["name"], seen]), flush=True)
             parallel.close()

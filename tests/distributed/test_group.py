@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.distributed.group import Group, Parallel, Place, join, make_backend, open_store
+from nanovllm.distributed.group import Group, Parallel, Rank, join, make_backend, open_store
 
 CPU = torch.device("cpu")
 
@@ -22,22 +22,22 @@ def test_alone() -> None:
     parallel.close()
 
 
-def test_places() -> None:
+def test_ranks() -> None:
     """Ranks are numbered stage after stage; the first rank of the last stage samples."""
-    places = [Place(rank, 2, 3, 0) for rank in range(6)]
-    assert [(place.pipeline_rank, place.tensor_rank) for place in places] == [(s, t) for s in range(3) for t in (0, 1)]
-    assert [place.carries_result for place in places] == [False] * 4 + [True, False]
-    assert Place().carries_result and Place().world_size == 1
+    ranks = [Rank(index, 2, 3, 0) for index in range(6)]
+    assert [(rank.pipeline_rank, rank.tensor_rank) for rank in ranks] == [(s, t) for s in range(3) for t in (0, 1)]
+    assert [rank.returns_result for rank in ranks] == [False] * 4 + [True, False]
+    assert Rank().returns_result and Rank().world_size == 1
 
 
 def test_one_rank_needs_no_meeting() -> None:
-    assert join(Place(), CPU, host="127.0.0.1", port=1, timeout_seconds=1).world.size == 1
+    assert join(Rank(), CPU, host="127.0.0.1", port=1, timeout_seconds=1).world.size == 1
 
 
 def test_who_waits_in_vain_raises() -> None:
     store = open_store("127.0.0.1")
     with pytest.raises(RuntimeError, match="timeout"):
-        join(Place(0, 2, 1, 0), CPU, host="127.0.0.1", port=store.port, store=store, timeout_seconds=0.2)
+        join(Rank(0, 2, 1, 0), CPU, host="127.0.0.1", port=store.port, store=store, timeout_seconds=0.2)
 
 
 def test_stores_have_ports_of_their_own_on_one_address() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.distributed.group import Parallel, Place, open_store
+from nanovllm.distributed.group import Parallel, Rank, open_store
 from nanovllm.models.registry import describe
 from nanovllm.models.shard import shard_of
 from tests.checkpoint.test_gguf import write_model
@@ -164,8 +164,8 @@ def test_sampling_and_logprobs(results: Results) -> None:
     alone = check_equal(results, "sampled")
     for split in ("tensor", "pipeline", "both"):
         ranks = results["sampled", split]
-        assert [seen.carries_result for seen in ranks].count(True) == 1
-        (carrier,) = [seen for seen in ranks if seen.carries_result]
+        assert [seen.returns_result for seen in ranks].count(True) == 1
+        (carrier,) = [seen for seen in ranks if seen.returns_result]
         for ours, theirs in (
             (carrier.logprobs, alone.logprobs),
             (carrier.prompt_logprobs, alone.prompt_logprobs),
@@ -193,7 +193,7 @@ def test_a_rank_holds_its_share_alone(results: Results, name: str) -> None:
     (alone,) = results[name, "one"]
     for split in ("tensor", "pipeline"):
         for rank, seen in enumerate(results[name, split]):
-            shard = shard_of(config, Place(rank, *SPLITS[split]))
+            shard = shard_of(config, Rank(rank, *SPLITS[split]))
             assert seen.num_weights == shard.num_bytes(lambda weight, shape: math.prod(shape))
             assert seen.num_blocks == alone.num_blocks
         if split == "tensor":

@@ -12,7 +12,7 @@ NUM_GOOD_STEPS = 6
 class BreakingModel(RealModel):
     def build(self, start: Start, store: Any) -> Runner:
         runner = super().build(start, store)
-        if start.place.rank == 1:
+        if start.rank.index == 1:
             _break_later()
         return runner
 

@@ -57,7 +57,7 @@ class FakeRunner:
     startup_seconds = {"fake": 1.5}
 
     def __init__(self, start: Start, store: Any) -> None:
-        self._rank = start.place.rank
+        self._rank = start.rank.index
         self.num_blocks = 100 - self._rank
         assert (store is not None) == (self._rank == 0)
         assert start.port == FakeModel.port

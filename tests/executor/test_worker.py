@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Place
+from nanovllm.distributed.group import Rank
 from nanovllm.executor.messages import Answer, Embed, Failed, Launch, Open, Opened, Ready, Sample, Start, Stop, Wait
 from nanovllm.executor.worker import Worker
 from nanovllm.plan import NewBlocks, StepPlan, StepResult
@@ -56,15 +56,15 @@ def obey(worker: Worker, *commands: object) -> list[Any]:
     return [worker.obey(msgspec.msgpack.encode(command)) for command in commands]
 
 
-def start(place: Place) -> Start:
-    config = Config(tensor_parallel_size=place.tensor_parallel_size)
-    return Start(place, 1, "127.0.0.1", 7, config, "somewhere", 1)
+def start(rank: Rank) -> Start:
+    config = Config(tensor_parallel_size=rank.tensor_parallel_size)
+    return Start(rank, 1, "127.0.0.1", 7, config, "somewhere", 1)
 
 
-def started(place: Place | None = None) -> tuple[Worker, Recorder]:
+def started(rank: Rank | None = None) -> tuple[Worker, Recorder]:
     recorder = Recorder()
     worker = Worker(recorder)
-    replies = obey(worker, Open("127.0.0.1"), start(place or Place()))
+    replies = obey(worker, Open("127.0.0.1"), start(rank or Rank()))
     assert replies == [Opened(7), Ready(3, {"weights": 0.5})]
     return worker, recorder
 
@@ -92,7 +92,7 @@ def test_only_one_rank_sends_what_was_computed_and_all_agree_on_its_checksum() -
     commands = (Launch(StepPlan(decode_rows=(1,))), Wait(1, 0), Embed(2, [1], [[0]], "last"))
     answers = []
     for rank in range(2):
-        worker, _ = started(Place(rank=rank, tensor_parallel_size=2))
+        worker, _ = started(Rank(index=rank, tensor_parallel_size=2))
         answers.append(obey(worker, *commands)[1:])
     (step, embedding), (other_step, other_embedding) = answers
     assert (step.result, embedding.embedding) == (StepResult(tokens=[[1]]), [0.5])

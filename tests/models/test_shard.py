@@ -9,7 +9,7 @@ import pytest
 
 import nanovllm
 from nanovllm.checkpoint.json_file import read_json
-from nanovllm.distributed.group import Place
+from nanovllm.distributed.group import Rank
 from nanovllm.errors import ConfigError
 from nanovllm.layers.spec import AttentionSpec, Dim, MlpSpec, MoeSpec
 from nanovllm.models.registry import describe, parse_config
@@ -26,7 +26,7 @@ def changed(shape: str = "qwen3-32b", **changes: Any) -> ModelSpec:
 
 
 def shards(model: ModelSpec, tensor: int, pipeline: int = 1) -> list[Shard]:
-    return [shard_of(model, Place(rank, tensor, pipeline, 0)) for rank in range(tensor * pipeline)]
+    return [shard_of(model, Rank(rank, tensor, pipeline, 0)) for rank in range(tensor * pipeline)]
 
 
 def num_parameters(shard: Shard) -> int:
