@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
-# Seen only by the thread that sets it: `recording` sets it for the calls within a `with` block.
+# Seen only by the thread that sets it: `record_launches` does for the calls within a `with` block.
 _recorder: ContextVar[Callable[..., object] | None] = ContextVar("recorder", default=None)
 
 # Compiled kernels by kernel, device, options and argument kinds, each with the names of its constexpr parameters. A
