@@ -102,7 +102,9 @@ class Config:
         "gpu_memory_utilization and cpu_memory_utilization.",
     )
     num_kv_cache_blocks: int = option(
-        -1, "Number of KV cache blocks. It overrides all other memory options; -1 means that they decide."
+        -1,
+        "Number of KV cache blocks; in a model whose layers have different windows, of the layers that keep the most "
+        "tokens. It overrides all other memory options; -1 means that they decide.",
     )
     kv_cache_block_size: int = option(32, "Number of tokens in one KV cache block, a multiple of 16.")
     enable_prefix_caching: bool = option(

@@ -11,6 +11,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import StructuredOutputs
 from tests.helpers import FAMILIES, TEXT_MODEL, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
 from tests.test_oracle import MAX_TOKENS, PAIRS, PROMPTS
+from tests.test_windows import PROMPTS as LONG_PROMPTS
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +50,25 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
             for prompt, output in zip(PROMPTS, outputs, strict=True):
                 assert_greedy(family, prompt, output["token_ids"])
         assert (scheduler_of(llm).num_preemptions > 0) == tight
+        scheduler_of(llm).check()
+
+
+@pytest.mark.parametrize("how", ["graph", "eager", "sdpa", "deterministic"])
+@pytest.mark.parametrize(("family", "num_blocks"), [("mistral", 5), ("mistral", 64), ("qwen2-sliding", 16)])
+def test_long_prompts_through_windows(family: str, num_blocks: int, how: str) -> None:
+    """Sequences much longer than their windows, in a cache that other sequences reuse block by block."""
+    llm = open_on_gpu(
+        family,
+        attention_backend="sdpa" if how == "sdpa" else "triton",
+        enforce_eager=how == "eager",
+        deterministic=how == "deterministic",
+        num_kv_cache_blocks=num_blocks,
+    )
+    with llm:
+        for _ in range(2):
+            outputs = llm.generate(LONG_PROMPTS, greedy_params(40), use_tqdm=False)
+            for prompt, output in zip(LONG_PROMPTS, outputs, strict=True):
+                assert_greedy(family, prompt, output["token_ids"])
         scheduler_of(llm).check()
 
 

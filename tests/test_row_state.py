@@ -1,6 +1,8 @@
 """State per row: a mixer that adds up all tokens so far, in a model made here, without touching the engine."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,25 +79,19 @@ def family(mixed: bool) -> Any:
             norm_eps=1e-6,
         )
         layers = [layer if mixed and index % 2 else sums for index, layer in enumerate(base.layers)]
-        return ModelSpec(**{**vars_of(base), "layers": tuple(layers)})
+        return replace(base, layers=tuple(layers))
 
     return spec
 
 
-def vars_of(spec: ModelSpec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
-
-
 @pytest.fixture(params=[False, True], ids=["rows", "rows and attention"])
-def model(request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    import json
-
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(registry.FAMILIES, "RunningSumForCausalLM", family(request.param))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
 
 
-def open_model(model: Any, **options: Any) -> LLM:
+def open_model(model: Path, **options: Any) -> LLM:
     small = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "skip_tokenizer_init": True}
     small |= {"max_model_len": 256, "max_num_seqs": 4, "kv_cache_block_size": 16, "num_kv_cache_blocks": 64}
     return LLM(model, **(small | options))
@@ -112,7 +108,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_do_not_depend_on_the_batch(model: Any, way: str) -> None:
+def test_tokens_do_not_depend_on_the_batch(model: Path, way: str) -> None:
     """Alone and whole, a sequence's state starts at zero; in all other ways rows are used again and filled in parts."""
     expected = []
     for prompt in PROMPTS:
@@ -127,7 +123,7 @@ def test_tokens_do_not_depend_on_the_batch(model: Any, way: str) -> None:
         assert (scheduler_of(llm).num_preemptions > 0) == ("preempted" in way and has_blocks)
 
 
-def test_the_plan_counts_the_rows(model: Any) -> None:
+def test_the_plan_counts_the_rows(model: Path) -> None:
     options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 7, "kv_cache_memory_bytes": 1 << 20}
     plan = LLM.plan(model, **options)
     num_sums = NUM_LAYERS // 2 if plan.groups else NUM_LAYERS
