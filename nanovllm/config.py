@@ -54,7 +54,7 @@ class SchedulerConfig:
 
     @property
     def max_cached_tokens(self) -> int:
-        """The most tokens of one sequence that can be computed when it runs alone."""
+        """Maximum number of tokens of a sequence that runs alone."""
         return int(min([self.max_model_len, *(group.max_num_tokens(self.block_size) for group in self.groups)]))
 
 
@@ -260,7 +260,7 @@ class Config:
         self._refuse(name, f"must be one of {', '.join(choices)}{hint}")
 
     def cache_layout(self, *, windows: tuple[int | None, ...], max_model_len: int) -> CacheLayout:
-        """`windows`: of the model's paged groups."""
+        """The sizes of the KV cache. `windows`: the attention window of each paged group, None for full attention."""
         return CacheLayout(
             windows=windows,
             block_size=self.kv_cache_block_size,
@@ -272,7 +272,10 @@ class Config:
     def scheduler_config(
         self, *, max_model_len: int, groups: tuple[BlockGroup, ...], keeps_row_state: bool = False
     ) -> SchedulerConfig:
-        """`keeps_row_state`: no cached prefix can be continued from, since a layer's state is not kept in blocks."""
+        """The scheduler's part of the options.
+
+        `keeps_row_state`: a layer keeps state outside of the blocks, so a cached prefix cannot be reused.
+        """
         return SchedulerConfig(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,

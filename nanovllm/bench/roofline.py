@@ -1,18 +1,18 @@
-"""The least time that a machine needs for some work: what it must at least read, and what it must at least compute.
+"""The roofline: the minimum time for some work, from the bytes that it must read and the operations that it must do.
 
-A decode step cannot be quicker than its data comes out of memory: all weights that its tokens pass through, once for
-the whole batch, and the keys and values of every sequence, which no batch shares. A prefill cannot be quicker than
-its arithmetic. Both limits are measured here, on the machine at hand, with the simplest work there is:
+A decode step takes at least the time to read its data from memory: the weights that its tokens use, once for the whole
+batch, and the KV cache of every sequence. A prefill takes at least the time of its arithmetic. Both limits are measured
+on this machine:
 
-  copy bandwidth   a large buffer copied within the device's memory, bytes read and bytes written both counted
-  matmul rate      a large square product of random numbers, in the type that the model computes in
+  copy bandwidth   copying a large buffer within the device's memory; bytes read and bytes written both count
+  matmul rate      multiplying large square matrices of random numbers in the model's data type
 
-Counted: the weights of the layers and of the head (a step's linears take the longer of reading their weights and
-multiplying with them: from some 190 rows on an H200 it is the latter), the KV cache up to each token's own position,
-the attention of prompts. The head is counted for sampled tokens only. Of a mixture of experts, as many experts are
-read as a batch of that size touches when it spreads evenly. Not counted: the embedding's rows, activations, logits,
-sampling, launches, Python. So no engine reaches 1 on a large model, and the distance to it is what is left to gain. (On
-a CPU a copy is a weak yardstick: it also reads what it overwrites, and a small model stays in the cache.)
+Included: the weights of the layers and of the head (a linear takes the longer of reading its weights and multiplying
+with them; on an H200 the latter from about 190 rows on), the KV cache up to each token's position, and the attention of
+prompts. The head counts for sampled tokens only. Of a mixture of experts, as many experts are read as a batch of that
+size uses if its tokens spread evenly. Not included: the rows of the embedding, activations, logits, sampling, kernel
+launches, Python. So no engine reaches 1 on a large model. (On a CPU the copy bandwidth is a rough limit: a copy also
+reads what it overwrites, and a small model stays in the cache.)
 """
 
 import time
@@ -37,6 +37,8 @@ NUM_WARM_UPS, NUM_RUNS = 3, 11
 
 @dataclass(frozen=True)
 class Machine:
+    """The speed of a device."""
+
     bytes_per_second: float
     flops_per_second: float
 
@@ -49,7 +51,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Least seconds on `machine` for a model, from what its layers state about their weights and state."""
+    """Minimum times of a model on `machine`, from what its layers state about their weights and state."""
 
     machine: Machine
     model: ModelSpec
@@ -58,10 +60,10 @@ class Roofline:
     packed_bytes: Callable[[tuple[int, ...], int], int] | None = None  # a weight format's `num_bytes`; None = dense
 
     def workload_seconds(self, input_lens: Sequence[int], output_lens: Sequence[int]) -> float:
-        """All prompts computed in one go, which gives each request its first token; then all of them decode together.
+        """All prompts in one step, which gives each request its first token; then all requests decode together.
 
-        A request takes part in `output_len - 1` decode steps, so the batch gets smaller as the short ones end. Limits
-        of the engine, such as the size of its KV cache or of its batch, are not the machine's and are not counted.
+        A request takes part in `output_len - 1` decode steps, so the batch becomes smaller as requests end. Limits of
+        the engine, such as the size of its KV cache or of its batch, are not included.
         """
         num_steps = [output_len - 1 for output_len in output_lens]
         batch_sizes = [sum(step < count for count in num_steps) for step in range(max(num_steps))]
@@ -73,13 +75,13 @@ class Roofline:
         return self.prefill_seconds(input_lens) + decode
 
     def prefill_seconds(self, input_lens: Sequence[int]) -> float:
-        """Whole prompts at once, up to the first sampled token of each."""
+        """One step that computes all prompts and samples the first token of each."""
         attention_flops = sum(self._attention_flops(1, input_len) for input_len in input_lens)
         linears = self.layers_seconds(sum(input_lens)) + self.head_seconds(len(input_lens))
         return linears + attention_flops / self.machine.flops_per_second
 
     def step_seconds(self, batch_size: int, context: int) -> float:
-        """A decode step of sequences that have `context` tokens each, the newest included."""
+        """A decode step of sequences with `context` tokens each, including the newest."""
         kv_seconds = batch_size * self._kv_bytes(context, context) / self.machine.bytes_per_second
         return self._weights_seconds(batch_size) + kv_seconds
 
@@ -88,7 +90,7 @@ class Roofline:
 
     def layers_seconds(self, num_tokens: float) -> float:
         """The linears of all layers, for the tokens of one step."""
-        read, used = 0.0, 0.0  # bytes that any of the tokens needs, weights that each of them is multiplied with
+        read, used = 0.0, 0.0  # bytes that any of the tokens needs; weights that each token is multiplied with
         for weight in self._layer_weights:
             touched = 1.0
             if weight.num_experts:
@@ -104,7 +106,7 @@ class Roofline:
 
     @cached_property
     def _layer_weights(self) -> list[Weight]:
-        """Those of all layers, and of the norm before the head."""
+        """The weights of all layers and of the norm before the head."""
         layers = [weight for layer in self.model.layers for _, weight in layer.weights()]
         return [*layers, self.model.final_norm_weight()]
 
@@ -123,14 +125,14 @@ class Roofline:
         return [layer.mixer for layer in self.model.layers if isinstance(layer.mixer, AttentionSpec)]
 
     def _kv_bytes(self, first: int, last: int) -> int:
-        """Read by queries whose contexts are `first`, ..., `last` tokens long, in all layers."""
+        """Bytes of the KV cache that queries with contexts of `first`, ..., `last` tokens read, in all layers."""
         return sum(
             _sum_of_least(first, last, mixer.window) * mixer.state(self.kv_dtype).bytes_per_token
             for mixer in self._attention
         )
 
     def _attention_flops(self, first: int, last: int) -> int:
-        """Queries times keys, and probabilities times values, for the same queries."""
+        """Operations of the same queries: queries times keys, and probabilities times values."""
         return sum(2 * 2 * mixer.q_size * _sum_of_least(first, last, mixer.window) for mixer in self._attention)
 
     @property
@@ -139,12 +141,12 @@ class Roofline:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers together."""
+        """Bytes of one token's keys and values in all layers."""
         return sum(mixer.state(self.kv_dtype).bytes_per_token for mixer in self._attention)
 
     @property
     def flops_per_score(self) -> int:
-        """Of all layers, for one pair of a query and a key."""
+        """Operations for one pair of a query and a key, in all layers."""
         return sum(2 * 2 * mixer.q_size for mixer in self._attention)
 
 
@@ -157,7 +159,7 @@ def _sum_of_least(first: int, last: int, limit: int | None) -> int:
     return _sum_of_least(first, limit, None) + limit * (last - limit)
 
 
-# --- of an engine -----------------------------------------------------------------------------------------------------
+# --- the roofline of an engine ----------------------------------------------------------------------------------------
 
 
 def roofline_of(llm: "LLM") -> Roofline:
@@ -177,16 +179,17 @@ def roofline_of(llm: "LLM") -> Roofline:
 
 
 def kv_dtype(option: str, model_dtype: str) -> str:
-    """The type of the KV cache; "auto" = that in which the model computes."""
+    """The data type of the KV cache for the option kv_cache_dtype; "auto" means the model's data type."""
     if option.startswith("fp8"):
         return "float8_e4m3fn"
     return model_dtype if option == "auto" else option
 
 
-# --- of the machine ---------------------------------------------------------------------------------------------------
+# --- measuring the machine --------------------------------------------------------------------------------------------
 
 
 def measure(device: "torch.device", dtype: "torch.dtype") -> Machine:
+    """Measure copy bandwidth and matmul rate of the device."""
     import torch
 
     on_gpu = device.type == "cuda"
@@ -208,7 +211,7 @@ def _copy_bandwidth(num_bytes: int, device: "torch.device") -> float:
 
 
 def _matmul_rate(size: int, device: "torch.device", dtype: "torch.dtype") -> float:
-    """With random numbers: a chip that multiplies zeros draws less power, and runs faster, than one at work."""
+    """Uses random numbers: with zeros a GPU draws less power and runs faster than with real data."""
     import torch
 
     left = torch.randn(size, size, device=device).to(dtype)

@@ -1,7 +1,7 @@
-"""How long a step takes: a formula in place of a device.
+"""Computes how long a step takes, instead of running it on a device.
 
-The model's shape gives what a step must read and compute (see bench/roofline.py); what a device reaches of its copy
-bandwidth and matrix rate, and the time that a step takes beside them, are constants:
+The model's shape gives the bytes that a step reads and the operations that it does (see bench/roofline.py). The memory
+bandwidth and the arithmetic rate that the engine reaches, and a fixed overhead per step, are constants:
 
     seconds = overhead + linears(tokens) + head(sampled tokens)
             + bytes of the keys and values that decoding reads / bandwidth + operations of the prompts' attention / rate
@@ -15,30 +15,32 @@ from typing import NamedTuple, Protocol
 from nanovllm.bench.roofline import Machine, Roofline
 from nanovllm.errors import ConfigError
 
-# What this engine reaches on an H200: fitted to the latencies of docs/performance.md, where the card copies 4.28 TB/s
-# and multiplies at 796 TFLOP/s. Of Qwen3-8B every figure there is met within 4 %, of Qwen3-0.6B within 12 %.
+# What this engine reaches on an H200, fitted to the latencies of docs/performance.md. The card itself copies 4.28 TB/s
+# and multiplies at 796 TFLOP/s. The formula is within 4 % of every latency of Qwen3-8B, and within 12 % of Qwen3-0.6B.
 H200 = Machine(bytes_per_second=3.95e12, flops_per_second=660e12)
 H200_OVERHEAD = 0.3e-3  # seconds
 H200_MEMORY = 139 * 2**30
 
 
 class StepWork(NamedTuple):
-    """What one step does. Numbers are not whole where several devices share the work."""
+    """The work of one step. The numbers are fractions when it is divided over several devices."""
 
     num_prefill: float  # prompt tokens computed
     num_decodes: float  # sequences that advance by one token
-    num_sampled: float  # tokens that come out: of the decodes, and of prompts that end with this step
-    num_context: float  # tokens whose keys and values the decodes read
-    num_scores: float  # pairs of a prompt token and one that it looks at
+    num_sampled: float  # sampled tokens: of the decoding sequences, and of prompts that this step completes
+    num_context: float  # tokens whose keys and values the decoding sequences read
+    num_scores: float  # pairs of a prompt token and a token that it attends to
 
 
 class StepTime(Protocol):
+    """Gives the time of a step in seconds."""
+
     def seconds(self, work: StepWork) -> float: ...
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Four given constants, in seconds."""
+    """A linear formula with four given constants, in seconds."""
 
     step: float
     prefill_token: float
@@ -47,15 +49,15 @@ class Linear:
 
     @classmethod
     def parse(cls, text: str) -> "Linear":
-        """'4,0.02,0.01' or '4,0.02,0.01,0.00004', in milliseconds."""
+        """Parse '4,0.02,0.01' or '4,0.02,0.01,0.00004', in milliseconds."""
         try:
             values = [float(part) / 1e3 for part in text.split(",")]
         except ValueError:
             values = []
         if len(values) not in (3, 4) or not all(0 <= value < float("inf") for value in values) or not values[0]:
             raise ConfigError(
-                f"step_time={text!r}: three or four numbers of milliseconds are needed, a step's (over 0), "
-                "a prompt token's, a decoding sequence's and a context token's"
+                f"step_time={text!r}: give three or four numbers of milliseconds: per step (above 0), per prompt "
+                "token, per decoding sequence, and optionally per context token"
             )
         return cls(*values)
 
@@ -70,7 +72,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Modelled:
-    """A model's shape on a device."""
+    """The time of a model's shape on a device, from the roofline and a fixed overhead in seconds."""
 
     roofline: Roofline
     overhead: float
@@ -102,7 +104,7 @@ class Modelled:
 
 @dataclass(frozen=True)
 class Divided:
-    """Several devices that share each step evenly: it takes as long as one device takes for its part."""
+    """Several devices that divide each step evenly: a step takes as long as one device needs for its part."""
 
     single: StepTime
     num_devices: int
