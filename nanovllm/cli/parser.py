@@ -2,7 +2,11 @@
 
 import argparse
 import difflib
-from typing import Any, NoReturn
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 class Parser(argparse.ArgumentParser):
@@ -11,6 +15,10 @@ class Parser(argparse.ArgumentParser):
         # No abbreviations: a new option could make them ambiguous.
         super().__init__(allow_abbrev=False, **settings)
         self.set_defaults(parser=self)  # the innermost subparser is the last to set it
+
+    def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
+        """Raise if the pipe is closed: argparse would ignore it, and a command that failed would report success."""
+        (sys.stderr if file is None else file).write(message)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
