@@ -131,9 +131,9 @@ def _decode_kernel(
         table = blocks + row.to(tl.int64) * blocks_stride
         first, tiles = tile_span(position, TILE, WINDOW)
         tiles = tl.where(position < 0, 0, tiles)
-        share = tl.maximum(tl.cdiv(tiles, splits), 1)
-        begin = split * share
-        end = tl.minimum(begin + share, tiles)
+        tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), 1)
+        begin = split * tiles_per_split
+        end = tl.minimum(begin + tiles_per_split, tiles)
         tile_begin = (first // TILE + begin) * TILE
         tile_end = (first // TILE + end) * TILE
         prefetch_segment(
@@ -150,8 +150,8 @@ def _decode_kernel(
             finish(
                 acc, maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + pair,
                 out + (seq.to(tl.int64) * HEADS + head * GROUP) * HEAD_DIM,
-                first_partial + split, WHOLE or share >= tiles,
-                first_partial, first_partial + tl.cdiv(tiles, share) - 1, False,
+                first_partial + split, WHOLE or tiles_per_split >= tiles,
+                first_partial, first_partial + tl.cdiv(tiles, tiles_per_split) - 1, False,
                 1, FIXED_MERGED, GROUP, HEAD_DIM, DOT_ROWS,
             )  # fmt: skip
     else:
@@ -159,10 +159,10 @@ def _decode_kernel(
         total = tl.load(prefix + batch) * KV_HEADS
         i = tl.arange(0, BATCH_COLS)
         ends = tl.load(prefix + 1 + i, mask=i < batch, other=2147483647 // KV_HEADS) * KV_HEADS
-        share = total // tl.num_programs(0)
+        units_per_program = total // tl.num_programs(0)
         rest = total % tl.num_programs(0)
-        begin = first_unit(program, share, rest)
-        end = first_unit(program + 1, share, rest)
+        begin = first_unit(program, units_per_program, rest)
+        end = first_unit(program + 1, units_per_program, rest)
         unit = begin
         while unit < end:
             seq, seq_begin = sequence_of(ends, unit)
@@ -196,13 +196,13 @@ def _decode_kernel(
                     tl.minimum(head + 1, last_head), first, position,
                     KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED,
                 )  # fmt: skip
-                first_program = program_of(head_begin, share, rest)
+                first_program = program_of(head_begin, units_per_program, rest)
                 finish(
                     acc, maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + seq * KV_HEADS + head,
                     out + (seq.to(tl.int64) * HEADS + head * GROUP) * HEAD_DIM,
                     2 * program + (segment_begin > begin).to(tl.int32), segment_end - segment_begin == tiles,
-                    first_program, program_of(head_end - 1, share, rest),
-                    first_unit(first_program, share, rest) < head_begin,
+                    first_program, program_of(head_end - 1, units_per_program, rest),
+                    first_unit(first_program, units_per_program, rest) < head_begin,
                     2, 2048, GROUP, HEAD_DIM, DOT_ROWS,
                 )  # fmt: skip
             unit = seq_end

@@ -102,16 +102,18 @@ def padded_batch(batch: int) -> int:
 
 
 @triton.jit
-def first_unit(program, share, rest):
-    """The first unit (tile of one KV head) of a program: the first `rest` programs take `share` + 1 units each."""
-    return program * share + tl.minimum(program, rest)
+def first_unit(program, units_per_program, rest):
+    """The first unit (tile of one KV head) of a program. The first `rest` programs take one unit more than the rest."""
+    return program * units_per_program + tl.minimum(program, rest)
 
 
 @triton.jit
-def program_of(unit, share, rest):
+def program_of(unit, units_per_program, rest):
     """The program that takes a unit; the inverse of `first_unit`."""
-    large = rest * (share + 1)
-    return tl.where(unit < large, unit // (share + 1), rest + (unit - large) // tl.maximum(share, 1))
+    large = rest * (units_per_program + 1)
+    return tl.where(
+        unit < large, unit // (units_per_program + 1), rest + (unit - large) // tl.maximum(units_per_program, 1)
+    )
 
 
 @triton.jit

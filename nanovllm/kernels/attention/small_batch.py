@@ -9,9 +9,10 @@ token.
 Tiles are loaded directly into tensor-core fragments, without shared memory or barriers (see linear/fragments.py). A
 thread loads eight adjacent columns of one token, but mma expects other elements in that thread: scattered columns of a
 token for keys, four tokens of a column for values. A sum does not depend on the order of its terms, and the columns of
-the result may have any known order. So the tokens and columns of a tile are renumbered (`_key_places`, `_value_places`)
-such that each thread has loaded what mma expects from it, and a permutation that moves no data between threads forms
-the matrix (`_keys`, `_values`). Queries and weights are permuted to the same order, and the result is permuted back.
+the result may have any known order. So the tokens and columns of a tile are renumbered (`_key_elements`,
+`_value_elements`) such that each thread has loaded what mma expects from it, and a permutation that moves no data
+between threads forms the matrix (`_keys`, `_values`). Queries and weights are permuted to the same order, and the
+result is permuted back.
 """
 
 import torch
@@ -46,7 +47,7 @@ def small_batch_splits(pairs: int) -> int:
 
 
 @triton.jit
-def _key_places(HEAD_DIM: tl.constexpr):
+def _key_elements(HEAD_DIM: tl.constexpr):
     """Token and word of each element of [4 lanes: eight columns, 8 lanes: token, eight tokens, 32 columns, word]."""
     token = axis(TILE // 8, 2, 5) * 8 + axis(8, 1, 5)
     word = axis(HEAD_DIM // 32, 3, 5) * 16 + axis(4, 0, 5) * 4 + axis(4, 4, 5)
@@ -71,7 +72,7 @@ def _queries(q, OWN: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _value_places(HEAD_DIM: tl.constexpr):
+def _value_elements(HEAD_DIM: tl.constexpr):
     """Token and word of each element of [4 lanes: token bits 2, 1, 8 lanes: eight columns, token bits 3, 0, 64 columns,
     word]."""
     bits = axis(4, 2, 5)
@@ -136,9 +137,9 @@ def _load_tile(
     """Load a tile's keys and values; zeros from `position` on, where stale data may hold NaN."""
     WORDS: tl.constexpr = HEAD_DIM // 2
     slot = block * (KV_HEADS * BLOCK_SIZE) + (head * BLOCK_SIZE + tile_at % BLOCK_SIZE)
-    token, word = _key_places(HEAD_DIM)
+    token, word = _key_elements(HEAD_DIM)
     keys = tl.load(cache + ((slot + token) * WORDS + word), mask=tile_at + token < position, other=0)
-    token, word = _value_places(HEAD_DIM)
+    token, word = _value_elements(HEAD_DIM)
     values = tl.load(cache + ((num_slots + slot + token) * WORDS + word), mask=tile_at + token < position, other=0)
     return keys, values
 

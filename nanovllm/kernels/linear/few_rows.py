@@ -106,7 +106,7 @@ def _few_rows_kernel(
     m = tl.arange(0, ROWS)[:, None]
     n = first_n + tl.arange(0, WIDTH)[None, :]
     mask = (m < M) & (n < N)
-    place = m * N + n
+    offset = m * N + n
 
     weights = ()  # type: tuple
     for step in tl.static_range(AHEAD):
@@ -122,7 +122,7 @@ def _few_rows_kernel(
         tl.extra.cuda.gdc_wait()
 
     if residual is not None:
-        before = tl.load(residual + place, mask=mask, other=0.0)
+        before = tl.load(residual + offset, mask=mask, other=0.0)
         tl.debug_barrier()  # keeps the compiler from moving the load down to its use
     xs = ()  # type: tuple
     for step in tl.static_range(X_AHEAD):
@@ -163,7 +163,7 @@ def _few_rows_kernel(
         y = gate * tl.sigmoid(gate) * up
     if residual is not None:
         y += before.to(tl.float32)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offset, y.to(out.dtype.element_ty), mask=mask)
 
 
 def few_rows_linear(

@@ -46,7 +46,7 @@ _async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, GROUPS: gl.constexpr):
+def _tile_origin(tile, tiles_m, tiles_n, GROUPS: gl.constexpr):
     """The first row and column of a tile, in an order that reuses W from L2."""
     first = tile // (NEIGHBOURS * tiles_n) * NEIGHBOURS
     size = gl.minimum(tiles_m - first, NEIGHBOURS)
@@ -63,7 +63,7 @@ def _produce(x, w, xs, ws, full, empty, tiles_m, tiles_n, num_blocks):
     # phases when all warpgroups have released its previous block. Waiting for parity 1 of a new barrier returns.
     it = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        row, column = _place(tile, tiles_m, tiles_n, GROUPS)
+        row, column = _tile_origin(tile, tiles_m, tiles_n, GROUPS)
         for block in range(num_blocks):
             slot = it % STAGES
             mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
@@ -121,13 +121,13 @@ def _put(out, staged, pairs, row, column, half, G: gl.constexpr, P: gl.constexpr
             is_pure=True,
             pack=1,
         )
-        place = staged.index(2 * G + P)
+        buffer = staged.index(2 * G + P)
         tma.store_wait(1)  # the previous tile's store from this buffer has finished reading
         _barrier()
-        place.store((left * sigmoid * right).to(gl.bfloat16))
+        buffer.store((left * sigmoid * right).to(gl.bfloat16))
         fence_async_shared()
         _barrier()
-        _async_store(out, [row, column], place)
+        _async_store(out, [row, column], buffer)
     else:
         tma.store_wait(0)
         _barrier()
@@ -185,7 +185,7 @@ def _multiply(
             y = _end_product(y, empty, it + block - 1, 1)
         y = _end_product(y, empty, it + num_blocks - 1, 0)
         it += num_blocks
-        row, column = _place(tile, tiles_m, tiles_n, GROUPS)
+        row, column = _tile_origin(tile, tiles_m, tiles_n, GROUPS)
         row += G * ROWS
         left, right = _halves(y)
         pairs = gl.inline_asm_elementwise(

@@ -88,8 +88,8 @@ def _matmul_kernel(
         y *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    place = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    offset = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out + offset, y.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: Tensor | None = None) -> Tensor:

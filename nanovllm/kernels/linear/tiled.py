@@ -160,8 +160,8 @@ def _tiled_kernel(
         y += tl.where(split == 0, tl.load(bias + w_rows).to(tl.float32), 0.0)
     if GATED:
         y = _silu_and_mul(y, BLOCK_M, WIDTH, WEIGHT_LEFT)
-    place = (split * M + m) * N + n
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=(m < M) & (n < N))
+    offset = (split * M + m) * N + n
+    tl.store(out + offset, y.to(out.dtype.element_ty), mask=(m < M) & (n < N))
 
 
 def tiled_linear(

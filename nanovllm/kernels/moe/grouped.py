@@ -48,14 +48,14 @@ def _group_kernel(
     end_block = tl.sum(tl.where(bins <= mine, blocks, 0))
     num_blocks = tl.sum(blocks)
 
-    place = first_block * BLOCK_M
+    next_slot = first_block * BLOCK_M
     for begin in range(0, num_pairs, CHUNK):
         pair = begin + offsets
         expert = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
         is_mine = expert == mine
         ordinal = tl.cumsum(is_mine.to(tl.int32), 0) - 1
-        tl.store(pairs_ptr + place + ordinal, pair, mask=is_mine)
-        place += tl.sum(is_mine.to(tl.int32))
+        tl.store(pairs_ptr + next_slot + ordinal, pair, mask=is_mine)
+        next_slot += tl.sum(is_mine.to(tl.int32))
     padding = first_block * BLOCK_M + count + tl.arange(0, BLOCK_M)
     tl.store(pairs_ptr + padding, tl.zeros([BLOCK_M], tl.int32) + num_pairs, mask=padding < end_block * BLOCK_M)
 
@@ -161,8 +161,8 @@ def _experts_kernel(
     out = acc.to(out_ptr.dtype.element_ty)
     if WEIGHT_LEFT:
         out = tl.trans(out)
-    places = pair.to(tl.int64)[:, None] * SIZE_N + n[None, :]
-    tl.store(out_ptr + places, out, mask=valid[:, None] & (n < SIZE_N)[None, :])
+    out_offsets = pair.to(tl.int64)[:, None] * SIZE_N + n[None, :]
+    tl.store(out_ptr + out_offsets, out, mask=valid[:, None] & (n < SIZE_N)[None, :])
 
 
 @triton.jit
@@ -192,10 +192,10 @@ def _sum_kernel(
         # rows of y whose choice is no expert were never written
         end = tl.where((expert >= 0) & (expert < NUM_EXPERTS), SIZE, 0)
         total += tl.load(y_ptr + pair * SIZE + column, mask=column < end, other=0.0).to(tl.float32)
-    places = token * SIZE + column
+    out_offsets = token * SIZE + column
     if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(residual_ptr + out_offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def grouped_forward(

@@ -48,9 +48,9 @@ def _route_kernel(
         logits = tl.where(expert == index, float("-inf"), logits)
     if NORMALIZE:
         weights = weights / tl.sum(weights, 0)
-    places = token * TOP_K + choice
-    tl.store(weights_ptr + places, weights.to(weights_ptr.dtype.element_ty), mask=choice < TOP_K)
-    tl.store(experts_ptr + places, chosen, mask=choice < TOP_K)
+    offsets = token * TOP_K + choice
+    tl.store(weights_ptr + offsets, weights.to(weights_ptr.dtype.element_ty), mask=choice < TOP_K)
+    tl.store(experts_ptr + offsets, chosen, mask=choice < TOP_K)
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool, pdl: bool = False) -> tuple[Tensor, Tensor]:

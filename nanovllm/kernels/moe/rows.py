@@ -1,6 +1,6 @@
 """The experts of one to a few tokens: every (token, choice) pair reads its expert's weights by itself.
 
-Reading the weights limits the speed; matrix-vector products on plain cores are enough.
+Reading the weights limits the speed, so tensor cores would not help.
 """
 
 from typing import Any
@@ -106,10 +106,10 @@ def _down_row_kernel(
             hidden = tl.load(hidden_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * scale
             acc += tl.load(weight_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * hidden
     result = tl.sum(acc, 1)
-    places = token * SIZE_N + n
+    offsets = token * SIZE_N + n
     if HAS_RESIDUAL:
-        result += tl.load(residual_ptr + places, mask=n < SIZE_N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), mask=n < SIZE_N)
+        result += tl.load(residual_ptr + offsets, mask=n < SIZE_N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=n < SIZE_N)
 
 
 def rows_forward(
