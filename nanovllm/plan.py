@@ -1,7 +1,7 @@
-"""What travels between the control plane and the device: plain frozen data, one plan out and one result back a step.
+"""What travels between the control plane and the device: plain frozen data, one plan out and one result back per step.
 
-A plan says only what changed. A row whose single new token is already on the device appears in `decode_rows` and
-nowhere else, so an unchanged decode step carries the very same tuple as the step before it.
+A plan describes only what changed. A row that computes its newest token and samples the next one appears in
+`decode_rows` and nowhere else, so an unchanged decode step is the same StepPlan object as the step before it.
 """
 
 from dataclasses import dataclass, field
@@ -11,22 +11,22 @@ from nanovllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A sequence takes a row of the device tables: all its known tokens, its blocks so far and how to sample it."""
+    """A sequence takes a row of the device tables: its known tokens, its blocks so far and how to sample it."""
 
     row: int
-    token_ids: tuple[int, ...]  # prompt, and after a preemption also what was generated before it
+    token_ids: tuple[int, ...]  # the prompt; after a preemption also what was generated before it
     num_prompt_tokens: int
     # one per paged group; blocks that have left a group's window are 0 and must not be read
     block_tables: tuple[tuple[int, ...], ...]
     params: SamplingParams
-    seed: int  # of this completion; the noise of position p depends on (seed, p) alone
-    stop_token_ids: tuple[int, ...]  # not to be sampled before min_tokens
+    seed: int  # of this completion; the noise at position p depends on (seed, p) alone
+    stop_token_ids: tuple[int, ...]  # not sampled before min_tokens
     bad_words: tuple[tuple[int, ...], ...]  # token sequences whose last token is refused after the others
 
 
 @dataclass(frozen=True, slots=True)
 class NewBlocks:
-    """Blocks appended to a row's block table from position `index` on."""
+    """Blocks appended to a row's block table, from position `index` of the table on."""
 
     row: int
     index: int
@@ -35,34 +35,66 @@ class NewBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class SeqPlan:
-    """A prefill chunk: compute positions [start, start + num_new) of a row from tokens the device holds."""
+class RowStep:
+    """Compute positions [start, start + num_new) of a row. Three kinds:
+
+      prompt chunk  the tokens are in the device tables; the chunk that reaches the last known token samples one token
+      verification  the newest known token and the `proposed` ones after it; a token is sampled after each of them. The
+                    result has the sampled tokens up to the first one that differs from the proposed one.
+      pooling       a prompt chunk of a row that samples nothing; with its last chunk the result has one vector for the
+                    whole prompt: the final hidden state of the last token, or the mean of all
+
+    The next plan with a verified row describes it by a RowStep again, whose `start` says how many tokens were kept.
+    """
 
     row: int
     start: int
     num_new: int
-    samples: bool  # the chunk reaches the last known token, so the next one is sampled
+    num_sampled: int = 0  # a token is sampled after each of the last `num_sampled` positions
+    proposed: tuple[int, ...] = ()  # tokens of the last positions
+    pooling: str | None = None  # "last" or "mean"
     num_prompt_logprobs: int | None = None  # score the chunk's prompt tokens with this many alternatives
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the row up to the end of this step that are known, not proposed."""
+        return self.start + self.num_new - len(self.proposed)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Sampled tokens come back in the order: decode rows, then the chunks that sample."""
+    """One step: rows that advance by one token, and rows described by a RowStep."""
 
     decode_rows: tuple[int, ...] = ()
-    chunks: tuple[SeqPlan, ...] = ()
+    row_steps: tuple[RowStep, ...] = ()
     new_rows: tuple[NewRow, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
-    guided_rows: tuple[int, ...] = ()  # sampled rows whose token a mask limits; masks come when the step has begun
+    guided_rows: tuple[int, ...] = ()  # sampled rows limited by a mask; the masks come after the step was launched
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_rows) + sum(chunk.num_new for chunk in self.chunks)
+        return len(self.decode_rows) + sum(step.num_new for step in self.row_steps)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of prompt chunks."""
+        return sum(step.num_new for step in self.row_steps if not step.proposed)
 
     def sampled_rows(self) -> tuple[int, ...]:
-        if not self.chunks:
+        """Rows that sample, in the order of `StepResult.tokens`."""
+        if not self.row_steps:
             return self.decode_rows
-        return self.decode_rows + tuple(chunk.row for chunk in self.chunks if chunk.samples)
+        return self.decode_rows + tuple(step.row for step in self.row_steps if step.num_sampled)
+
+    def sampled_positions(self) -> tuple[int, ...]:
+        """The row of each sampled position: a row whose proposed tokens are verified occurs several times."""
+        if not self.row_steps:
+            return self.decode_rows
+        return self.decode_rows + tuple(step.row for step in self.row_steps for _ in range(step.num_sampled))
+
+    def proposed(self) -> list[tuple[int, ...]]:
+        """The proposed tokens of each of `sampled_rows()`."""
+        return [()] * len(self.decode_rows) + [step.proposed for step in self.row_steps if step.num_sampled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +108,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave. Lists run parallel to `StepPlan.sampled_rows()`."""
+    """The outcome of a step."""
 
-    tokens: list[list[int]] = field(default_factory=list)  # one list a sampled row: speculation may give several
+    tokens: list[list[int]] = field(default_factory=list)  # one list for each of `StepPlan.sampled_rows()`
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index into `tokens`, where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: the chunk's scored tokens
+    pooled: dict[int, list[float]] = field(default_factory=dict)  # by row, of unit length, when its last chunk has run

@@ -33,7 +33,14 @@ FOUNDATION = {"config", "option", "state", "layers.spec", "models.spec", "sampli
 # Every module except the foundation may import these; they import only the foundation.
 LEAVES = {"utils", "checkpoint.stored", "remote.routing", "remote.transport"}
 # These modules of the engine package import only the foundation and each other.
-CONTROL_PLANE = {"engine.sequence", "engine.prefix", "engine.block_pool", "engine.block_manager", "engine.scheduler"}
+CONTROL_PLANE = {
+    "engine.proposer",
+    "engine.sequence",
+    "engine.prefix",
+    "engine.block_pool",
+    "engine.block_manager",
+    "engine.scheduler",
+}
 TORCH_FREE = FOUNDATION | CONTROL_PLANE | {"utils.hub", "utils.logging", "remote.routing", "simulate.runs"}
 
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -83,7 +83,7 @@ def test_the_device_starts_before_the_last_prompt_is_in(
         add, launch = engine.add_request, executor.launch
         monkeypatch.setattr(engine, "add_request", lambda *args, **kw: added.append(add(*args, **kw)) or added[-1])
         monkeypatch.setattr(
-            executor, "launch", lambda plan: launched.append((len(added), len(plan.chunks))) or launch(plan)
+            executor, "launch", lambda plan: launched.append((len(added), len(plan.row_steps))) or launch(plan)
         )
         for _ in range(2):
             outputs = llm.generate(prompts, greedy_params(5), use_tqdm=False, priority=priority)

@@ -18,7 +18,7 @@ wait for each other.
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -38,7 +38,7 @@ class EmptyStep:
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
-    def sample(self, masks: Mapping[int, bytes]) -> None:
+    def sample(self, masks: Mapping[int, Sequence[bytes]]) -> None:
         """Nothing is sampled."""
 
     def wait(self) -> StepResult:
@@ -71,9 +71,6 @@ class EmptyRunner:
         if size not in self._results:
             self._results[size] = StepResult(tokens=[[1000 + number] for number in range(size)])
         return EmptyStep(self._results[size])
-
-    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
-        return [1.0]
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -225,7 +225,7 @@ def _until_all_decode(llm: "LLM", batch_size: int) -> None:
     while not llm.is_finished():
         llm.step()
         plan = llm.llm_engine.last_plan
-        if plan is not None and not plan.chunks and len(plan.decode_rows) == batch_size:
+        if plan is not None and not plan.row_steps and len(plan.decode_rows) == batch_size:
             return
     raise ConfigError(
         f"max_num_seqs={llm.config.max_num_seqs}: {batch_size} sequences never decode in one step; raise it, give the "

@@ -154,7 +154,7 @@ def serve(llm: "LLM", workload: "Workload") -> Run:
             plan = llm.llm_engine.last_plan
             if plan is not None:  # None while the first step is still running
                 num_steps += 1
-                num_decode_steps += not plan.chunks
+                num_decode_steps += not plan.row_steps
             if done:
                 bar.update(sum(len(output["token_ids"]) for output in done))
             if time.perf_counter() - shown > REFRESH_SECONDS:

@@ -119,6 +119,20 @@ class BlockManager:
                 appended.append(NewBlocks(seq.row, first, tuple(blocks[first:]), group))
         return appended
 
+    def extend(self, seq: Sequence, num_tokens: int) -> list[NewBlocks]:
+        """Blocks for the sequence's first `num_tokens` tokens, as far as every group has them available."""
+        if self.has_windows:
+            self._slide(seq)
+        for pool, table in zip(self.pools, seq.block_tables, strict=True):
+            num_tokens = min(num_tokens, (len(table.blocks) + pool.num_available) * self.block_size)
+        appended = []
+        for group, (pool, table) in enumerate(zip(self.pools, seq.block_tables, strict=True)):
+            new = tuple([pool.take() for _ in range(self.blocks_for(num_tokens) - len(table.blocks))])
+            if new:
+                appended.append(NewBlocks(seq.row, len(table.blocks), new, group))
+                table.blocks += new
+        return appended
+
     def _slide(self, seq: Sequence) -> None:
         """Free the blocks that neither the next token nor any later one can read.
 
@@ -167,8 +181,7 @@ class BlockManager:
 
     def _match(self, seq: Sequence) -> list[PrefixNode]:
         """The longest prefix that every group can serve, block by block, leaving at least one token to compute."""
-        wants_prompt_scores = seq.params.prompt_logprobs is not None and not seq.prompt_logprobs
-        if not self.enable_prefix_caching or wants_prompt_scores:
+        if not self.enable_prefix_caching or seq.needs_all_positions:
             return []
         nodes: list[PrefixNode] = []
         parent = self.prefixes.root

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import Config
 from nanovllm.engine.deltas import Delta
 from nanovllm.engine.intake import Intake
+from nanovllm.engine.proposer import Proposer
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.errors import EngineClosedError, EngineError, RequestError
+from nanovllm.errors import ConfigError, EngineClosedError, EngineError, RequestError
 from nanovllm.executor.head_start import head_start
 from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
@@ -26,13 +27,12 @@ if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
     from nanovllm.structured.compiler import Compiler
 
-POOLINGS = ("last", "mean")
-
 
 class LLMEngine:
     """An engine in this process: call `add_request`, then `step` until `is_finished`."""
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, *, proposer: Proposer | None = None, **options: Any) -> None:
+        """`options` are those of `Config`. `proposer` guesses next tokens, several of which a step then verifies."""
         self._closed: str | None = None
         self._cause: Exception | None = None  # the failure that closed the engine, if one did
         self.config = Config.from_options(None if model is None else str(model), options)
@@ -44,11 +44,12 @@ class LLMEngine:
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(path, description, self.config.tokenizer)
-        self._core: EngineCore = self._build_core(path)
+        self._core: EngineCore = self._build_core(path, proposer)
         self._requests: dict[str, Request] = {}
         self._of_seq: dict[Sequence, Request] = {}
         self._watched: dict[Sequence, Completion] = {}  # completions whose text is read after every step
         self._undelivered: dict[str, RequestOutput] = {}  # outputs of other callers' requests, for their next step()
+        self._embeddings: dict[str, list[float]] = {}  # finished ones, until they are taken
         self.eos_token_ids = frozenset(self.model_config.eos_token_ids)
         sizes = self._core.scheduler.config
         self._intake = Intake(
@@ -60,7 +61,9 @@ class LLMEngine:
         )
         self._num_added = 0
 
-    def _build_core(self, path: Path) -> "EngineCore":
+    def _build_core(self, path: Path, proposer: Proposer | None) -> "EngineCore":
+        if proposer is not None and self.model_config.keeps_row_state:
+            raise ConfigError("a proposer needs a model without state per sequence, which cannot be taken back")
         with collector_paused():
             from nanovllm.engine.core import EngineCore
             from nanovllm.executor.make import make_executor
@@ -76,7 +79,7 @@ class LLMEngine:
             groups=layout.groups(executor.num_blocks),
             keeps_row_state=self.model_config.keeps_row_state,
         )
-        return EngineCore(Scheduler(sizes), executor, depth=int(overlap))
+        return EngineCore(Scheduler(sizes, proposer=proposer), executor, depth=int(overlap))
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -94,10 +97,7 @@ class LLMEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: must be a SamplingParams")
-        self._num_added += 1
-        request_id = request_id or str(self._num_added - 1)
-        if request_id in self._requests:
-            raise RequestError(f"request_id={request_id!r}: a request of this name is still running")
+        request_id = self._new_id(request_id)
         text, token_ids, salt = read_prompt(prompt, self.tokenizer)
         self._intake.check_tokens(token_ids, params)
         seqs = self._intake.make_seqs(
@@ -110,6 +110,33 @@ class LLMEngine:
             self._of_seq[completion.seq] = request
             if stream or completion.detokenizer is not None:
                 self._watched[completion.seq] = completion
+        return request_id
+
+    def add_embedding(
+        self, token_ids: list[int], pooling: str = "last", *, request_id: str | None = None, priority: int = 0
+    ) -> str:
+        """Queue a text to be embedded and return the request's id, with which `take_embedding` returns the vector.
+
+        The vector is the hidden state of the last token ("last") or the mean of all ("mean"), at unit length.
+        """
+        self.check_open()
+        request_id = self._new_id(request_id)
+        seq = self._intake.make_pooling_seq(request_id, token_ids, pooling, arrival=self._num_added, priority=priority)
+        self._core.scheduler.add(seq)
+        self._requests[request_id] = self._of_seq[seq] = Request(
+            request_id, None, [seq], seq.params, None, stream=False
+        )
+        return request_id
+
+    def take_embedding(self, request_id: str) -> list[float] | None:
+        """Return a finished embedding, once; None while it is not finished."""
+        return self._embeddings.pop(request_id, None)
+
+    def _new_id(self, request_id: str | None) -> str:
+        self._num_added += 1
+        request_id = request_id or str(self._num_added - 1)
+        if request_id in self._requests:
+            raise RequestError(f"request_id={request_id!r}: a request of this name is still running")
         return request_id
 
     @property
@@ -126,6 +153,7 @@ class LLMEngine:
                     self._core.scheduler.abort(seq)
                 self._forget(request)
             self._undelivered.pop(name, None)
+            self._embeddings.pop(name, None)
 
     def is_finished(self) -> bool:
         return not self._requests and not self._undelivered
@@ -205,7 +233,7 @@ class LLMEngine:
     def _stamp(self, ended: list[Sequence], began: float) -> None:
         """Note when requests first ran and had their first token; only a step with prefill chunks brings such news."""
         plan = self._core.last_plan
-        if plan is None or not plan.chunks:
+        if plan is None or not plan.row_steps:
             return
         now = time.monotonic()
         for seq in self._core.scheduler.running + ended:
@@ -223,7 +251,9 @@ class LLMEngine:
             if request.finished:
                 request.metrics.finished_time = now
                 self._forget(request)
-        return changed
+                if request.seqs[0].pooling is not None:
+                    self._embeddings[request.request_id] = request.seqs[0].pooled
+        return [request for request in changed if request.seqs[0].pooling is None]
 
     def _read_watched(self) -> list[Sequence]:
         """Bring the texts up to date and end what met a stop string; the sequences that have new tokens."""
@@ -238,33 +268,6 @@ class LLMEngine:
                     self._core.scheduler.finish(seq, "stop", stop)
                 completion.stop_at(stop)
         return grown
-
-    def embed(self, token_ids: list[int], pooling: str = "last") -> list[float] | None:
-        """The hidden state behind the last token, or the mean of all, at unit length; None while blocks lack."""
-        self.check_open()
-        if pooling not in POOLINGS:
-            raise RequestError(f"pooling={pooling!r}: must be one of {', '.join(POOLINGS)}")
-        params = SamplingParams(prompt_logprobs=0)  # no token's hidden state may come out of the prefix cache
-        self._intake.check_tokens(token_ids, params)
-        blocks = self._core.scheduler.block_manager
-        room = [pool.num_blocks * blocks.block_size for pool in blocks.pools]
-        longest = min([self.max_model_len, *room])
-        if not 0 < len(token_ids) <= longest:
-            raise RequestError(
-                f"the input has {len(token_ids)} tokens: at least 1 and at most {longest} can be embedded"
-            )
-        seq = Sequence("", token_ids, params, max_num_tokens=len(token_ids))
-        if not blocks.allocate(seq):
-            return None
-        try:
-            if blocks.cover(seq, len(token_ids)) < len(token_ids):
-                return None
-            return self._core.executor.embed(token_ids, [table.blocks for table in seq.block_tables], pooling)
-        except EngineError as error:
-            self._fail(error)
-            raise
-        finally:
-            blocks.free(seq)
 
     # --- open and close -----------------------------------------------------------------------------------------------
 
@@ -305,13 +308,16 @@ class LLMEngine:
 
         self._drop_requests()
         old = self._core
-        self._core = EngineCore(Scheduler(old.scheduler.config), old.executor, depth=old.depth)
+        self._core = EngineCore(
+            Scheduler(old.scheduler.config, proposer=old.scheduler.proposer), old.executor, depth=old.depth
+        )
 
     def _drop_requests(self) -> None:
         self._requests.clear()
         self._of_seq.clear()
         self._watched.clear()
         self._undelivered.clear()
+        self._embeddings.clear()
 
     def check_open(self) -> None:
         """Raise EngineClosedError if the engine was closed."""

@@ -1,12 +1,13 @@
-"""What runs in the next step: continuous batching under a token budget, from lengths alone.
+"""Which sequences run in the next step: continuous batching under a token budget, from lengths alone.
 
-Every step: first each decoding sequence advances by one token, then prefill chunks fill what is left of the budget,
-then waiting sequences are admitted. Out of blocks, the newest sequence is preempted: it gives back its blocks, goes to
-the head of the queue and is computed again later, mostly from the prefix cache. The oldest one is never preempted for
-another, so it always advances, and so everything ends.
+In every step, first each decoding sequence advances by one token (or, with a proposer, verifies several), then prompt
+chunks fill what is left of the budget, then waiting sequences are admitted. If there are no free blocks, the newest
+sequence is preempted: its blocks are freed, it returns to the head of the queue and is computed again later, mostly
+from the prefix cache. The oldest sequence is never preempted for another one, so it always advances and every request
+finishes.
 
-Two rules make it safe to schedule a step before the last one's tokens are known: a token that arrives for a sequence
-that already ended is dropped; a sequence with a token in flight is never preempted, it rests for a step and is
+Two rules make it safe to schedule a step before the tokens of the last one are known: a token that arrives for a
+finished sequence is dropped, and a sequence with a token in flight is never preempted: it rests for one step and is
 preempted then.
 """
 
@@ -17,30 +18,44 @@ from dataclasses import dataclass, replace
 
 from nanovllm.config import SchedulerConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.proposer import Proposer
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import RequestError
-from nanovllm.plan import NewBlocks, NewRow, SeqPlan, StepPlan, StepResult
+from nanovllm.plan import NewBlocks, NewRow, RowStep, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledRow:
+    """A RowStep and its sequence."""
+
     seq: Sequence
-    plan: SeqPlan
-    num_preemptions: int  # of the sequence then: a chunk of an earlier life says nothing about the present blocks
+    step: RowStep
+    num_preemptions: int  # of the sequence when this was scheduled: a later preemption makes the result worthless
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A plan with the sequences behind its rows, kept until its result comes."""
+    """A plan and the sequences of its rows, kept until its result comes."""
 
     plan: StepPlan
-    decodes: tuple[Sequence, ...]
-    chunks: tuple[ScheduledChunk, ...] = ()
+    decodes: tuple[Sequence, ...]  # of plan.decode_rows
+    rows: tuple[ScheduledRow, ...] = ()  # of plan.row_steps
+
+    def sampled(self) -> tuple[Sequence, ...]:
+        """The sequences that sample, in the order of the result's tokens."""
+        return self.decodes + tuple([row.seq for row in self.rows if row.step.num_sampled])
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, block_manager: BlockManager | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        block_manager: BlockManager | None = None,
+        *,
+        proposer: Proposer | None = None,
+    ) -> None:
         self.config = config
+        self.proposer = proposer
         self.block_manager = block_manager or BlockManager(
             groups=config.groups,
             block_size=config.block_size,
@@ -52,9 +67,10 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_guided = 0  # running sequences with a guide
         self._rows = list(range(config.max_num_seqs, 0, -1))  # free rows of the device tables
-        self._decode_rows: tuple[int, ...] = ()  # of the last step that was put together
+        self._decode_rows: tuple[int, ...] = ()  # of the last step that was not a repetition
         self._in_flight: deque[ScheduledStep] = deque()
         self._steady: ScheduledStep | None = None  # the step that repeats while nothing changes
+        self._num_masks: dict[Sequence, int] = {}  # of guided verifications in flight: how many tokens may be kept
 
     # --- requests come and go -----------------------------------------------------------------------------------------
 
@@ -63,7 +79,7 @@ class Scheduler:
         config = self.config
         if seq.num_tokens == 0:
             raise RequestError("the prompt is empty: at least one token is needed to continue from")
-        if seq.num_tokens >= config.max_model_len:
+        if seq.num_tokens >= config.max_model_len + (seq.pooling is not None):
             raise RequestError(
                 f"the prompt has {seq.num_tokens} tokens, and max_model_len={config.max_model_len} must also hold at "
                 "least one new token: shorten the prompt or raise max_model_len"
@@ -107,7 +123,7 @@ class Scheduler:
     # --- schedule -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can be launched before a result has come back."""
+        """Return the next step, or None if nothing can be launched before a result has come back."""
         at_event = [seq for seq in self.decoding if seq.num_computed_tokens >= seq.event_at]
         idle = not self.prefilling and (not self.waiting or not self._rows)
         if self._steady is not None and not at_event and idle:
@@ -121,14 +137,16 @@ class Scheduler:
             at_event.sort(key=lambda seq: seq.order)
         resting, new_blocks = self._handle_events(at_event)
         decodes = tuple(seq for seq in self.decoding if seq not in resting) if resting else tuple(self.decoding)
+        budget = self.config.max_num_batched_tokens - len(decodes)
+        rows: list[ScheduledRow] = []
+        if self.proposer is not None:
+            decodes, rows = self._propose(decodes, self.proposer, budget, new_blocks)
+            budget -= sum([len(row.step.proposed) for row in rows])
         self._advance(decodes, 1)
-        chunks, new_rows = self._prefill(
-            budget=self.config.max_num_batched_tokens - len(decodes),
-            may_admit=num_preemptions == self.num_preemptions or not decodes,
-            resting=resting,
-            new_blocks=new_blocks,
-        )
-        if not decodes and not chunks:
+        may_admit = num_preemptions == self.num_preemptions or not (decodes or rows)
+        chunks, new_rows = self._prefill(budget=budget, may_admit=may_admit, resting=resting, new_blocks=new_blocks)
+        rows += chunks
+        if not decodes and not rows:
             return None
         decode_rows = tuple([seq.row for seq in decodes])
         if decode_rows != self._decode_rows:  # else the very same tuple says that the device knows them
@@ -136,27 +154,34 @@ class Scheduler:
         step = ScheduledStep(
             plan=StepPlan(
                 decode_rows=self._decode_rows,
-                chunks=tuple([chunk.plan for chunk in chunks]),
+                row_steps=tuple([row.step for row in rows]),
                 new_rows=tuple(new_rows),
                 new_blocks=tuple(new_blocks),
-                guided_rows=self._guided_rows(decodes, chunks) if self._num_guided else (),
+                guided_rows=self._guided_rows(decodes, rows) if self._num_guided else (),
             ),
             decodes=decodes,
-            chunks=tuple(chunks),
+            rows=tuple(rows),
         )
         self._steady = None
-        if not chunks and not resting:
+        if not rows and not resting and self.proposer is None:
             self._steady = ScheduledStep(replace(step.plan, new_blocks=()), decodes) if new_blocks else step
         self._in_flight.append(step)
         return step.plan
 
     def _handle_events(self, at_event: list[Sequence]) -> tuple[set[Sequence], list[NewBlocks]]:
-        """Sequences that cannot simply advance: who has to sit this step out, and the blocks the others got."""
+        """Handle sequences that need a block or whose last token is in flight.
+
+        Returns the sequences that rest in this step, and the blocks that the others were given.
+        """
         resting: set[Sequence] = set()
         new_blocks: list[NewBlocks] = []
+        if self.proposer is not None:  # proposals continue known tokens
+            resting.update([seq for seq in self.decoding if seq.has_token_in_flight])
         for seq in at_event:
             if seq.status is not SequenceStatus.RUNNING:
                 continue  # preempted for an older one just now
+            if seq in resting:
+                continue
             if seq.num_computed_tokens >= seq.max_num_tokens - 1 and seq.has_token_in_flight:
                 resting.add(seq)  # its last token is in flight
             else:
@@ -164,7 +189,7 @@ class Scheduler:
         return {seq for seq in resting if seq.status is SequenceStatus.RUNNING}, new_blocks
 
     def _grow(self, seq: Sequence, resting: set[Sequence]) -> list[NewBlocks]:
-        """Blocks for the next token of `seq`, preempting the newest sequences for them if need be."""
+        """Give `seq` blocks for its next token, preempting the newest sequences for them if there are none."""
         while (new_blocks := self.block_manager.append(seq)) is None:
             victim = max(self.running, key=lambda seq: seq.order)
             if victim.has_token_in_flight:
@@ -177,7 +202,7 @@ class Scheduler:
         return new_blocks
 
     def preempt(self, seq: Sequence) -> None:
-        """Take everything from a running sequence; it starts over from its known tokens."""
+        """Return a running sequence to the queue. It starts again from its known tokens."""
         assert not seq.has_token_in_flight
         self._leave_running(seq)
         seq.status = SequenceStatus.WAITING
@@ -187,24 +212,50 @@ class Scheduler:
             seq.prompt_logprobs = []
         insort(self.waiting, seq, key=lambda seq: seq.order)
 
+    def _propose(
+        self, seqs: tuple[Sequence, ...], proposer: Proposer, budget: int, new_blocks: list[NewBlocks]
+    ) -> tuple[tuple[Sequence, ...], list[ScheduledRow]]:
+        """Ask for proposals for these sequences; returns those that simply decode, and the others' rows.
+
+        `budget` is the number of tokens that may be proposed in this step. `new_blocks` is added to.
+        """
+        decodes: list[Sequence] = []
+        rows: list[ScheduledRow] = []
+        for seq in seqs:
+            room = min(budget, seq.max_num_tokens - seq.num_tokens - 1)  # one token is sampled beyond the proposed ones
+            proposed = tuple(proposer.propose(seq.token_ids, room)[:room]) if room > 0 else ()
+            new_blocks += self.block_manager.extend(seq, seq.num_tokens + len(proposed))
+            self._set_event(seq)
+            proposed = proposed[: self._num_covered(seq) - seq.num_tokens]
+            budget -= len(proposed)
+            if proposed or seq.was_verified:
+                num_new = 1 + len(proposed)
+                step = RowStep(seq.row, seq.num_tokens - 1, num_new, num_sampled=num_new, proposed=proposed)
+                rows.append(ScheduledRow(seq, step, seq.num_preemptions))
+                self._advance((seq,), 1)
+                seq.was_verified = bool(proposed)
+            else:
+                decodes.append(seq)
+        return tuple(decodes), rows
+
     def _prefill(
         self, *, budget: int, may_admit: bool, resting: set[Sequence], new_blocks: list[NewBlocks]
-    ) -> tuple[list[ScheduledChunk], list[NewRow]]:
+    ) -> tuple[list[ScheduledRow], list[NewRow]]:
         """Chunks of running sequences and of those that are admitted; their blocks are added to `new_blocks`."""
-        chunks: list[ScheduledChunk] = []
+        chunks: list[ScheduledRow] = []
         new_rows: list[NewRow] = []
         for seq in list(self.prefilling):
             if budget and seq not in resting:
                 lengths = [len(table.blocks) for table in seq.block_tables]
                 chunks.append(self._chunk(seq, budget))
                 new_blocks += _appended(seq, lengths)
-                budget -= chunks[-1].plan.num_new
+                budget -= chunks[-1].step.num_new
         while budget and may_admit and self.waiting and self._rows and self.block_manager.allocate(self.waiting[0]):
             seq = self.waiting.pop(0)
             self._admit(seq)
             chunks.append(self._chunk(seq, budget))
             new_rows.append(self._new_row(seq))
-            budget -= chunks[-1].plan.num_new
+            budget -= chunks[-1].step.num_new
         return chunks, new_rows
 
     def _admit(self, seq: Sequence) -> None:
@@ -212,6 +263,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
         seq.row = self._rows.pop()
+        seq.was_verified = False
         self._num_guided += seq.guide is not None
         self._set_check(seq)
         insort(self.prefilling, seq, key=lambda seq: seq.order)
@@ -228,15 +280,14 @@ class Scheduler:
             bad_words=seq.bad_words,
         )
 
-    def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk:
-        """As many of the sequence's uncomputed tokens as the budget and the blocks allow; with the last one it starts
-        to decode."""
+    def _chunk(self, seq: Sequence, budget: int) -> ScheduledRow:
+        """Schedule as many uncomputed tokens as budget and blocks allow. With the last one it starts to decode."""
         start = seq.num_computed_tokens
         num_new = min(seq.num_tokens - start, budget)
         num_new = self.block_manager.cover(seq, start + num_new) - start
         self._advance((seq,), num_new)
-        samples = seq.num_computed_tokens == seq.num_tokens
-        if samples:
+        is_last = seq.num_computed_tokens == seq.num_tokens
+        if is_last:
             self._set_event(seq)
             if self.block_manager.has_windows:
                 seq.event_at = seq.num_computed_tokens  # the next step frees what has left the windows with this chunk
@@ -244,20 +295,33 @@ class Scheduler:
             insort(self.decoding, seq, key=lambda seq: seq.order)
         unscored = len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1
         num_prompt_logprobs = seq.params.prompt_logprobs if unscored else None
-        plan = SeqPlan(seq.row, start, num_new, samples, num_prompt_logprobs)
-        return ScheduledChunk(seq, plan, seq.num_preemptions)
+        step = RowStep(
+            seq.row,
+            start,
+            num_new,
+            num_sampled=int(is_last and seq.pooling is None),
+            pooling=seq.pooling,
+            num_prompt_logprobs=num_prompt_logprobs,
+        )
+        return ScheduledRow(seq, step, seq.num_preemptions)
 
     # --- guided sequences ---------------------------------------------------------------------------------------------
 
-    def _guided_rows(self, decodes: tuple[Sequence, ...], chunks: list[ScheduledChunk]) -> tuple[int, ...]:
-        sampled = [*decodes, *(chunk.seq for chunk in chunks if chunk.plan.samples)]
+    def _guided_rows(self, decodes: tuple[Sequence, ...], rows: list[ScheduledRow]) -> tuple[int, ...]:
+        sampled = [*decodes, *(row.seq for row in rows if row.step.num_sampled)]
         return tuple([seq.row for seq in sampled if seq.guide is not None])
 
-    def masks(self) -> tuple[dict[int, bytes], list[Sequence]]:
-        """What the guided rows of the step launched last may sample, once the results of all steps before it are in;
-        and the sequences that ended because their guides cannot go on. A sequence that has ended needs no mask."""
-        guided = set(self._in_flight[-1].plan.guided_rows)
-        masks: dict[int, bytes] = {}
+    def masks(self) -> tuple[dict[int, list[bytes]], list[Sequence]]:
+        """Return the masks of the step launched last, and the sequences that ended because their guide gave up.
+
+        Must be called when the results of all earlier steps are in. By row, a mask for each sampled position: one bit
+        per token, low bits first. A verification has fewer masks if the grammar refuses a proposed token: no token is
+        kept after such a position. A sequence that has ended needs no mask.
+        """
+        step = self._in_flight[-1]
+        guided = set(step.plan.guided_rows)
+        proposed = {row.seq: row.step.proposed for row in step.rows if row.step.proposed}
+        masks: dict[int, list[bytes]] = {}
         ended: list[Sequence] = []
         for seq in [seq for seq in self.decoding if seq.row in guided]:
             assert seq.guide is not None
@@ -265,14 +329,17 @@ class Scheduler:
             if mask is None:
                 self.finish(seq, "error")
                 ended.append(seq)
-            else:
-                masks[seq.row] = mask
+                continue
+            masks[seq.row] = [mask]
+            if seq in proposed:
+                masks[seq.row] += seq.guide.masks_after_proposed(proposed[seq])
+                self._num_masks[seq] = len(masks[seq.row])
         return masks, ended
 
     # --- update -------------------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
-        """Take in the result of the oldest launched step; returns the sequences that ended with it."""
+        """Apply the result of the oldest launched step; returns the sequences that ended with it."""
         step = self._in_flight.popleft()
         assert step.plan is plan, "results must come back in the order of their plans"
         ended: list[Sequence] = []
@@ -286,27 +353,32 @@ class Scheduler:
             seq.token_ids += tokens
             if len(seq.token_ids) >= seq.check_at or tokens[0] in seq.stop_token_ids:
                 self._check(seq, ended)
-        if step.chunks:
-            self._update_chunks(step, result, ended)
+        if step.rows:
+            self._update_rows(step, result, ended)
         if result.logprobs:
             self._keep_logprobs(step, result)
         return ended
 
-    def _update_chunks(self, step: ScheduledStep, result: StepResult, ended: list[Sequence]) -> None:
+    def _update_rows(self, step: ScheduledStep, result: StepResult, ended: list[Sequence]) -> None:
         sampled = iter(result.tokens[len(step.decodes) :])
-        for chunk in step.chunks:
-            seq = chunk.seq
-            tokens = next(sampled) if chunk.plan.samples else []
-            if seq.status is not SequenceStatus.RUNNING or seq.num_preemptions != chunk.num_preemptions:
+        for row in step.rows:
+            seq = row.seq
+            tokens = next(sampled) if row.step.num_sampled else []
+            tokens = tokens[: self._num_masks.pop(seq, len(tokens))]
+            if seq.status is not SequenceStatus.RUNNING or seq.num_preemptions != row.num_preemptions:
                 continue
             seq.prompt_logprobs += result.prompt_logprobs.get(seq.row, ())
-            self.block_manager.cache_full_blocks(seq, chunk.plan.start + chunk.plan.num_new)
-            if chunk.plan.samples:
+            self.block_manager.cache_full_blocks(seq, row.step.num_known)
+            if seq.row in result.pooled:
+                seq.pooled = result.pooled[seq.row]
+                self.finish(seq, "stop")
+                ended.append(seq)
+            if row.step.num_sampled:
                 self._append(seq, tokens, ended)
                 self._release_followers(seq)
 
     def _keep_logprobs(self, step: ScheduledStep, result: StepResult) -> None:
-        sampled = step.decodes + tuple(chunk.seq for chunk in step.chunks if chunk.plan.samples)
+        sampled = step.sampled()
         for index, logprobs in result.logprobs.items():
             seq = sampled[index]
             seq.logprobs += logprobs[: seq.num_completion_tokens - len(seq.logprobs)]  # the others were dropped above
@@ -323,7 +395,7 @@ class Scheduler:
         self._check(seq, ended)
 
     def _check(self, seq: Sequence, ended: list[Sequence]) -> None:
-        """A block may be full, and the sequence may have ended with its newest token."""
+        """Register full blocks with the prefix cache and end the sequence if its newest token is its last."""
         self.block_manager.cache_full_blocks(seq, seq.num_tokens - 1)  # the newest token is not computed yet
         self._set_check(seq)
         token = seq.token_ids[-1]
@@ -342,9 +414,11 @@ class Scheduler:
             seq.num_computed_tokens += num_tokens
 
     def _set_event(self, seq: Sequence) -> None:
-        # every group has as many blocks, since all of them cover the same tokens
-        covered = len(seq.block_tables[0].blocks) * self.config.block_size if seq.block_tables else seq.max_num_tokens
-        seq.event_at = min(covered, seq.max_num_tokens - 1)
+        seq.event_at = min(self._num_covered(seq), seq.max_num_tokens - 1)
+
+    def _num_covered(self, seq: Sequence) -> int:
+        """For how many tokens the sequence has blocks; the same in every group."""
+        return len(seq.block_tables[0].blocks) * self.config.block_size if seq.block_tables else seq.max_num_tokens
 
     def _set_check(self, seq: Sequence) -> None:
         seq.check_at = seq.max_num_tokens

@@ -1,4 +1,4 @@
-"""One completion of one prompt: the host's truth about it."""
+"""One completion of one prompt, as the scheduler sees it."""
 
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
@@ -16,15 +16,23 @@ class SequenceStatus(Enum):
 
 
 class Guide(Protocol):
-    """Says which tokens may come next in a completion that must have a given form."""
+    """Decides which tokens may come next in a completion that must follow a grammar.
+
+    A mask has one bit per token, low bits first.
+    """
 
     @property
     def num_tokens(self) -> int:
-        """Of the completion, already followed."""
+        """How many tokens of the completion it has followed."""
         ...
 
     def mask_after(self, new_tokens: Seq[int]) -> bytes | None:
-        """A bit a token, low bits first, of what may come behind these; None if that cannot be said any more."""
+        """Follow these tokens and return the mask of the next one; None if the grammar cannot be followed further."""
+        ...
+
+    def masks_after_proposed(self, proposed: Seq[int]) -> list[bytes]:
+        """Return the masks after each of these tokens in turn, as far as the grammar allows them, without following
+        them."""
         ...
 
 
@@ -47,8 +55,8 @@ class Sequence:
 
     Three lengths that are easily confused:
       num_tokens           tokens whose value the host knows (prompt and generated)
-      num_computed_tokens  positions whose KV is computed or already launched; it runs ahead of the host, so
-                           `num_computed_tokens >= num_tokens` says that a sampled token is still in flight
+      num_computed_tokens  positions whose KV is computed or launched, proposed tokens not counted; if it is not
+                           smaller than `num_tokens`, a sampled token is still in flight
       num_cached_tokens    prompt positions that were found in the prefix cache when the sequence first ran
     """
 
@@ -72,6 +80,8 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "pooled",
+        "pooling",
         "prefix",
         "priority",
         "prompt_logprobs",
@@ -82,6 +92,7 @@ class Sequence:
         "stop_reason",
         "stop_token_ids",
         "token_ids",
+        "was_verified",
     )
 
     def __init__(
@@ -99,6 +110,7 @@ class Sequence:
         cache_salt: str | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
         guide: Guide | None = None,
+        pooling: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -110,6 +122,7 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.bad_words = bad_words
         self.guide = guide
+        self.pooling = pooling  # "last" or "mean": the sequence ends with one vector for its prompt, without new tokens
         self.priority = priority  # smaller runs first
         self.arrival = arrival
         self.cache_salt = cache_salt
@@ -125,15 +138,17 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.was_verified = False  # the last step of its row verified proposed tokens
         # the full blocks known to the prefix cache: how many, and the last of them, while running
         self.num_cached_blocks = 0
         self.prefix: PrefixNode
-        # `num_computed_tokens` at which scheduling needs a look (new block, length reached), and `num_tokens` at
-        # which updating does (block full, length reached): one comparison a step each
+        # `num_computed_tokens` from which schedule() must look at it (new block, length reached), and `num_tokens` from
+        # which update() must (block full, length reached): one comparison each per step
         self.event_at = 0
         self.check_at = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.pooled: list[float] = []
 
     @property
     def num_tokens(self) -> int:
@@ -156,8 +171,13 @@ class Sequence:
         return self.num_computed_tokens >= self.num_tokens
 
     @property
+    def needs_all_positions(self) -> bool:
+        """Whether every prompt position must be computed, so that none can come from the prefix cache."""
+        return self.pooling == "mean" or (self.params.prompt_logprobs is not None and not self.prompt_logprobs)
+
+    @property
     def order(self) -> tuple[int, int, int]:
-        """Who goes first, and who is preempted last."""
+        """Sort key: smaller runs first and is preempted last."""
         return (self.priority, self.arrival, self.index)
 
     def __repr__(self) -> str:

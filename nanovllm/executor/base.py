@@ -1,6 +1,6 @@
 """The interface between the control plane and what runs the model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from nanovllm.plan import StepPlan, StepResult
@@ -9,9 +9,12 @@ from nanovllm.plan import StepPlan, StepResult
 class StepHandle(Protocol):
     """A step that was launched."""
 
-    def sample(self, masks: Mapping[int, bytes]) -> None:
-        """Set the tokens that each guided row may sample: one bit per token, lowest bit first. For a plan with guided
-        rows, call it before the next launch. A guided row without a mask has ended; its token will be dropped."""
+    def sample(self, masks: Mapping[int, Sequence[bytes]]) -> None:
+        """Sample, with these masks; called once for a plan with guided rows, before the next launch.
+
+        `masks` has the tokens that each guided row may sample: a mask for each sampled position, one bit per token, low
+        bits first. A guided row without a mask has ended, and its token will be dropped.
+        """
         ...
 
     def wait(self) -> StepResult:
@@ -26,10 +29,6 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue a step; steps run in the order of their launch."""
-        ...
-
-    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
-        """The pooled hidden state of a text, computed in blocks that the caller lends."""
         ...
 
     def check(self) -> None:

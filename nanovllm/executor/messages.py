@@ -45,7 +45,7 @@ class Launch(_Message):
 class Sample(_Message):
     """Masks of the tokens that the guided rows of the last launched plan may sample."""
 
-    masks: dict[int, bytes]
+    masks: dict[int, list[bytes]]
 
 
 class Wait(_Message):
@@ -56,18 +56,11 @@ class Wait(_Message):
     num_later: int
 
 
-class Embed(_Message):
-    call: int
-    token_ids: list[int]
-    block_tables: list[list[int]]
-    pooling: str
-
-
 class Stop(_Message):
     """Free all memory and end."""
 
 
-Command = Open | Start | Launch | Sample | Wait | Embed | Stop
+Command = Open | Start | Launch | Sample | Wait | Stop
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -88,7 +81,6 @@ class Answer(_Message):
     call: int
     checksum: int  # of all tokens in results so far
     result: StepResult | None = None
-    embedding: list[float] | None = None
 
 
 class Failed(_Message):

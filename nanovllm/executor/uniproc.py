@@ -19,9 +19,6 @@ class UniprocExecutor:
     def launch(self, plan: StepPlan) -> StepHandle:
         return self._runner.launch(plan)
 
-    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
-        return self._runner.embed(token_ids, block_tables, pooling)
-
     def check(self) -> None:
         """Nothing can fail between steps: the model runs in this process."""
 

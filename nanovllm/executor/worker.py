@@ -21,7 +21,6 @@ from nanovllm.executor.base import StepHandle
 from nanovllm.executor.messages import (
     Answer,
     Command,
-    Embed,
     Failed,
     Launch,
     Open,
@@ -49,7 +48,6 @@ class Runner(Protocol):
     @property
     def startup_seconds(self) -> dict[str, float]: ...
     def launch(self, plan: StepPlan) -> StepHandle: ...
-    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]: ...
     def close(self) -> None: ...
 
 
@@ -109,9 +107,6 @@ class Worker:
                 self._steps[-1].sample(masks)
             case Wait(call, num_later):
                 return self._wait(call, num_later)
-            case Embed(call, token_ids, block_tables, pooling):
-                embedding = self._runner.embed(token_ids, block_tables, pooling)
-                return Answer(call, self._checksum, embedding=embedding if self._reports else None)
             case Open(host):
                 self._store = self._model.open_store(host)
                 return Opened(self._store.port)
@@ -168,7 +163,6 @@ class _ModelRank:
         self.num_blocks = self._runner.cache_size.num_blocks
         self.startup_seconds = self._runner.phases.seconds
         self.launch = self._runner.launch
-        self.embed = self._runner.embed
 
     def close(self) -> None:
         self._runner.close()

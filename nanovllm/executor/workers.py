@@ -18,7 +18,6 @@ from nanovllm.errors import EngineClosedError, EngineError, NanoError, raised_el
 from nanovllm.executor.messages import (
     Answer,
     Command,
-    Embed,
     Failed,
     Launch,
     Lost,
@@ -148,9 +147,9 @@ class WorkersExecutor:
         before.call = self._next_call()
         return to_frame(Wait(before.call, num_later=1))
 
-    def sample(self, masks: Mapping[int, bytes]) -> None:
+    def sample(self, masks: Mapping[int, Sequence[bytes]]) -> None:
         self._check_open()
-        self._send(Sample(dict(masks)), self._all_ranks)
+        self._send(Sample({row: list(each) for row, each in masks.items()}), self._all_ranks)
 
     def wait(self, step: "WorkersStep") -> StepResult:
         self._check_open()
@@ -160,14 +159,6 @@ class WorkersExecutor:
         result = self._answer(step.call).result
         assert result is not None
         return result
-
-    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
-        self._check_open()
-        call = self._next_call()
-        self._send(Embed(call, token_ids, block_tables, pooling), self._all_ranks)
-        embedding = self._answer(call).embedding
-        assert embedding is not None
-        return embedding
 
     def _next_call(self) -> int:
         self._num_calls += 1
@@ -268,7 +259,7 @@ class WorkersStep:
         self.sampled = sampled  # no masks are missing
         self.call: int | None = None  # of the `Wait` command, once sent
 
-    def sample(self, masks: Mapping[int, bytes]) -> None:
+    def sample(self, masks: Mapping[int, Sequence[bytes]]) -> None:
         self._executor.sample(masks)
         self.sampled = True
 

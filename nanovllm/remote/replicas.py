@@ -181,7 +181,7 @@ class Fleet:
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         for last_try in tries():
-            replica = self._route((), None)  # an embedding does not use the prefix cache
+            replica = self._route((), None)  # by load alone
             try:
                 return await replica.client.embed(token_ids, pooling)
             except EngineClosedError:

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from contextlib import suppress
 
 import msgspec
@@ -78,7 +77,7 @@ class Service:
         self._connection = connection
         self._open = True
         self._compile_pool = CompilePool(when_done=connection.wake)
-        self._embeds: deque[Embed] = deque()  # those that wait for blocks
+        self._embeddings: dict[str, int] = {}  # calls to answer, by request id
         self._views: ViewRecorder | None = None  # while somebody watches
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
@@ -92,7 +91,6 @@ class Service:
                 self._add(request)
             if self._engine.has_work:
                 self._step()
-            self._embed()
             if self._views is not None and self._views.seconds_to_next() == 0:
                 self._connection.send(View(self._views.take(self._engine.scheduler, self._stats())))
 
@@ -111,6 +109,7 @@ class Service:
         deltas = self._engine.step_deltas()
         self._num_generation_tokens += sum([len(delta.token_ids) for delta in deltas])
         self._connection.send(StepDone(deltas))
+        self._answer_embeddings()
         if self._views is not None and (plan := self._engine.last_plan) is not None:
             self._views.record_step(plan, seconds=began - self._began, duration=time.monotonic() - began)
 
@@ -130,7 +129,7 @@ class Service:
                 self._engine.reset_prefix_cache()
                 self._connection.send(Answer(call))
             case Embed():
-                self._embeds.append(command)
+                self._embed(command)
             case Watch(on):
                 self._views = (self._views or ViewRecorder()) if on else None
             case Ping():
@@ -157,18 +156,21 @@ class Service:
         else:
             self._num_prompt_tokens += len(command.token_ids)
 
-    def _embed(self) -> None:
-        """Compute embeddings in the order of their commands, as long as there are free blocks for them."""
-        while self._embeds:
-            wanted = self._embeds[0]
-            try:
-                embedding = self._engine.embed(wanted.token_ids, wanted.pooling)
-                if embedding is None:
-                    return
-                self._connection.send(Answer(wanted.call, embedding=embedding))
-            except RequestError as error:
-                self._connection.send(Answer(wanted.call, refusal=str(error)))
-            self._embeds.popleft()
+    def _embed(self, command: Embed) -> None:
+        name = f"embedding {command.call}"
+        try:
+            self._engine.add_embedding(command.token_ids, command.pooling, request_id=name)
+        except RequestError as error:
+            self._connection.send(Answer(command.call, refusal=str(error)))
+        else:
+            self._embeddings[name] = command.call
+
+    def _answer_embeddings(self) -> None:
+        for name, call in list(self._embeddings.items()):
+            embedding = self._engine.take_embedding(name)
+            if embedding is not None:
+                del self._embeddings[name]
+                self._connection.send(Answer(call, embedding=embedding))
 
     def _stats(self) -> EngineStats:
         scheduler, blocks = self._engine.scheduler, self._engine.scheduler.block_manager

@@ -30,7 +30,7 @@ class ViewRecorder:
 
     def record_step(self, plan: StepPlan, *, seconds: float, duration: float) -> None:
         """Add a step that began `seconds` after the engine's start and took `duration` seconds."""
-        num_prefill_tokens = sum(chunk.num_new for chunk in plan.chunks)
+        num_prefill_tokens = plan.num_prompt_tokens
         self._steps.append(StepView(seconds, num_prefill_tokens, len(plan.decode_rows), 1000 * duration))
         self.changed = True
 

@@ -78,7 +78,7 @@ class DecodeStep:
         self._graphs = None if eager else Graphs(device)
 
     def size_for(self, num_rows: int) -> int:
-        return self._sizes[bisect_left(self._sizes, num_rows)]
+        return self._sizes[bisect_left(self._sizes, num_rows)] if num_rows <= self._sizes[-1] else num_rows
 
     def run(self, kind: StepKind, states: list[Any]) -> Tensor | None:
         """[size] tokens or [size, vocab] logits, valid until the next run; None for logits of another rank."""

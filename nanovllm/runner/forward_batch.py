@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend, BatchGeometry
 from nanovllm.layers.step import Sequences, Step
 from nanovllm.plan import StepPlan
-from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.request_table import RequestTable, SampledPositions
 from nanovllm.runner.upload import Upload
 
 
@@ -17,14 +17,20 @@ class ForwardBatch:
     rows: Tensor  # [num_tokens] int32 row of the request table that each token belongs to
     positions: Tensor  # [num_tokens] int32
     step: Step  # as the layers see it
-    sampled_rows: Tensor | None  # [num_sampled] int32 rows of the request table; None = nobody samples
-    logits_rows: Tensor | None  # [head_size] int32 token index of each sampling row, padded; None = every token samples
-    first_tokens: np.ndarray  # [num_decodes + num_chunks] token index of each sequence's first token, on the host
+    sampled_rows: Tensor | None  # [num_sampled] int32 rows of the request table; None = nothing is sampled
+    sampled: SampledPositions | None  # None = every sampled row samples one token, after its last one
+    logits_rows: Tensor | None  # [head_size] int32 token index of each sampled position, padded; None = all tokens
+    first_tokens: np.ndarray  # [num_decodes + num_row_steps] token index of each sequence's first token, on the host
 
 
 def step_capacity(*, max_num_tokens: int, max_num_seqs: int) -> int:
-    """Integers that a step may upload: a row and a position a token, and what describes sequences and their tiles."""
+    """Integers that a step may upload: row and position of each token, and what describes sequences and their tiles."""
     return 4 * max_num_tokens + 16 * max_num_seqs
+
+
+def extra_capacity(plan: StepPlan) -> int:
+    """What verifications add to that: four integers for each sampled position."""
+    return 4 * sum(step.num_sampled for step in plan.row_steps if step.proposed)
 
 
 def build_batch(
@@ -38,22 +44,21 @@ def build_batch(
 ) -> ForwardBatch:
     """Tensors are valid once `upload` is sent.
 
-    `head_size`: how many rows get logits, padding included. `keeps_row_state`: a layer of the model does.
+    `head_size` is the number of rows that get logits, with padding. `keeps_row_state`: a layer of the model does.
     """
     num_decodes = len(plan.decode_rows)
-    rows = np.array(plan.decode_rows + tuple(chunk.row for chunk in plan.chunks), dtype=np.int64)
+    rows = np.array(plan.decode_rows + tuple(step.row for step in plan.row_steps), dtype=np.int64)
     starts = table.host_length[rows] - 1
     num_new = np.ones(len(rows), dtype=np.int64)
-    for index, chunk in enumerate(plan.chunks, num_decodes):
-        starts[index], num_new[index] = chunk.start, chunk.num_new
+    num_sampled = np.ones(len(rows), dtype=np.int64)
+    for index, step in enumerate(plan.row_steps, num_decodes):
+        starts[index], num_new[index], num_sampled[index] = step.start, step.num_new, step.num_sampled
     first_tokens = np.cumsum(num_new) - num_new
     seqs = np.repeat(np.arange(len(rows)), num_new)
     positions = starts[seqs] + np.arange(len(seqs)) - first_tokens[seqs]
-    samples = np.ones(len(rows), dtype=bool)
-    samples[num_decodes:] = [chunk.samples for chunk in plan.chunks]
-    num_sampled = int(samples.sum())
+    sampled_seqs, sampled_tokens = _sampled(first_tokens + num_new, num_sampled)
     logits_rows = np.zeros(head_size, dtype=np.int64)
-    logits_rows[:num_sampled] = (first_tokens + num_new - 1)[samples]
+    logits_rows[: len(sampled_tokens)] = sampled_tokens
 
     num_blocks = int((starts + num_new - 1).max()) // table.block_size + 1
     device_rows, device_positions = upload.add(rows[seqs]), upload.add(positions)
@@ -73,11 +78,23 @@ def build_batch(
     sequences = None
     if keeps_row_state:
         sequences = Sequences(*map(upload.add, (rows, starts, first_tokens, num_new)))
+    sampled = None
+    if any(step.proposed for step in plan.row_steps):
+        lengths = table.host_length[rows] + (num_sampled == 1)
+        sampled = SampledPositions(upload.add(positions[sampled_tokens] + 1), upload.add(lengths[sampled_seqs]))
     return ForwardBatch(
         rows=device_rows,
         positions=device_positions,
         step=Step(backend.prepare(geometry, upload.add), sequences),
-        sampled_rows=upload.add(rows[samples]) if num_sampled else None,
-        logits_rows=None if num_sampled == len(positions) else upload.add(logits_rows),
+        sampled_rows=upload.add(rows[sampled_seqs]) if len(sampled_seqs) else None,
+        sampled=sampled,
+        logits_rows=None if len(sampled_seqs) == len(positions) else upload.add(logits_rows),
         first_tokens=first_tokens,
     )
+
+
+def _sampled(ends: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The last `counts` tokens before `ends` of each sequence: [num_sampled] sequence and token index of each."""
+    seqs = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(seqs)) - (np.cumsum(counts) - counts)[seqs]
+    return seqs, (ends - counts)[seqs] + within

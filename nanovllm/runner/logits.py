@@ -1,6 +1,6 @@
-"""Stages between the model's logits and the sampler, each built only for a batch in which some row asks for it.
+"""Logits processors, which run between the model and the sampler. Each is built only if some row of the batch needs it.
 
-A stage holds what can be known when the batch is put together; what changes every step it reads from the request table,
+A processor holds what is fixed while the batch stays the same. What changes every step it reads from the request table,
 so nothing has to be reset when a row is reused.
 """
 
@@ -18,16 +18,16 @@ NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
-class StageInput:
-    """What stages may look at: the tokens so far of the step's sampling rows."""
+class KnownTokens:
+    """The tokens before each sampled position. A row whose proposed tokens are verified has several such positions."""
 
     token_ids: Tensor  # [rows, max_len] int64, valid up to `length`
     length: Tensor  # [rows]
     num_prompt_tokens: Tensor  # [rows]
 
 
-class Stage(Protocol):
-    def apply(self, logits: Tensor, given: StageInput) -> None:
+class LogitsProcessor(Protocol):
+    def apply(self, logits: Tensor, known: KnownTokens) -> None:
         """Change [rows, vocab] float32 logits in place."""
         ...
 
@@ -45,12 +45,12 @@ class AllowedTokens:
     def wanted(row: NewRow) -> bool:
         return bool(row.params.allowed_token_ids)
 
-    def apply(self, logits: Tensor, given: StageInput) -> None:
+    def apply(self, logits: Tensor, known: KnownTokens) -> None:
         logits.masked_fill_(self.refused, NEVER)
 
 
 class BadWords:
-    """The last token of a bad word is refused where the tokens before it have just been generated."""
+    """Refuses the last token of a bad word after its other tokens have been generated."""
 
     def __init__(self, rows: Sequence[NewRow], vocab_size: int, device: torch.device) -> None:
         words = [(index, word) for index, row in enumerate(rows) for word in row.bad_words]
@@ -66,19 +66,19 @@ class BadWords:
     def wanted(row: NewRow) -> bool:
         return bool(row.bad_words)
 
-    def apply(self, logits: Tensor, given: StageInput) -> None:
-        length, prompt = given.length[self.rows, None], given.num_prompt_tokens[self.rows, None]
+    def apply(self, logits: Tensor, known: KnownTokens) -> None:
+        length, prompt = known.length[self.rows, None], known.num_prompt_tokens[self.rows, None]
         at = length - self.offsets  # [words, longest - 1]
-        said = given.token_ids[self.rows[:, None], at.clamp(min=0)]
+        said = known.token_ids[self.rows[:, None], at.clamp(min=0)]
         needed = self.offsets <= self.num_before[:, None]
         matches = ((said == self.before) & (at >= prompt)) | ~needed
         hit = matches.all(dim=1)
-        # added, not assigned: two words of a row may end in the same token, and one hit must be enough
+        # added, not assigned: two words of a row may end in the same token, and one match is enough
         logits.index_put_((self.rows, self.last), torch.where(hit, NEVER, 0.0), accumulate=True)
 
 
 class MinTokens:
-    """No end-of-sequence or stop token before `min_tokens` tokens."""
+    """Refuses end-of-sequence and stop tokens until `min_tokens` tokens are generated."""
 
     def __init__(self, rows: Sequence[NewRow], vocab_size: int, device: torch.device) -> None:
         pairs = [(i, t) for i, row in enumerate(rows) if self.wanted(row) for t in row.stop_token_ids if t < vocab_size]
@@ -90,8 +90,8 @@ class MinTokens:
     def wanted(row: NewRow) -> bool:
         return row.params.min_tokens > 0 and bool(row.stop_token_ids)
 
-    def apply(self, logits: Tensor, given: StageInput) -> None:
-        too_early = given.length - given.num_prompt_tokens < self.min_tokens
+    def apply(self, logits: Tensor, known: KnownTokens) -> None:
+        too_early = known.length - known.num_prompt_tokens < self.min_tokens
         current = logits[self.rows, self.stops]
         logits[self.rows, self.stops] = current.masked_fill(too_early[self.rows], NEVER)
 
@@ -109,7 +109,7 @@ class LogitBias:
     def wanted(row: NewRow) -> bool:
         return bool(row.params.logit_bias)
 
-    def apply(self, logits: Tensor, given: StageInput) -> None:
+    def apply(self, logits: Tensor, known: KnownTokens) -> None:
         logits[self.rows, self.tokens] += self.biases
 
 
@@ -129,13 +129,13 @@ class Penalties:
         p = row.params
         return bool(p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty)
 
-    def apply(self, logits: Tensor, given: StageInput) -> None:
-        at = torch.arange(given.token_ids.shape[1], device=logits.device)
-        known = at < given.length[:, None]
-        generated = known & (at >= given.num_prompt_tokens[:, None])
-        token_ids = given.token_ids * known  # beyond the length stand leftovers of earlier requests
+    def apply(self, logits: Tensor, known: KnownTokens) -> None:
+        at = torch.arange(known.token_ids.shape[1], device=logits.device)
+        valid = at < known.length[:, None]
+        generated = valid & (at >= known.num_prompt_tokens[:, None])
+        token_ids = known.token_ids * valid  # the rest of the row has tokens of earlier requests
         zeros = torch.zeros_like(logits)
-        seen = zeros.scatter_add(1, token_ids, known.float()) > 0
+        seen = zeros.scatter_add(1, token_ids, valid.float()) > 0
         counts = zeros.scatter_add(1, token_ids, generated.float())
         penalty = torch.where(seen, self.repetition, 1.0)
         logits.copy_(torch.where(logits > 0, logits / penalty, logits * penalty))
@@ -144,19 +144,26 @@ class Penalties:
 
 
 class Masks:
-    """What grammars refuse, of one step: taken out before all stages, and kept out whatever those do.
+    """The grammar masks of one step. Refused tokens are removed before all logits processors and stay removed.
 
-    Where the stages leave none of the tokens that a grammar allows (the only one is a bad word, or it is too early for
-    the end of sequence), the grammar has the last word and they are undone.
+    If the processors leave none of the tokens that a grammar allows (the only one is a bad word, or it is too early for
+    the end of sequence), their changes to that row are undone.
     """
 
-    def __init__(self, masks: Mapping[int, bytes], rows: Sequence[int], vocab_size: int, device: torch.device) -> None:
-        indices = np.array([index for index, row in enumerate(rows) if row in masks])
-        bits = np.stack([np.frombuffer(masks[row], dtype=np.uint8) for row in rows if row in masks])
-        self.rows = _sent(indices, device)  # [masked]
+    def __init__(
+        self,
+        masks: Mapping[int, Sequence[bytes]],  # by row of the request table, one for each sampled position
+        rows: Sequence[int],  # of each sampled position
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        num_before = _num_before(rows)
+        masked = [index for index, row in enumerate(rows) if num_before[index] < len(masks.get(row, ()))]
+        bits = [np.frombuffer(masks[rows[index]][num_before[index]], dtype=np.uint8) for index in masked]
+        self.rows = _to_device(np.array(masked), device)  # [masked]
         in_byte = torch.arange(8, dtype=torch.uint8, device=device)
-        flags = (_sent(bits, device)[:, :, None] >> in_byte) & 1  # [masked, bytes, 8]
-        self.refused = flags.view(len(indices), -1)[:, :vocab_size] == 0  # [masked, vocab]
+        flags = (_to_device(np.stack(bits), device)[:, :, None] >> in_byte) & 1  # [masked, bytes, 8]
+        self.refused = flags.view(len(masked), -1)[:, :vocab_size] == 0  # [masked, vocab]
         self._allowed_logits: Tensor | None = None
 
     def refuse(self, logits: Tensor) -> None:
@@ -165,18 +172,28 @@ class Masks:
 
     def restore(self, logits: Tensor) -> None:
         assert self._allowed_logits is not None
-        staged = logits[self.rows]
-        nothing_left = (staged == NEVER).all(dim=-1, keepdim=True)
-        logits[self.rows] = torch.where(nothing_left, self._allowed_logits, staged)
+        processed = logits[self.rows]
+        nothing_left = (processed == NEVER).all(dim=-1, keepdim=True)
+        logits[self.rows] = torch.where(nothing_left, self._allowed_logits, processed)
 
 
-def _sent(array: np.ndarray, device: torch.device) -> Tensor:
-    """On the device, without waiting for what runs there."""
+def _num_before(rows: Sequence[int]) -> list[int]:
+    """How many earlier entries of `rows` are the same row."""
+    counts: dict[int, int] = {}
+    found = []
+    for row in rows:
+        found.append(counts.get(row, 0))
+        counts[row] = found[-1] + 1
+    return found
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for what runs there."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-STAGES: tuple[Callable[[Sequence[NewRow], int, torch.device], Stage], ...] = (
+PROCESSORS: tuple[Callable[[Sequence[NewRow], int, torch.device], LogitsProcessor], ...] = (
     AllowedTokens,
     BadWords,
     MinTokens,
@@ -185,6 +202,6 @@ STAGES: tuple[Callable[[Sequence[NewRow], int, torch.device], Stage], ...] = (
 )
 
 
-def build_stages(rows: Sequence[NewRow], vocab_size: int, device: torch.device) -> list[Stage]:
-    """The stages some row asks for, in the order they apply."""
-    return [stage(rows, vocab_size, device) for stage in STAGES if any(map(stage.wanted, rows))]  # type: ignore[attr-defined]
+def build_processors(rows: Sequence[NewRow], vocab_size: int, device: torch.device) -> list[LogitsProcessor]:
+    """The processors that some row needs, in the order they apply."""
+    return [make(rows, vocab_size, device) for make in PROCESSORS if any(map(make.wanted, rows))]  # type: ignore[attr-defined]

@@ -1,10 +1,11 @@
 """The device side of the engine, put together: model, KV cache, request table, sampler; one step after another."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -32,18 +33,20 @@ from nanovllm.runner.device import (
     resolve_device,
     resolve_dtype,
 )
-from nanovllm.runner.embedding import embed
-from nanovllm.runner.forward_batch import ForwardBatch, build_batch, step_capacity
+from nanovllm.runner.forward_batch import ForwardBatch, build_batch, extra_capacity, step_capacity
 from nanovllm.runner.kv_cache import make_states, size_kv_cache, smallest
 from nanovllm.runner.logprobs import PendingScores, score
 from nanovllm.runner.phases import Phases
-from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.request_table import RequestTable, SampledPositions
 from nanovllm.runner.results import GuidedStep, PendingStep
 from nanovllm.runner.sampling import Drawn, KernelSampler, Sampler, SamplingBatch, draw, make_batch
 from nanovllm.runner.stage import Stage
 from nanovllm.runner.upload import Upload
 from nanovllm.runner.warm_up import largest_steps, peak_memory, score_everything
 from nanovllm.weights.formats import weight_format
+
+if TYPE_CHECKING:
+    from nanovllm.runner.pooling import Pooler
 
 Sent = TypeVar("Sent")
 ALL_IN_ONE = Parallel.alone()
@@ -131,11 +134,11 @@ class ModelRunner:
             windows=model_config.windows,
         )
         capacity = step_capacity(max_num_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
-        self._max_num_tokens = config.max_num_batched_tokens
         self._upload = Upload(capacity=capacity, device=self.device)
         self._sampling: SamplingBatch | None = None
         self._decoding = Decoding.of((), self.table.host_length)
         self._sampler: Sampler | KernelSampler = Sampler(self.table, self.vocab_size, self.device)
+        self._pooler: Pooler | None = None  # made when first needed
         self._decode: DecodeStep | None = None
         if usable(self.device.type):
             self._sampler = KernelSampler(self.table, config.max_num_seqs, self.device)
@@ -217,30 +220,36 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep | GuidedStep:
         self.table.apply(plan)
         if plan.new_rows:
-            self._sampling = None  # a row may have been filled anew
-        if self._decode is not None and not plan.chunks:
+            self._sampling = None  # a row may have another sequence now
+        if self._decode is not None and not plan.row_steps:
             return self._launch_decode(plan, self._decode)
-        sampled = plan.sampled_rows()
-        head_size = self._head_size(len(sampled))
-        batch = self._send(lambda: self._build_batch(plan, head_size))
+        positions = plan.sampled_positions()
+        head_size = self._head_size(len(positions))
+        batch = self._send(lambda: self._build_batch(plan, head_size), extra=extra_capacity(plan))
         x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
-        scores_prompts = any(chunk.num_prompt_logprobs is not None for chunk in plan.chunks)
-        hidden = self._stage.forward(x, self.states, batch.step, None if scores_prompts else batch.logits_rows)
+        scores_prompts = any(step.num_prompt_logprobs is not None for step in plan.row_steps)
+        pools = any(step.pooling is not None for step in plan.row_steps)
+        needs_all = scores_prompts or pools
+        hidden = self._stage.forward(x, self.states, batch.step, None if needs_all else batch.logits_rows)
+        pooled = self._pool(plan, batch, hidden) if pools else {}
         prompt_logprobs = {}
-        if hidden is not None and scores_prompts:
+        if hidden is not None and needs_all:
             prompt_logprobs = self._score_prompts(plan, batch, hidden)
             hidden = hidden if batch.logits_rows is None else hidden[batch.logits_rows]
         if batch.sampled_rows is None:
-            return PendingStep(None, None, prompt_logprobs, self.device)
+            return PendingStep(None, None, prompt_logprobs, self.device, pooled=pooled)
         logits = self._stage.logits(hidden)
         if logits is not None:
-            logits = logits[: len(sampled)]
-        sampling, sampled_rows = self._sampling_batch(sampled), batch.sampled_rows
+            logits = logits[: len(positions)]
+        sampling, sampled_rows = self._sampling_batch(positions), batch.sampled_rows
 
-        def finish(masks: Mapping[int, bytes]) -> PendingStep:
-            drawn = self._draw(logits, sampling, sampled_rows, masks)
-            self.table.host_length[sampling.host_rows] += 1
-            return PendingStep(drawn.tokens, drawn.scores, prompt_logprobs, self.device)
+        def finish(masks: Mapping[int, Sequence[bytes]]) -> PendingStep:
+            drawn = self._draw(logits, sampling, sampled_rows, masks, batch.sampled)
+            self.table.advance(sampling.host_rows if batch.sampled is None else _rows_with_one_token(plan))
+            proposed = None if batch.sampled is None else plan.proposed()
+            return PendingStep(
+                drawn.tokens, drawn.scores, prompt_logprobs, self.device, proposed=proposed, pooled=pooled
+            )
 
         return GuidedStep(finish) if plan.guided_rows else finish({})
 
@@ -260,8 +269,8 @@ class ModelRunner:
         )
 
     def _head_size(self, num_sampled: int) -> int:
-        """That of the decode graph for as many rows: a size that cuBLAS has not seen may make it load another kernel,
-        for which it waits until the device is idle."""
+        """The size of the decode graph for as many rows: with a size that it has not seen cuBLAS may load another
+        kernel, which waits until the device is idle."""
         return num_sampled if self._decode is None else self._decode.size_for(num_sampled)
 
     def _launch_decode(self, plan: StepPlan, decode: DecodeStep) -> PendingStep | GuidedStep:
@@ -280,29 +289,38 @@ class ModelRunner:
         drawn_or_logits = None if ran is None else ran[:n]
         order = self._decoding.order
 
-        def finish(masks: Mapping[int, bytes]) -> PendingStep:
+        def finish(masks: Mapping[int, Sequence[bytes]]) -> PendingStep:
             tokens, scores = drawn_or_logits, None
             if ending is Ending.LOGITS:
                 drawn = self._draw(tokens, sampling, self.table.decode_rows[:n], masks)
                 tokens, scores = drawn.tokens, drawn.scores
-            self.table.host_length[sampling.host_rows] += 1
+            self.table.advance(sampling.host_rows)
             return PendingStep(tokens, scores, {}, self.device, order=order)
 
         return GuidedStep(finish) if plan.guided_rows else finish({})
 
     def _draw(
-        self, logits: Tensor | None, sampling: SamplingBatch, device_rows: Tensor, masks: Mapping[int, bytes]
+        self,
+        logits: Tensor | None,
+        sampling: SamplingBatch,
+        device_rows: Tensor,
+        masks: Mapping[int, Sequence[bytes]],
+        sampled: SampledPositions | None = None,
     ) -> Drawn:
-        """A token for each row: drawn where the logits are, heard of elsewhere."""
+        """Sample a token for each row on the rank that has the logits; the other ranks receive them."""
         if logits is None:
-            return Drawn(self._stage.hear_tokens(self.table, device_rows), None)
-        drawn = draw(logits, sampling, device_rows, self.table, self._sampler, masks)
+            return Drawn(self._stage.hear_tokens(self.table, device_rows, sampled), None)
+        sampler = self._sampler if sampled is None else Sampler(self.table, self.vocab_size, self.device)
+        drawn = draw(logits, sampling, device_rows, self.table, sampler, masks, sampled)
         self._stage.tell_tokens(drawn.tokens)
         return drawn
 
-    def _send(self, build: Callable[[], Sent]) -> Sent:
-        """All that the device must know of a step, in one copy: the table's changes and what `build` adds."""
-        self._upload.start(extra=2 * self.table.num_changes)
+    def _send(self, build: Callable[[], Sent], *, extra: int = 0) -> Sent:
+        """Send all that the device needs for a step in one copy: the table's changes and what `build` adds.
+
+        `extra` is how many integers `build` adds beyond the usual.
+        """
+        self._upload.start(extra=2 * self.table.num_changes + extra)
         changes = self.table.pack(self._upload) if self.table.num_changes else None
         built = build()
         self._upload.send()
@@ -318,7 +336,7 @@ class ModelRunner:
     def _score_prompts(self, plan: StepPlan, batch: ForwardBatch, hidden: Tensor) -> dict[int, list[PendingScores]]:
         """Logprobs of the prompt tokens that follow each scored chunk's positions."""
         scored: dict[int, list[PendingScores]] = {}
-        for index, chunk in enumerate(plan.chunks, len(plan.decode_rows)):
+        for index, chunk in enumerate(plan.row_steps, len(plan.decode_rows)):
             if chunk.num_prompt_logprobs is None:
                 continue
             num_prompt = int(self.table.num_prompt_tokens[chunk.row])
@@ -334,24 +352,24 @@ class ModelRunner:
                 parts.append(score(logprobs, following, chunk.num_prompt_logprobs))
         return scored
 
-    @torch.inference_mode()
-    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
-        """One vector of unit length for a text, whose keys and values go into these blocks, otherwise unused."""
-        hidden = embed(
-            self._stage,
-            self.backend,
-            self.states,
-            token_ids,
-            dict(zip(self.table.blocks, block_tables, strict=True)),
-            pooling=pooling,
-            max_num_tokens=self._max_num_tokens,
-        )
-        return (hidden / hidden.norm().clamp(min=1e-12)).tolist()
+    def _pool(self, plan: StepPlan, batch: ForwardBatch, hidden: Tensor | None) -> dict[int, Tensor]:
+        if self._pooler is None:
+            from nanovllm.runner.pooling import Pooler
+
+            size = self.model.spec.hidden_size
+            self._pooler = Pooler(self._stage, self.table, hidden_size=size, device=self.device)
+        return self._pooler.pool(plan, batch, hidden)
 
     def close(self) -> None:
         if self._decode is not None:
             self._decode.close()
         del self._stage, self.model, self.states, self.table, self.backend, self._sampler, self._decode, self._upload
-        self._sampling = None
+        self._sampling = self._pooler = None
         if self.device.type == "cuda":
             release_memory(self)
+
+
+def _rows_with_one_token(plan: StepPlan) -> np.ndarray:
+    """The sampled rows that grow by one token. Of the others, the next plan says how many tokens were kept."""
+    rows = [step.row for step in plan.row_steps if step.num_sampled and not step.proposed]
+    return np.array(plan.decode_rows + tuple(rows), dtype=np.int64)

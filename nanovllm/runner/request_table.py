@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +18,14 @@ FLOAT_COLUMNS = ("temperature", "top_p", "min_p")  # their bits are stored in a 
 def int32_array(values: tuple[int, ...]) -> np.ndarray:
     """The same as np.array, in half the time for the tokens of a prompt."""
     return np.frombuffer(struct.pack(f"{len(values)}i", *values), dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class SampledPositions:
+    """Where the tokens go that a step with verifications samples: a verified row occurs several times."""
+
+    lengths: Tensor  # [num_sampled] int32 tokens of the row before each sampled one
+    new_lengths: Tensor  # [num_sampled] int32 of the row after the step: unchanged where proposals are verified
 
 
 class RequestTable:
@@ -78,6 +87,12 @@ class RequestTable:
             self._fill(plan.new_rows)
         if plan.new_blocks:
             self._grow(plan.new_blocks)
+        for step in plan.row_steps:
+            if step.num_sampled and step.num_known != self.host_length[step.row]:  # a verification came before it
+                self.host_length[step.row] = step.num_known
+                self._write("length", step.row, (step.num_known,))
+            if step.proposed:
+                self._write("tokens", step.row, step.proposed, at=step.num_known)
 
     def _fill(self, new_rows: tuple[NewRow, ...]) -> None:
         for new in new_rows:
@@ -122,8 +137,8 @@ class RequestTable:
         """Set the rows that decode from now on, padded to `size`."""
         self._write("decode_rows", 0, rows + (0,) * (size - len(rows)))
 
-    def _write(self, name: str, row: int, values: tuple[int, ...]) -> None:
-        first = self._starts[name] + row * self._widths[name]
+    def _write(self, name: str, row: int, values: tuple[int, ...], *, at: int = 0) -> None:
+        first = self._starts[name] + row * self._widths[name] + at
         self._writes.append((np.arange(first, first + len(values)), int32_array(values)))
 
     @property
@@ -143,11 +158,19 @@ class RequestTable:
         else:
             self._all[changes[0].long()] = changes[1]
 
-    def append(self, rows: Tensor, tokens: Tensor) -> None:
-        """Append sampled `tokens`, [n], to `rows`, [n], on the device. Row 0, padding, stays empty."""
+    def append(self, rows: Tensor, tokens: Tensor, sampled: SampledPositions | None = None) -> None:
+        """Append sampled `tokens`, [n], to their `rows`, on the device. Row 0, padding, stays empty.
+
+        Without `sampled` each row occurs once and grows by one token.
+        """
         length = self.length[rows]
-        self.tokens[rows, length.long()] = tokens.to(torch.int32)
-        self.length[rows] = length + (rows > 0)
+        at, new_length = (length, length + (rows > 0)) if sampled is None else (sampled.lengths, sampled.new_lengths)
+        self.tokens[rows, at.long()] = tokens.to(torch.int32)
+        self.length[rows] = new_length
+
+    def advance(self, rows: np.ndarray) -> None:
+        """Count the tokens that `append`, or the sampling kernel, has added to these rows, one each."""
+        self.host_length[rows] += 1
 
     def clear(self) -> None:
         """Forget all requests."""

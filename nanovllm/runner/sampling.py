@@ -1,6 +1,6 @@
-"""From a step's logits to its tokens: stages, logprobs, the draw, and the request table brought up to date."""
+"""From logits to tokens: logits processors, logprobs, sampling, and the new tokens in the request table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,26 +10,29 @@ from torch import Tensor
 from nanovllm.kernels.launch import dependent_launch
 from nanovllm.layers.sampler import SamplingRows, sample
 from nanovllm.plan import NewRow
-from nanovllm.runner.logits import Masks, Stage, StageInput, build_stages
+from nanovllm.runner.logits import KnownTokens, LogitsProcessor, Masks, build_processors
 from nanovllm.runner.logprobs import RowScores, score_rows
-from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.request_table import RequestTable, SampledPositions
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """What sampling needs to know of a batch; kept while the same rows sample."""
+    """What sampling needs to know about its rows; kept while the same rows sample.
+
+    There is one entry for each sampled position, so a row whose proposed tokens are verified occurs several times.
+    """
 
     rows: tuple[int, ...]
     host_rows: np.ndarray  # [rows]
     requests: list[NewRow]
-    stages: list[Stage]
+    processors: list[LogitsProcessor]
     scored: list[tuple[int, int]]  # (index, number of alternatives) of the rows that want logprobs
-    cuts: bool  # top-k, top-p or min-p somewhere
+    cuts: bool  # some row has top-k, top-p or min-p
 
     @property
     def plain(self) -> bool:
-        """Nothing but the draw itself."""
-        return not self.stages and not self.scored
+        """Only sampling itself: no processors and no logprobs."""
+        return not self.processors and not self.scored
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def make_batch(rows: tuple[int, ...], table: RequestTable, vocab_size: int, devi
         rows=rows,
         host_rows=np.array(rows, dtype=np.int64),
         requests=requests,
-        stages=build_stages(requests, vocab_size, device),
+        processors=build_processors(requests, vocab_size, device),
         scored=[(i, r.params.logprobs) for i, r in enumerate(requests) if r.params.logprobs is not None],
         cuts=any(map(is_cut, requests)),
     )
@@ -61,40 +64,51 @@ def draw(
     device_rows: Tensor,
     table: RequestTable,
     sampler: "Sampler | KernelSampler",
-    masks: Mapping[int, bytes],
+    masks: Mapping[int, Sequence[bytes]],
+    sampled: SampledPositions | None = None,
 ) -> Drawn:
-    """A token for each row of [rows, vocab] logits, appended to the row's tokens; `device_rows` is [rows] int32.
+    """Sample a token for each row of [rows, vocab] logits and append it to the row; `device_rows` is [rows] int32.
 
-    `masks` has the allowed tokens of guided rows, by row of the table: a bit a token, low bits first.
+    `masks` has the tokens allowed in guided rows, by row of the table: a mask for each sampled position, one bit per
+    token, low bits first. `sampled` is given if the step verifies proposed tokens, which the table then contains.
     """
     raw = None
     if not batch.plain or masks:
         logits = logits.float()
     if batch.scored:
-        raw = logits[[index for index, _ in batch.scored]].log_softmax(dim=-1)  # before any stage touches them
+        raw = logits[[index for index, _ in batch.scored]].log_softmax(dim=-1)  # before any processor changes them
     grammar = Masks(masks, batch.rows, logits.shape[1], logits.device) if masks else None
     if grammar is not None:
         grammar.refuse(logits)
-    if batch.stages:
-        longest = int(table.host_length[batch.host_rows].max())
-        given = StageInput(
-            token_ids=table.tokens[device_rows, :longest].long(),
-            length=table.length[device_rows].long(),
-            num_prompt_tokens=torch.from_numpy(table.num_prompt_tokens[batch.host_rows]).to(logits.device),
-        )
-        for stage in batch.stages:
-            stage.apply(logits, given)
+    if batch.processors:
+        known = _known_tokens(batch, device_rows, table, sampled)
+        for processor in batch.processors:
+            processor.apply(logits, known)
         if grammar is not None:
             grammar.restore(logits)
-    tokens = sampler.draw(logits, batch, device_rows)
+    tokens = sampler.draw(logits, batch, device_rows, sampled)
     if raw is None:
         return Drawn(tokens, None)
     chosen = tokens[[index for index, _ in batch.scored]]
     return Drawn(tokens, score_rows(raw, chosen, batch.scored))
 
 
+def _known_tokens(
+    batch: SamplingBatch, device_rows: Tensor, table: RequestTable, sampled: SampledPositions | None
+) -> KnownTokens:
+    longest = int(table.host_length[batch.host_rows].max())
+    if sampled is not None:
+        longest = min(longest + len(batch.rows), table.tokens.shape[1])  # the proposed tokens of one row, or fewer
+    lengths = table.length[device_rows] if sampled is None else sampled.lengths
+    return KnownTokens(
+        token_ids=table.tokens[device_rows, :longest].long(),
+        length=lengths.long(),
+        num_prompt_tokens=torch.from_numpy(table.num_prompt_tokens[batch.host_rows]).to(device_rows.device),
+    )
+
+
 class Sampler:
-    """On torch alone: the definition of what is drawn."""
+    """On torch alone: the definition of what is sampled."""
 
     def __init__(self, table: RequestTable, vocab_size: int, device: torch.device) -> None:
         self._table = table
@@ -102,11 +116,14 @@ class Sampler:
         self._device = device
         self._rows: tuple[SamplingBatch, SamplingRows] | None = None  # kept while the batch is the same
 
-    def draw(self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor) -> Tensor:
+    def draw(
+        self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor, sampled: SampledPositions | None = None
+    ) -> Tensor:
         if self._rows is None or self._rows[0] is not batch:
             self._rows = batch, self._sampling_rows(batch.requests)
-        tokens = sample(logits.float(), self._rows[1], positions=self._table.length[device_rows].long())
-        self._table.append(device_rows, tokens)
+        lengths = self._table.length[device_rows] if sampled is None else sampled.lengths
+        tokens = sample(logits.float(), self._rows[1], positions=lengths.long())
+        self._table.append(device_rows, tokens, sampled)
         return tokens
 
     def _sampling_rows(self, requests: list[NewRow]) -> SamplingRows:
@@ -135,7 +152,10 @@ class Sampler:
 
 
 class KernelSampler:
-    """The same with our own kernels, straight from the request table's columns; nothing here waits for the device."""
+    """The same with our own kernels, which read the request table; nothing here waits for the device.
+
+    Each row samples one token. Steps that verify proposed tokens use `Sampler`.
+    """
 
     def __init__(self, table: RequestTable, max_num_seqs: int, device: torch.device) -> None:
         from nanovllm.kernels.sampling.sample import sample
@@ -147,7 +167,10 @@ class KernelSampler:
         self._thresholds = torch.empty(max_num_seqs, dtype=torch.float32, device=device)
         self._scratch = torch.zeros(max_num_seqs, 2, dtype=torch.int64, device=device)
 
-    def draw(self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor) -> Tensor:
+    def draw(
+        self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor, sampled: SampledPositions | None = None
+    ) -> Tensor:
+        assert sampled is None, "the kernel samples one token for each row"
         return self.launch(logits, device_rows, cuts=batch.cuts)
 
     def launch(self, logits: Tensor, rows: Tensor, *, cuts: bool) -> Tensor:

@@ -14,7 +14,7 @@ from nanovllm.layers.context import BuildContext
 from nanovllm.layers.step import Step
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.inputs import TokenInputs
-from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.request_table import RequestTable, SampledPositions
 
 
 class Stage:
@@ -61,10 +61,10 @@ class Stage:
         if self._world.size > 1:
             self.agree(tokens.to(torch.int32))
 
-    def hear_tokens(self, table: RequestTable, rows: Tensor) -> Tensor:
+    def hear_tokens(self, table: RequestTable, rows: Tensor, sampled: SampledPositions | None = None) -> Tensor:
         """Of all others: [n] tokens of [n] rows, 0 = padding, appended to them."""
         tokens = self.agree(torch.empty(len(rows), dtype=torch.int32, device=self._device))
-        table.append(rows, tokens)
+        table.append(rows, tokens, sampled)
         return tokens
 
     def agree(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.kernels.select import warm_up_sizes
-from nanovllm.plan import NewRow, SeqPlan, StepPlan
+from nanovllm.plan import NewRow, RowStep, StepPlan
 from nanovllm.runner.logprobs import score
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,7 +27,7 @@ def _step(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> StepPla
     rows = range(1, num_seqs + 1)
     params = SamplingParams(temperature=1.0)
     return StepPlan(
-        chunks=tuple(SeqPlan(row, 0, length, samples=True) for row in rows),
+        row_steps=tuple(RowStep(row, 0, length, num_sampled=1) for row in rows),
         new_rows=tuple(
             NewRow(
                 row=row,

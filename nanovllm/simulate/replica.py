@@ -56,7 +56,7 @@ class Replica:
         """Give the running step's tokens to the scheduler."""
         plan, self._plan = self._plan, None
         assert plan is not None
-        sampled = [self._at_row[chunk.row] for chunk in plan.chunks if chunk.samples]
+        sampled = [self._at_row[chunk.row] for chunk in plan.row_steps if chunk.num_sampled]
         return StepEnd(sampled, self.scheduler.update(plan, self._result(len(plan.decode_rows) + len(sampled))))
 
     def _work(self, plan: StepPlan) -> StepWork:
@@ -67,10 +67,10 @@ class Replica:
             self._num_context += num_decodes
             return StepWork(0, num_decodes, num_decodes, self._num_context, 0)
         num_prefill = num_scores = num_completed = num_sampled = 0
-        for chunk in plan.chunks:
+        for chunk in plan.row_steps:
             num_prefill += chunk.num_new
             num_scores += chunk.num_new * chunk.start + chunk.num_new * (chunk.num_new + 1) // 2
-            if chunk.samples:
+            if chunk.num_sampled:
                 num_sampled += 1
                 num_completed += chunk.start + chunk.num_new
         # the scheduler already counts a prompt that this step completes among the decoding sequences

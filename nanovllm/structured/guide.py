@@ -41,6 +41,21 @@ class Guide:
             logger.warning("a grammar's next tokens cannot be computed: %s", self._matcher.get_error().split("\n")[0])
         return mask
 
+    def masks_after_proposed(self, proposed: Sequence[int]) -> list[bytes]:
+        """Return the masks after each of these tokens in turn, as far as the grammar allows them.
+
+        The tokens are not part of the completion yet: the guide itself does not advance.
+        """
+        matcher, masks = self._matcher.deep_copy(), []
+        for token in proposed:
+            if not matcher.validate_tokens([token]) or not matcher.consume_token(token) or matcher.is_stopped():
+                break
+            mask = self._grammar.restrict(matcher.compute_bitmask(), ignore_eos=self._ignore_eos)
+            if matcher.is_error() or not any(mask):
+                break
+            masks.append(mask)
+        return masks
+
     def _mask(self, new_tokens: list[int]) -> bytes | None:
         matcher = self._matcher
         mask = matcher.compute_bitmask() if matcher.consume_tokens(new_tokens) else b""

@@ -24,7 +24,7 @@ class Progress:
     def saw(self, plan: StepPlan | None, outputs: list[RequestOutput]) -> None:
         now = time.perf_counter()
         if plan is not None and not self._bar.disable:
-            phase = "prefill" if plan.chunks else "decode"
+            phase = "prefill" if plan.num_prompt_tokens else "decode"
             self._tokens[phase] += plan.num_tokens
             self._seconds[phase] += now - self._last
             self._bar.set_postfix_str(

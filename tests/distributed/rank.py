@@ -5,7 +5,9 @@ Each rank runs its own scheduler, so that all have the same plans in the same or
 
 import json
 import sys
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,22 @@ class OnlyThese:
         self.num_tokens += len(new_tokens)
         bits = sum(1 << token for token in self.token_ids)
         return bits.to_bytes((self.vocab_size + 7) // 8, "little")
+
+    def masks_after_proposed(self, proposed: Seq[int]) -> list[bytes]:
+        return [self.mask_after([])] * len(list(takewhile(self.token_ids.__contains__, proposed)))
+
+
+@dataclass
+class Answers:
+    """A proposer of two tokens that knows how each text continues; every other time its second token is wrong."""
+
+    texts: list[list[int]]
+
+    def propose(self, token_ids: Seq[int], max_tokens: int) -> list[int]:
+        count = len(token_ids)
+        text = next(text for text in self.texts if text[:count] == token_ids)
+        first, *second = text[count : count + 2]
+        return [first, *(token + count % 2 for token in second)][:max_tokens]
 
 
 @dataclass
@@ -69,9 +87,11 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     model = describe(path).config
     runner = ModelRunner(config, model, path, max_model_len=256, parallel=parallel)
     sizes = config.scheduler_config(max_model_len=256, groups=runner.cache_size.groups)
-    core = EngineCore(Scheduler(sizes), runner, depth=case.get("depth", 0))
+    proposer = Answers(case["answers"]) if "answers" in case else None
+    core = EngineCore(Scheduler(sizes, proposer=proposer), runner, depth=case.get("depth", 0))
     seqs = [_sequence(index, asked, model.vocab_size) for index, asked in enumerate(case["requests"])]
-    for seq in seqs:
+    pooling = [_pooling_sequence(text, pooling) for text in case.get("embed", ()) for pooling in ("last", "mean")]
+    for seq in seqs + pooling:
         core.scheduler.add(seq)
     seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=runner.returns_result)
     seen.num_weights = sum(slot.target.tensor[slot.index].numel() for slot in runner.model.slots().values())
@@ -84,9 +104,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
         for found, scores in ((seen.logprobs, seq.logprobs), (seen.prompt_logprobs, seq.prompt_logprobs)):
             found.append([[list(one.token_ids), list(one.logprobs), one.rank] for one in scores])
         seen.num_preemptions += seq.num_preemptions
-    for text in case.get("embed", ()):
-        blocks = list(range(-(-len(text) // config.kv_cache_block_size)))
-        seen.embeddings += [runner.embed(text, [blocks] * len(sizes.groups), pooling) for pooling in ("last", "mean")]
+    seen.embeddings = [seq.pooled for seq in pooling]
     runner.close()
     return seen
 
@@ -103,6 +121,10 @@ def _sequence(index: int, asked: dict[str, Any], vocab_size: int) -> Sequence:
         arrival=index,
         guide=None if allowed is None else OnlyThese(allowed, vocab_size),
     )
+
+
+def _pooling_sequence(text: list[int], pooling: str) -> Sequence:
+    return Sequence("embedding", text, SamplingParams(), max_num_tokens=len(text), pooling=pooling)
 
 
 def exchange(parallel: Parallel) -> dict[str, Any]:

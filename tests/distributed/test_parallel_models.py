@@ -16,7 +16,7 @@ from nanovllm.models.registry import describe
 from nanovllm.models.shard import shard_of
 from tests.checkpoint.test_gguf import write_model
 from tests.distributed.rank import TIMEOUT, Seen, run_case
-from tests.helpers import assert_greedy, model_dir, prompt_of
+from tests.helpers import assert_greedy, generate_by_reference, model_dir, prompt_of
 
 SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
 LENGTHS = (1, 16, 37, 70)
@@ -59,6 +59,12 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
         "overlapped": {"model": model_dir("qwen3"), "depth": 1, "options": tight, "requests": greedy((30, 40, 41), 20)},
         "sampled": {"model": model_dir("llama"), "requests": sampled(), "splits": tuple(SPLITS)},
         "guided": {"model": model_dir("llama"), "requests": guided, "depth": 1},
+        "verified": {
+            "model": model_dir("llama"),
+            "requests": greedy(),
+            "answers": [prompt_of(n) + generate_by_reference("llama", prompt_of(n), 8) for n in LENGTHS],
+            "depth": 1,
+        },
         "embedded": {
             "model": model_dir("qwen3"),
             "options": small,
@@ -146,7 +152,9 @@ def test_families(results: Results, name: str) -> None:
     assert len(results.get((name, "both"), [])) == (4 if name in BOTH else 0)
 
 
-@pytest.mark.parametrize("name", ["chunked", "gguf", "gguf of experts", "dummy", "odd vocabulary", "guided"])
+@pytest.mark.parametrize(
+    "name", ["chunked", "gguf", "gguf of experts", "dummy", "odd vocabulary", "guided", "verified"]
+)
 def test_ways(results: Results, name: str) -> None:
     alone = check_equal(results, name)
     assert all(alone.token_ids)

@@ -17,11 +17,15 @@ from nanovllm.config import SchedulerConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_pool import BlockPool
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.state import BlockGroup
 
 from .oracle import VOCABULARY, Harness, Request
 
 # --- the workload -----------------------------------------------------------------------------------------------------
+
+
+FIRST_WITH_ROWS = 150  # workloads from this seed on also verify proposed tokens and pool
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:
@@ -56,7 +60,7 @@ def random_prompt(rng: random.Random, harness: Harness) -> tuple[int, ...]:
 
 def random_request(rng: random.Random, harness: Harness) -> Request:
     max_tokens = rng.choice((1, 2, 3, 5, 8, 12, None))
-    return Request(
+    request = Request(
         prompt=random_prompt(rng, harness),
         max_tokens=max_tokens,
         min_tokens=rng.choice((0, 0, 0, min(2, max_tokens or 2))),
@@ -67,6 +71,10 @@ def random_request(rng: random.Random, harness: Harness) -> Request:
         logprobs=rng.choice((None, None, 0, 2)),
         prompt_logprobs=rng.choice((None, None, None, None, 0, 2)),
     )
+    if harness.pools and len(request.prompt) % 5 == 4:
+        pooling = "mean" if len(harness.requests) % 2 else "last"
+        request = Request(prompt=request.prompt, pooling=pooling, priority=request.priority, salt=request.salt)
+    return request
 
 
 def operate(rng: random.Random, harness: Harness) -> None:
@@ -90,7 +98,13 @@ def operate(rng: random.Random, harness: Harness) -> None:
 def run_workload(seed: int) -> Harness:
     """Run a random workload; raises at the first failed check."""
     rng = random.Random(seed)
-    harness = Harness(random_config(rng), depth=seed % 2, lazy=rng.random() < 0.5)
+    harness = Harness(
+        random_config(rng),
+        depth=seed % 2,
+        lazy=rng.random() < 0.5,
+        guesses=random.Random(seed) if seed >= FIRST_WITH_ROWS else None,
+        pools=seed >= FIRST_WITH_ROWS,
+    )
     for _ in range(60):
         operate(rng, harness)
     harness.run_to_end()
@@ -108,7 +122,8 @@ class Edit:
     new: str
 
     def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        source = textwrap.dedent(inspect.getsource(getattr(self.owner, self.method)))
+        found = inspect.getattr_static(self.owner, self.method)
+        source = textwrap.dedent(inspect.getsource(found.fget if isinstance(found, property) else found))
         name = f"{self.owner.__name__}.{self.method}"
         assert source.count(self.old) == 1, f"{name} has changed: {self.old!r} is not there once; rewrite the mutant"
         code = compile(source.replace(self.old, self.new), f"<mutant of {name}>", "exec")
@@ -149,7 +164,9 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
             "self._advance((seq,), num_new); self.block_manager.cache_full_blocks(seq, seq.num_computed_tokens)\n",
         ),
     ),
-    "prompt scores are wanted, but the cache is read": (Edit(BlockManager, "_match", "or wants_prompt_scores", ""),),
+    "prompt scores are wanted, but the cache is read": (
+        Edit(BlockManager, "_match", "or seq.needs_all_positions", ""),
+    ),
     "a reset leaves blocks with a prefix": (Edit(BlockPool, "forget_prefixes", "self._node_of.clear()", "pass"),),
     # blocks
     "an evicted block can still be found": (Edit(BlockPool, "take", "del self._block_of[node]", "pass"),),
@@ -230,7 +247,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     ),
     "prompt scores of an earlier life are kept": (Edit(Scheduler, "preempt", "seq.prompt_logprobs = []", "pass"),),
     "a chunk of an earlier life counts": (
-        Edit(Scheduler, "_update_chunks", "or seq.num_preemptions != chunk.num_preemptions", ""),
+        Edit(Scheduler, "_update_rows", "or seq.num_preemptions != row.num_preemptions", ""),
     ),
     # overlapped steps
     "the token of an ended sequence is kept": (
@@ -239,9 +256,9 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "the token of an ended sequence goes to the next one": (
         Edit(
             Scheduler,
-            "_update_chunks",
-            "next(sampled) if chunk.plan.samples",
-            "next(sampled) if chunk.plan.samples and not seq.finished",
+            "_update_rows",
+            "next(sampled) if row.step.num_sampled",
+            "next(sampled) if row.step.num_sampled and not seq.finished",
         ),
     ),
     "logprobs of a dropped token are kept": (
@@ -252,9 +269,37 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "new blocks are told again with every steady step": (
         Edit(Scheduler, "schedule", "if new_blocks else step", "if False else step"),
     ),
+    # several tokens
+    "a stop token in the middle is missed": (Edit(Scheduler, "_append", "kept = kept[: index + 1]", "pass"),),
+    "a sequence grows beyond its limit": (
+        Edit(Scheduler, "_append", "tokens[: seq.max_num_tokens - seq.num_tokens]", "tokens"),
+        Edit(Scheduler, "_propose", "seq.max_num_tokens - seq.num_tokens - 1)", "seq.max_num_tokens)"),
+    ),
+    "several tokens count as one computed": (
+        Edit(Scheduler, "_append", "self._advance((seq,), len(kept) - 1)", "pass"),
+    ),
+    "rejected tokens are in the prefix cache": (
+        Edit(Scheduler, "_update_rows", "row.step.num_known)", "row.step.start + row.step.num_new)"),
+    ),
+    "proposed tokens have no block": (
+        Edit(Scheduler, "_propose", "proposed[: self._num_covered(seq) - seq.num_tokens]", "proposed"),
+    ),
+    "a row is verified twice at once": (Edit(Scheduler, "_handle_events", "if seq.has_token_in_flight]", "if False]"),),
+    "a verified row decodes from a length that is not known": (
+        Edit(Scheduler, "_propose", "if proposed or seq.was_verified:", "if proposed:"),
+    ),
+    "proposed tokens are not charged to the budget": (Edit(Scheduler, "_propose", "budget -= len(proposed)", "pass"),),
+    # pooling
+    "the mean of a prompt is read from the cache": (
+        Edit(Sequence, "needs_all_positions", 'self.pooling == "mean" or ', ""),
+    ),
+    "a pooled row never ends": (Edit(Scheduler, "_update_rows", 'self.finish(seq, "stop")', "pass"),),
+    "a pooled row decodes": (
+        Edit(Scheduler, "_handle_events", "if seq.num_computed_tokens >= seq.max_num_tokens - 1 and", "if False and"),
+    ),
     # lengths, budget, rows
     "a new block comes one token late": (
-        Edit(Scheduler, "_set_event", "* self.config.block_size if", "* self.config.block_size + 1 if"),
+        Edit(Scheduler, "_num_covered", "* self.config.block_size if", "* self.config.block_size + 1 if"),
     ),
     "the device is not told of a new block": (Edit(Scheduler, "schedule", "new_blocks=tuple(new_blocks),", ""),),
     "the length is noticed one token late": (

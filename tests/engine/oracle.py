@@ -7,8 +7,10 @@ missing block, a freed block or a block overwritten by another sequence raises a
 computes the right tokens without an engine.
 """
 
+import random
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,11 +21,12 @@ from nanovllm.engine.prefix import Digest, blake2b_256
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import RequestError
-from nanovllm.plan import NewRow, SeqPlan, StepPlan, StepResult, TokenLogprobs
+from nanovllm.plan import NewRow, RowStep, StepPlan, StepResult, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 VOCABULARY = 4  # small, so that stop tokens and equal continuations occur
 NOTHING_READ = 0
+MAX_GUESSES = 4  # proposed tokens of a row in a step
 
 
 def table_of(seq: Sequence, group: int = 0) -> list[int]:
@@ -85,6 +88,11 @@ def score(read: int, chosen: int, num_alternatives: int) -> TokenLogprobs:
     )
 
 
+def pool(read: int) -> float:
+    """What a position adds to a pooled vector."""
+    return float(mix(6, read) % 997)
+
+
 # --- a request, and its answer computed alone ------------------------------------------------------------------------
 
 
@@ -99,8 +107,11 @@ class Request:
     salt: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: str | None = None
 
     def max_num_tokens(self, config: SchedulerConfig) -> int:
+        if self.pooling is not None:
+            return len(self.prompt)
         if self.max_tokens is None:
             room = [n for n in range(1, config.max_model_len + 1) if blocks_suffice(n - 1, config)]
             return max(room)
@@ -109,7 +120,8 @@ class Request:
     def fits(self, config: SchedulerConfig) -> bool:
         """Whether the request can run alone in an empty cache: every token but the last needs a slot."""
         num_computed = max(len(self.prompt), self.max_num_tokens(config) - 1)
-        return 0 < len(self.prompt) < config.max_model_len and blocks_suffice(num_computed, config)
+        longest = config.max_model_len - (self.pooling is None)
+        return 0 < len(self.prompt) <= longest and blocks_suffice(num_computed, config)
 
     def sequences(self, number: int, config: SchedulerConfig) -> list[Sequence]:
         """The first sequence, with the other completions as its followers."""
@@ -132,6 +144,7 @@ class Request:
                 priority=self.priority,
                 arrival=number,
                 cache_salt=self.salt,
+                pooling=self.pooling,
             )
             for index, seed in enumerate(self.seeds)
         ]
@@ -157,6 +170,7 @@ class Answer:
     stop_reason: int | None
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
+    pooled: list[float] = field(default_factory=list)
 
 
 def answer(request: Request, index: int, config: SchedulerConfig) -> Answer:
@@ -168,11 +182,17 @@ def answer(request: Request, index: int, config: SchedulerConfig) -> Answer:
     windows = tuple(group.window for group in config.groups)
     entries: list[Content] = []
     after = [NOTHING_READ] * len(windows)
+    total = 0.0
     for position in range(request.max_num_tokens(config)):
         seen = before(position, windows, after, lambda group, earlier: entries[earlier])
         entries.append((position, token_ids[position], entry_state(all_of(seen), position, token_ids[position])))
         after = [mix(digest, *entries[position]) for digest in seen]
         read = all_of(after)
+        total += pool(read)
+        if request.pooling is not None:
+            if position + 1 == num_prompt_tokens:
+                return Answer([], "stop", None, [], [], [pool(read) if request.pooling == "last" else total])
+            continue
         if position + 1 < num_prompt_tokens:
             if request.prompt_logprobs is not None:
                 prompt_logprobs.append(score(read, token_ids[position + 1], request.prompt_logprobs))
@@ -216,6 +236,9 @@ class Row:
     tenant: str | None
     tokens: list[int] = field(init=False)
     blocks: list[list[int]] = field(init=False)  # by group
+    verified: bool = False  # the next plan says how many of the tokens were kept
+    num_pooled: int = 0  # positions whose sum is `total`
+    total: float = 0.0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.new.token_ids)
@@ -240,10 +263,14 @@ class FakeExecutor:
         lazy: bool = False,
         tenant_of: Callable[[int], str | None] = lambda row: None,
         held_by: Callable[[int], list[list[int]]] | None = None,
+        max_guesses: int = 0,
     ) -> None:
+        self._max_guesses = max_guesses
         self.num_blocks = config.num_blocks
         self.num_launched = 0
         self.num_run = 0
+        self.num_verified = 0  # proposed tokens
+        self.num_right = 0
         self._config = config
         self._lazy = lazy
         # the salt of a row and the blocks it holds in each group, asked at launch; the plan does not carry them
@@ -270,25 +297,29 @@ class FakeExecutor:
         pass
 
     def _check(self, plan: StepPlan) -> None:
-        rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+        rows = [*plan.decode_rows, *(step.row for step in plan.row_steps)]
         assert rows, "a step with zero tokens"
         assert len(set(rows)) == len(rows), "a row appears twice in a step"
         assert len(rows) <= self._config.max_num_seqs, "more rows than max_num_seqs"
         assert all(1 <= row <= self._config.max_num_seqs for row in rows), "a row outside the tables, or padding"
-        assert all(chunk.num_new > 0 for chunk in plan.chunks), "a chunk without tokens"
+        assert all(step.num_new > 0 for step in plan.row_steps), "a row step without tokens"
+        for step in plan.row_steps:
+            assert not step.proposed or step.num_new == step.num_sampled == 1 + len(step.proposed), step
         assert plan.num_tokens <= self._config.max_num_batched_tokens, "more tokens than the budget"
-        assert {new.row for new in plan.new_rows} <= {chunk.row for chunk in plan.chunks}, "a new row that does not run"
+        assert {new.row for new in plan.new_rows} <= {step.row for step in plan.row_steps}, "a new row does not run"
 
     def _check_held(self, plan: StepPlan) -> dict[int, list[list[int]]]:
         """The blocks that each row of the step holds: no more than its windows and its new tokens touch."""
         if self._held_by is None:
             return {}
-        num_new = dict.fromkeys(plan.decode_rows, 1) | {chunk.row: chunk.num_new for chunk in plan.chunks}
+        num_new = dict.fromkeys(plan.decode_rows, 1) | {step.row: step.num_new for step in plan.row_steps}
         held = {row: self._held_by(row) for row in num_new}
         for row, groups in held.items():
             for window, blocks in zip(self._windows, groups, strict=True):
                 if window is not None:
-                    most = -(-(window + num_new[row] - 2) // self._config.block_size) + 1
+                    # blocks of rejected tokens are kept for the next ones
+                    num_touched = num_new[row] + self._max_guesses
+                    most = -(-(window + num_touched - 2) // self._config.block_size) + 1
                     assert len(blocks) <= most, f"row {row} holds {len(blocks)} blocks; {most} are enough"
         return held
 
@@ -305,51 +336,74 @@ class FakeExecutor:
             table.extend(blocks.blocks)
         result = StepResult()
         for row in plan.decode_rows:
+            assert not self._rows[row].verified, "the device cannot know the length of a verified row"
             last = len(self._rows[row].tokens) - 1
-            self._forward(SeqPlan(row, start=last, num_new=1, samples=True), result)
-        for chunk in plan.chunks:
-            self._forward(chunk, result)
+            self._forward(RowStep(row, start=last, num_new=1, num_sampled=1), result)
+        for step in plan.row_steps:
+            self._forward(step, result)
         assert len(result.tokens) == len(plan.sampled_rows())
         return result
 
-    def _forward(self, chunk: SeqPlan, result: StepResult) -> None:
-        row = self._rows[chunk.row]
-        end = chunk.start + chunk.num_new
-        assert end <= len(row.tokens), "a chunk beyond the known tokens"
-        assert chunk.samples == (end == len(row.tokens)), "a chunk samples if, and only if, it reaches the last token"
-        assert end < self._config.max_model_len, "no room for the next token in the tables"
+    def _forward(self, step: RowStep, result: StepResult) -> None:
+        row = self._rows[step.row]
+        end = step.start + step.num_new
+        if row.verified:
+            del row.tokens[step.num_known :]
+        row.verified = bool(step.proposed)
+        assert step.num_known <= len(row.tokens), "a step beyond the known tokens"
+        is_last = step.num_known == len(row.tokens)
+        assert bool(step.num_sampled) == (is_last and step.pooling is None), "samples elsewhere than at the last token"
+        assert end < self._config.max_model_len + (step.pooling is not None), "no room for the next token in the tables"
+        row.tokens += step.proposed
         groups = range(len(self._windows))
         after = [NOTHING_READ] * len(groups)
         for group in groups:
             if self._windows[group] is None:
-                for position in range(chunk.start):
-                    after[group] = mix(after[group], *self._read(chunk.row, group, position))
+                for position in range(step.start):
+                    after[group] = mix(after[group], *self._read(step.row, group, position))
         scores: list[TokenLogprobs] = []
-        for position in range(chunk.start, end):
-            seen = before(position, self._windows, after, lambda group, earlier: self._read(chunk.row, group, earlier))
+        sampled: list[tuple[int, int]] = []  # (what was read, the token that follows)
+        for position in range(step.start, end):
+            seen = before(position, self._windows, after, lambda group, earlier: self._read(step.row, group, earlier))
             for group in groups:
-                self._write(all_of(seen), chunk.row, group, position)
-            after = [mix(seen[group], *self._read(chunk.row, group, position)) for group in groups]
+                self._write(all_of(seen), step.row, group, position)
+            after = [mix(seen[group], *self._read(step.row, group, position)) for group in groups]
             read = all_of(after)
-            if chunk.num_prompt_logprobs is not None and position + 1 < row.new.num_prompt_tokens:
-                scores.append(score(read, row.tokens[position + 1], chunk.num_prompt_logprobs))
-        if chunk.num_prompt_logprobs is not None:
-            result.prompt_logprobs[chunk.row] = scores
-        if chunk.samples:
-            self._sample(read, row, result)
+            row.total += pool(read)
+            row.num_pooled += 1
+            if step.num_prompt_logprobs is not None and position + 1 < row.new.num_prompt_tokens:
+                scores.append(score(read, row.tokens[position + 1], step.num_prompt_logprobs))
+            if position >= end - step.num_sampled:
+                sampled.append((read, self._sample(read, row, num_tokens=position + 1)))
+        if step.num_prompt_logprobs is not None:
+            result.prompt_logprobs[step.row] = scores
+        if step.num_sampled:
+            self._keep(step, row, sampled, result)
+        if step.pooling is not None and is_last:
+            assert step.pooling == "last" or row.num_pooled == end, "a mean without some of its positions"
+            result.pooled[step.row] = [pool(read) if step.pooling == "last" else row.total]
 
-    def _sample(self, read: int, row: Row, result: StepResult) -> None:
-        token = sample(
+    def _sample(self, read: int, row: Row, *, num_tokens: int) -> int:
+        return sample(
             read,
             seed=row.new.seed,
-            num_completion_tokens=len(row.tokens) - row.new.num_prompt_tokens,
+            num_completion_tokens=num_tokens - row.new.num_prompt_tokens,
             min_tokens=row.new.params.min_tokens,
             stop_token_ids=row.new.stop_token_ids,
         )
-        row.tokens.append(token)
+
+    def _keep(self, step: RowStep, row: Row, sampled: list[tuple[int, int]], result: StepResult) -> None:
+        """The sampled tokens up to the first one that was not proposed; the table has all of them."""
+        row.tokens[step.num_known :] = [token for _, token in sampled]
+        num_right = 0
+        while num_right < len(step.proposed) and step.proposed[num_right] == sampled[num_right][1]:
+            num_right += 1
+        kept = sampled[: num_right + 1]
         if row.new.params.logprobs is not None:
-            result.logprobs[len(result.tokens)] = [score(read, token, row.new.params.logprobs)]
-        result.tokens.append([token])
+            result.logprobs[len(result.tokens)] = [score(read, token, row.new.params.logprobs) for read, token in kept]
+        result.tokens.append([token for _, token in kept])
+        self.num_verified += len(step.proposed)
+        self.num_right += num_right
 
     def _slot(self, number: int, group: int, position: int) -> tuple[int, int]:
         block = self._rows[number].blocks[group][position // self._config.block_size]
@@ -381,20 +435,38 @@ class FakeExecutor:
 
 
 class Harness:
-    """An EngineCore with the fake device. After every operation all checks run."""
+    """An EngineCore with the fake device. After every operation all checks run.
+
+    With `guesses`, a row gets 1 to 5 tokens in a step: up to 4 are proposed, of which a random number is right.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, *, depth: int = 0, lazy: bool = False, digest: Digest = blake2b_256
+        self,
+        config: SchedulerConfig,
+        *,
+        depth: int = 0,
+        lazy: bool = False,
+        digest: Digest = blake2b_256,
+        guesses: random.Random | None = None,
+        pools: bool = True,  # whether random requests may be for a pooled vector
     ) -> None:
         self.config = config
+        self.pools = pools
+        self._guesses = guesses
         self.block_manager = BlockManager(
             groups=config.groups,
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             digest=digest,
         )
-        self.scheduler = Scheduler(config, self.block_manager)
-        self.device = FakeExecutor(config, lazy=lazy, tenant_of=self._tenant_of, held_by=self._held_by)
+        self.scheduler = Scheduler(config, self.block_manager, proposer=None if guesses is None else self)
+        self.device = FakeExecutor(
+            config,
+            lazy=lazy,
+            tenant_of=self._tenant_of,
+            held_by=self._held_by,
+            max_guesses=0 if guesses is None else MAX_GUESSES,
+        )
         self.core = EngineCore(self.scheduler, self.device, depth=depth)
         self.requests: list[Request] = []
         self.sequences: list[tuple[Sequence, Answer]] = []
@@ -406,6 +478,14 @@ class Harness:
 
     def _held_by(self, row: int) -> list[list[int]]:
         return next([table.held for table in seq.block_tables] for seq in self.scheduler.running if seq.row == row)
+
+    def propose(self, token_ids: Seq[int], max_tokens: int) -> list[int]:
+        assert self._guesses is not None and max_tokens > 0
+        seq, expected = next((seq, expected) for seq, expected in self.sequences if seq.token_ids is token_ids)
+        guesses = expected.token_ids[seq.num_completion_tokens :][: self._guesses.randint(0, MAX_GUESSES)]
+        while len(guesses) < self._guesses.randint(0, MAX_GUESSES):
+            guesses.append(self._guesses.randrange(VOCABULARY))
+        return guesses
 
     def add(self, request: Request) -> bool:
         """False if the request was refused; checks that it had to be."""
@@ -489,7 +569,12 @@ class Harness:
         if not self.config.enable_prefix_caching or seq.params.prompt_logprobs is not None:
             assert seq.num_cached_tokens == 0
         got = Answer(
-            seq.completion_token_ids, str(seq.finish_reason), seq.stop_reason, seq.logprobs, seq.prompt_logprobs
+            seq.completion_token_ids,
+            str(seq.finish_reason),
+            seq.stop_reason,
+            seq.logprobs,
+            seq.prompt_logprobs,
+            seq.pooled,
         )
         if seq in self.aborted:
             count = seq.num_completion_tokens

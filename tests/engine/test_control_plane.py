@@ -1,4 +1,5 @@
-"""Random operations on the control plane at depth 0 and 1 in parallel, compared to the token oracle after every step.
+"""Random operations on the control plane, at depth 0 and 1, with one token per step and with several, compared with the
+token oracle after every step.
 
 NANOVLLM_HYPOTHESIS_EXAMPLES=5000 runs that many fresh examples instead of the few fixed ones.
 """
@@ -65,6 +66,7 @@ class ControlPlane(RuleBasedStateMachine):
         windows=st.sampled_from(list(GROUPS.values())),
         more_blocks=st.integers(-2, 4),
         lazy=st.booleans(),
+        guesses=st.sampled_from((None, 0, 1)),
     )
     def open(
         self,
@@ -78,6 +80,7 @@ class ControlPlane(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         more_blocks: int,
         lazy: bool,
+        guesses: int | None,
     ) -> None:
         self.config = SchedulerConfig(
             max_num_batched_tokens=max_num_seqs + spare_budget,
@@ -88,7 +91,16 @@ class ControlPlane(RuleBasedStateMachine):
             enable_prefix_caching=enable_prefix_caching,
         )
         self.num_slots = max(n for n in range(max_model_len + 1) if blocks_suffice(n, self.config))
-        self.engines = tuple(Harness(self.config, depth=depth, lazy=lazy, digest=digest) for depth in (0, 1))
+        self.engines = tuple(
+            Harness(
+                self.config,
+                depth=depth,
+                lazy=lazy,
+                digest=digest,
+                guesses=None if guesses is None else random.Random(guesses),
+            )
+            for depth in (0, 1)
+        )
 
     def add_to_all(self, request: Request) -> None:
         accepted = {engine.add(request) for engine in self.engines}

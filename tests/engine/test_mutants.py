@@ -4,9 +4,9 @@ import struct
 
 import pytest
 
-from .mutants import MUTANTS, run_workload
+from .mutants import FIRST_WITH_ROWS, MUTANTS, run_workload
 
-WORKLOADS = range(30, 150)
+WORKLOADS = range(30, FIRST_WITH_ROWS + 50)
 
 
 def test_the_real_code_passes_and_the_workloads_are_not_idle() -> None:
@@ -16,6 +16,8 @@ def test_the_real_code_passes_and_the_workloads_are_not_idle() -> None:
     assert sum(run.scheduler.num_preemptions for run in runs) > 100
     assert {seq.finish_reason for seq in sequences} == {"stop", "length", "abort"}
     assert any(seq.num_preemptions > 1 for seq in sequences)
+    num_verified, num_right = (sum(getattr(run.device, name) for run in runs) for name in ("num_verified", "num_right"))
+    assert num_verified > num_right + 100 > 200
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -10,7 +10,7 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import RequestError
-from nanovllm.plan import NewBlocks, SeqPlan, StepPlan, StepResult, TokenLogprobs
+from nanovllm.plan import NewBlocks, RowStep, StepPlan, StepResult, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.state import BlockGroup
 
@@ -62,7 +62,7 @@ def update(scheduler: Scheduler, plan: StepPlan, token: int = TOKEN) -> list[Seq
     """A result in which every sampled row gets the same token and every scored position the same score."""
     scored = {
         chunk.row: [SCORE] * (min(chunk.start + chunk.num_new, prompt_len(scheduler, chunk.row) - 1) - chunk.start)
-        for chunk in plan.chunks
+        for chunk in plan.row_steps
         if chunk.num_prompt_logprobs is not None
     }
     ended = scheduler.update(plan, StepResult(tokens=[[token] for _ in plan.sampled_rows()], prompt_logprobs=scored))
@@ -97,7 +97,7 @@ def test_the_first_step_carries_all_the_device_needs() -> None:
     assert (new.row, new.token_ids, new.num_prompt_tokens) == (seq.row, (0, 1, 2, 3, 4), 5)
     assert (new.block_tables, new.params, new.seed) == ((tuple(table_of(seq)),), seq.params, 17)
     assert (new.stop_token_ids, new.bad_words) == ((STOP,), ((1, 2),))
-    assert plan.chunks == (SeqPlan(seq.row, start=0, num_new=5, samples=True),)
+    assert plan.row_steps == (RowStep(seq.row, start=0, num_new=5, num_sampled=1),)
     assert plan.decode_rows == () and plan.new_blocks == () and plan.num_tokens == 5
 
 
@@ -105,11 +105,11 @@ def test_a_long_prompt_is_cut_to_the_budget_and_samples_with_its_last_chunk() ->
     scheduler = make_scheduler(max_num_batched_tokens=8)
     seq = make_seq(range(20))
     scheduler.add(seq)
-    chunks = [step(scheduler).chunks for _ in range(3)]
+    chunks = [step(scheduler).row_steps for _ in range(3)]
     assert chunks == [
-        (SeqPlan(seq.row, 0, 8, samples=False),),
-        (SeqPlan(seq.row, 8, 8, samples=False),),
-        (SeqPlan(seq.row, 16, 4, samples=True),),
+        (RowStep(seq.row, 0, 8, num_sampled=0),),
+        (RowStep(seq.row, 8, 8, num_sampled=0),),
+        (RowStep(seq.row, 16, 4, num_sampled=1),),
     ]
     assert seq.completion_token_ids == [TOKEN]
 
@@ -122,10 +122,10 @@ def test_decodes_come_first_and_chunks_fill_the_rest_of_the_budget() -> None:
     add(scheduler, long, short)
     plan = step(scheduler)
     assert plan.decode_rows == (decoding.row,)
-    assert plan.chunks == (SeqPlan(long.row, 0, 7, samples=False),)
+    assert plan.row_steps == (RowStep(long.row, 0, 7, num_sampled=0),)
     plan = step(scheduler)
     assert plan.decode_rows == (decoding.row,)
-    assert plan.chunks == (SeqPlan(long.row, 7, 3, samples=True), SeqPlan(short.row, 0, 4, samples=True))
+    assert plan.row_steps == (RowStep(long.row, 7, 3, num_sampled=1), RowStep(short.row, 0, 4, num_sampled=1))
     assert plan.num_tokens == 8
     assert step(scheduler).decode_rows == (decoding.row, long.row, short.row)
 
@@ -169,7 +169,7 @@ def test_an_unchanged_decode_step_is_the_very_same_plan() -> None:
     first = step(scheduler)
     assert all(step(scheduler) is first for _ in range(5))
     scheduler.add(make_seq([3], arrival=2))
-    assert step(scheduler).chunks
+    assert step(scheduler).row_steps
     grown = step(scheduler)
     assert len(grown.decode_rows) == 3 and step(scheduler) is grown
 
@@ -218,7 +218,7 @@ def test_a_full_prompt_hit_computes_one_token() -> None:
     scheduler.add(first)
     step(scheduler)
     scheduler.add(again)
-    assert step(scheduler).chunks == (SeqPlan(again.row, start=8, num_new=1, samples=True),)
+    assert step(scheduler).row_steps == (RowStep(again.row, start=8, num_new=1, num_sampled=1),)
     assert again.num_cached_tokens == 8
 
 
@@ -228,17 +228,17 @@ def test_a_prompt_of_whole_blocks_computes_its_last_block_again() -> None:
     scheduler.add(first)
     step(scheduler)
     scheduler.add(again)
-    assert step(scheduler).chunks == (SeqPlan(again.row, start=4, num_new=4, samples=True),)
+    assert step(scheduler).row_steps == (RowStep(again.row, start=4, num_new=4, num_sampled=1),)
 
 
 def test_two_sequences_of_one_step_compute_the_same_prefix_each_for_itself() -> None:
     scheduler = make_scheduler()
     first, second, third = (make_seq(range(9), arrival=i) for i in range(3))
     add(scheduler, first, second)
-    assert [chunk.start for chunk in step(scheduler).chunks] == [0, 0]
+    assert [chunk.start for chunk in step(scheduler).row_steps] == [0, 0]
     assert not set(table_of(first)) & set(table_of(second))
     scheduler.add(third)
-    assert [chunk.start for chunk in step(scheduler).chunks] == [8]
+    assert [chunk.start for chunk in step(scheduler).row_steps] == [8]
     assert table_of(third)[:2] == table_of(first)[:2]
 
 
@@ -248,7 +248,7 @@ def test_a_block_is_shared_only_after_its_result_has_come() -> None:
     scheduler.add(first)
     in_flight = schedule(scheduler)
     scheduler.add(second)
-    assert schedule(scheduler).chunks[0].start == 0
+    assert schedule(scheduler).row_steps[0].start == 0
     update(scheduler, in_flight)
     assert not set(table_of(first)) & set(table_of(second))
 
@@ -261,7 +261,7 @@ def test_generated_blocks_are_found_by_the_next_turn() -> None:
         step(scheduler)
     turn = make_seq([*first.token_ids, 1], arrival=1)
     scheduler.add(turn)
-    assert step(scheduler).chunks[0].start == 8, "of 10 tokens 9 were computed, and 8 of them fill blocks"
+    assert step(scheduler).row_steps[0].start == 8, "of 10 tokens 9 were computed, and 8 of them fill blocks"
 
 
 def test_without_prefix_caching_a_full_block_needs_no_look() -> None:
@@ -281,7 +281,7 @@ def test_prompt_logprobs_skip_the_cache_read() -> None:
     scheduler.add(first)
     step(scheduler)
     scheduler.add(scored)
-    assert step(scheduler).chunks == (SeqPlan(scored.row, 0, 9, samples=True, num_prompt_logprobs=2),)
+    assert step(scheduler).row_steps == (RowStep(scored.row, 0, 9, num_sampled=1, num_prompt_logprobs=2),)
     assert scored.num_cached_tokens == 0 and len(scored.prompt_logprobs) == 8
 
 
@@ -291,8 +291,8 @@ def test_a_preempted_sequence_is_not_scored_twice() -> None:
     scheduler.add(seq)
     step(scheduler)
     scheduler.preempt(seq)
-    (chunk,) = step(scheduler).chunks
-    assert chunk == SeqPlan(seq.row, start=8, num_new=2, samples=True, num_prompt_logprobs=None)
+    (chunk,) = step(scheduler).row_steps
+    assert chunk == RowStep(seq.row, start=8, num_new=2, num_sampled=1, num_prompt_logprobs=None)
     assert len(seq.prompt_logprobs) == 8
 
 
@@ -304,7 +304,7 @@ def test_a_sequence_preempted_while_being_scored_is_scored_anew() -> None:
     assert len(seq.prompt_logprobs) == 6
     scheduler.preempt(seq)
     assert seq.prompt_logprobs == []
-    assert step(scheduler).chunks[0] == SeqPlan(seq.row, 0, 6, samples=False, num_prompt_logprobs=0)
+    assert step(scheduler).row_steps[0] == RowStep(seq.row, 0, 6, num_sampled=0, num_prompt_logprobs=0)
     step(scheduler)
     assert len(seq.prompt_logprobs) == 8
 
@@ -325,8 +325,8 @@ def test_out_of_blocks_the_newest_gives_way_and_comes_back_from_the_cache() -> N
     assert new.completion_token_ids == [TOKEN, TOKEN], "nothing known is lost"
     while not old.finished:
         step(scheduler)
-    (chunk,) = step(scheduler).chunks
-    assert chunk == SeqPlan(new.row, start=4, num_new=5, samples=True)
+    (chunk,) = step(scheduler).row_steps
+    assert chunk == RowStep(new.row, start=4, num_new=5, num_sampled=1)
     assert new.num_cached_tokens == 0, "what it found when it first ran"
 
 
@@ -347,7 +347,7 @@ def test_a_prefilling_sequence_gives_way_at_once_even_with_a_chunk_in_flight() -
         step(scheduler)
     scheduler.add(new)
     in_flight = schedule(scheduler)
-    assert in_flight.chunks == (SeqPlan(new.row, 0, 4, samples=False),)
+    assert in_flight.row_steps == (RowStep(new.row, 0, 4, num_sampled=0),)
     assert scheduler.block_manager.num_available == 0
     plan = schedule(scheduler)
     assert plan.decode_rows == (old.row,) and plan.new_blocks[0].row == old.row
@@ -440,7 +440,7 @@ def test_the_core_returns_results_as_many_steps_late_as_it_is_deep(lazy: bool) -
     seq = make_seq([1, 2], max_tokens=2)
     scheduler.add(seq)
     assert core.step() == [] and core.last_plan is None
-    assert core.step() == [] and core.last_plan is not None and core.last_plan.chunks
+    assert core.step() == [] and core.last_plan is not None and core.last_plan.row_steps
     assert core.has_work
     assert core.step() == [seq] and core.last_plan is not None and core.last_plan.decode_rows
     assert not core.has_work and core.step() == [] and core.last_plan is None
@@ -527,7 +527,10 @@ def test_followers_wait_for_the_prompt_and_share_its_blocks() -> None:
     step(scheduler)
     assert scheduler.waiting == [second, third]
     plan = step(scheduler)
-    assert [(chunk.row, chunk.start, chunk.num_new) for chunk in plan.chunks] == [(second.row, 8, 1), (third.row, 8, 1)]
+    assert [(chunk.row, chunk.start, chunk.num_new) for chunk in plan.row_steps] == [
+        (second.row, 8, 1),
+        (third.row, 8, 1),
+    ]
     assert table_of(leader)[:2] == table_of(second)[:2] == table_of(third)[:2]
     assert second.num_cached_tokens == third.num_cached_tokens == 8
 

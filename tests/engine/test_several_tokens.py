@@ -122,7 +122,7 @@ def test_a_grammar_follows_every_one_of_them() -> None:
     scheduler.add(seq)
     feed(scheduler, [5, 6, 7])
     plan = schedule(scheduler)
-    assert scheduler.masks() == ({seq.row: b"\xff"}, []) and guide.tokens == [5, 6, 7]
+    assert scheduler.masks() == ({seq.row: [b"\xff"]}, []) and guide.tokens == [5, 6, 7]
     scheduler.update(plan, StepResult(tokens=[[8, 9]]))
     plan = schedule(scheduler)
     assert scheduler.masks() == ({}, [seq]) and guide.tokens == [5, 6, 7, 8, 9]

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm.errors import ConfigError
@@ -24,14 +24,18 @@ NUM_LONG = 200_000
 class FakeStep:
     def __init__(self, rank: int, plan: StepPlan) -> None:
         self._rank, self._plan = rank, plan
-        self._masks: Mapping[int, bytes] = {}
+        self._masks: Mapping[int, Sequence[bytes]] = {}
 
-    def sample(self, masks: Mapping[int, bytes]) -> None:
+    def sample(self, masks: Mapping[int, Sequence[bytes]]) -> None:
         self._masks = masks
 
     def wait(self) -> StepResult:
         if self._plan.guided_rows:
-            return StepResult(tokens=[[row, *mask] for row, mask in self._masks.items()])
+            return StepResult(tokens=[[row, *b"".join(masks)] for row, masks in self._masks.items()])
+        if self._plan.row_steps:
+            return StepResult(
+                pooled={step.row: [float(self._rank), float(step.num_new)] for step in self._plan.row_steps}
+            )
         if self._plan.new_rows:
             return StepResult(tokens=[list(row.token_ids) for row in self._plan.new_rows])
         what, token = self._plan.decode_rows
@@ -80,9 +84,6 @@ class FakeRunner:
         if what == SLOW:
             time.sleep(SLOW_SECONDS)
         return FakeStep(self._rank, plan)
-
-    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
-        return [float(self._rank), *map(float, token_ids)]
 
     def close(self) -> None:
         # In one write: unbuffered print() writes its arguments one by one, and the ranks share a stream.

@@ -20,7 +20,7 @@ from nanovllm.errors import ConfigError, EngineClosedError, EngineError
 from nanovllm.executor import workers
 from nanovllm.executor.multiproc import ProcessWorkers
 from nanovllm.executor.workers import WorkersExecutor
-from nanovllm.plan import NewRow, StepPlan
+from nanovllm.plan import NewRow, RowStep, StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from tests.executor.fake_worker import (
     ECHO,
@@ -86,21 +86,22 @@ def test_results_belong_to_their_plans(executor: WorkersExecutor, depth: int) ->
         assert step.wait().tokens == [[token]]
 
 
-def test_an_embedding_may_be_asked_for_between_steps(executor: WorkersExecutor) -> None:
+def test_a_pooled_vector_comes_back_between_steps(executor: WorkersExecutor) -> None:
     first = executor.launch(plan_of(ECHO, 5))
     second = executor.launch(plan_of(ECHO, 6))
-    assert executor.embed([3, 4], [0], "last") == [0.0, 3.0, 4.0]
+    pooling = executor.launch(StepPlan(row_steps=(RowStep(3, 0, 4, pooling="last"),)))
     assert first.wait().tokens == [[5]]
     assert second.wait().tokens == [[6]]
+    assert pooling.wait() == StepResult(pooled={3: [0.0, 4.0]})
 
 
 def test_masks_reach_the_step_launched_last(executor: WorkersExecutor) -> None:
     before = executor.launch(plan_of(ECHO, 1))
     guided = executor.launch(StepPlan(decode_rows=(4, 9), guided_rows=(4, 9)))
     assert before.wait().tokens == [[1]]
-    guided.sample({4: b"\x00\xff", 9: b"\x07"})
+    guided.sample({4: [b"\x00\xff"], 9: [b"\x07", b"\x08"]})
     after = executor.launch(plan_of(ECHO, 2))
-    assert guided.wait().tokens == [[4, 0, 255], [9, 7]]
+    assert guided.wait().tokens == [[4, 0, 255], [9, 7, 8]]
     assert after.wait().tokens == [[2]]
 
 
@@ -153,7 +154,7 @@ def test_a_step_costs_little() -> None:
 
 def assert_dead(executor: WorkersExecutor, message: str) -> None:
     assert all_gone(pids_of(executor))
-    for call in (lambda: executor.launch(plan_of(ECHO)), lambda: executor.embed([1], [0], "last"), executor.check):
+    for call in (lambda: executor.launch(plan_of(ECHO)), executor.check):
         with pytest.raises(EngineClosedError, match=message) as raised:
             call()
         assert isinstance(raised.value.__cause__, EngineError)

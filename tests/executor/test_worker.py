@@ -1,15 +1,15 @@
 """One worker that runs in this process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Rank
-from nanovllm.executor.messages import Answer, Embed, Failed, Launch, Open, Opened, Ready, Sample, Start, Stop, Wait
+from nanovllm.executor.messages import Answer, Failed, Launch, Open, Opened, Ready, Sample, Start, Stop, Wait
 from nanovllm.executor.worker import Worker
-from nanovllm.plan import NewBlocks, StepPlan, StepResult
+from nanovllm.plan import NewBlocks, RowStep, StepPlan, StepResult
 
 
 class Recorder:
@@ -21,7 +21,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
-        self.masks: list[Mapping[int, bytes]] = []
+        self.masks: list[Mapping[int, Sequence[bytes]]] = []
         self.closed = False
 
     def open_store(self, host: str) -> "Recorder":
@@ -34,9 +34,6 @@ class Recorder:
         self.plans.append(plan)
         return RecordedStep(self, len(self.plans))
 
-    def embed(self, token_ids: list[int], block_tables: list[list[int]], pooling: str) -> list[float]:
-        return [0.5]
-
     def close(self) -> None:
         self.closed = True
 
@@ -45,11 +42,11 @@ class RecordedStep:
     def __init__(self, recorder: Recorder, number: int) -> None:
         self._recorder, self._number = recorder, number
 
-    def sample(self, masks: Mapping[int, bytes]) -> None:
+    def sample(self, masks: Mapping[int, Sequence[bytes]]) -> None:
         self._recorder.masks.append(masks)
 
     def wait(self) -> StepResult:
-        return StepResult(tokens=[[self._number]])
+        return StepResult(tokens=[[self._number]], pooled={2: [0.5]})
 
 
 def obey(worker: Worker, *commands: object) -> list[Any]:
@@ -89,22 +86,23 @@ def test_a_result_can_be_that_of_an_earlier_plan_and_those_before_it_are_dropped
 
 
 def test_only_one_rank_sends_what_was_computed_and_all_agree_on_its_checksum() -> None:
-    commands = (Launch(StepPlan(decode_rows=(1,))), Wait(1, 0), Embed(2, [1], [[0]], "last"))
+    pooling = RowStep(2, 0, 5, pooling="last")
+    commands = (Launch(StepPlan(decode_rows=(1,), row_steps=(pooling,))), Wait(1, 0))
     answers = []
     for rank in range(2):
         worker, _ = started(Rank(index=rank, tensor_parallel_size=2))
-        answers.append(obey(worker, *commands)[1:])
-    (step, embedding), (other_step, other_embedding) = answers
-    assert (step.result, embedding.embedding) == (StepResult(tokens=[[1]]), [0.5])
-    assert (other_step.result, other_embedding.embedding) == (None, None)
+        answers += obey(worker, *commands)[1:]
+    step, other_step = answers
+    assert step.result == StepResult(tokens=[[1]], pooled={2: [0.5]})
+    assert other_step.result is None
     assert step.checksum == other_step.checksum != 0
 
 
 def test_masks_and_the_end() -> None:
     worker, recorder = started()
     guided = Launch(StepPlan(decode_rows=(1,), guided_rows=(1,)))
-    assert obey(worker, guided, Sample({1: b"\xff"}), Wait(1, 0))[:2] == [None, None]
-    assert recorder.masks == [{1: b"\xff"}]
+    assert obey(worker, guided, Sample({1: [b"\xff"]}), Wait(1, 0))[:2] == [None, None]
+    assert recorder.masks == [{1: [b"\xff"]}]
     assert obey(worker, Stop()) == [None]
     assert recorder.closed and worker.stopped
 

@@ -10,7 +10,7 @@ from nanovllm import SamplingParams
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.residual import Residual
-from nanovllm.plan import NewRow, SeqPlan, StepPlan
+from nanovllm.plan import NewRow, RowStep, StepPlan
 from nanovllm.runner.forward_batch import build_batch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.request_table import RequestTable
@@ -39,7 +39,7 @@ def test_the_rows_that_get_logits_are_padded() -> None:
     upload = Upload(capacity=64, device=CPU)
     plan = StepPlan(
         decode_rows=(2,),
-        chunks=(SeqPlan(1, 3, 4, samples=True), SeqPlan(4, 0, 5, samples=False), SeqPlan(3, 0, 2, samples=True)),
+        row_steps=(RowStep(1, 3, 4, num_sampled=1), RowStep(4, 0, 5, num_sampled=0), RowStep(3, 0, 2, num_sampled=1)),
         new_rows=tuple(filled_row(row, num_tokens) for row, num_tokens in ((1, 7), (2, 9), (3, 2), (4, 8))),
     )
     table.apply(plan)

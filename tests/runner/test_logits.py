@@ -7,7 +7,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanovllm.plan import NewRow
-from nanovllm.runner.logits import StageInput, build_stages
+from nanovllm.runner.logits import KnownTokens, build_processors
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 12
@@ -48,12 +48,12 @@ def apply_stages(
         token_ids[index, : len(row.token_ids)] = torch.tensor(row.token_ids)
     before = torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
     after = before.clone()
-    given = StageInput(
+    given = KnownTokens(
         token_ids=token_ids,
         length=torch.tensor([len(row.token_ids) for row in rows]),
         num_prompt_tokens=torch.tensor([row.num_prompt_tokens for row in rows]),
     )
-    stages = build_stages(rows, VOCAB_SIZE, CPU)
+    stages = build_processors(rows, VOCAB_SIZE, CPU)
     for stage in stages:
         stage.apply(after, given)
     return before, after
@@ -61,7 +61,7 @@ def apply_stages(
 
 def test_a_batch_that_asks_for_nothing_has_no_stages() -> None:
     row = NewRow(1, (1, 2), 2, (0,), SamplingParams(min_tokens=3), 0, (), ())
-    assert build_stages([row], VOCAB_SIZE, CPU) == []
+    assert build_processors([row], VOCAB_SIZE, CPU) == []
 
 
 def test_allowed_token_ids() -> None:

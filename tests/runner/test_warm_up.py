@@ -16,4 +16,4 @@ from nanovllm.runner.warm_up import largest_steps
 def test_there_is_a_step_for_each_kind_of_linear(max_num_tokens: int, max_num_seqs: int, expected: list[int]) -> None:
     """Sequences of one step are of equal length, so that a few tokens may be left over."""
     steps = largest_steps(max_num_tokens=max_num_tokens, max_num_seqs=max_num_seqs, max_model_len=4096)
-    assert [sum(chunk.num_new for chunk in step.chunks) for step in steps] == expected
+    assert [sum(chunk.num_new for chunk in step.row_steps) for step in steps] == expected
