@@ -21,7 +21,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[..., out, in] -> int8 [..., out, in] and float32 scales [..., out]; a row of zeros gets scale 1."""
     weight = weight.float()
     largest = weight.abs().amax(dim=-1)
-    scale = torch.where(largest > 0, largest / 127, 1.0)
+    scale = torch.where(largest == 0, 1.0, largest / 127)  # NaN stays NaN, for the caller to refuse
     return (weight / scale.unsqueeze(-1)).round_().to(torch.int8), scale
 
 
