@@ -22,7 +22,7 @@ demo: $(VENV)/.installed
 	$(BIN)/nanovllm generate "What is the capital of France?"
 
 test: $(VENV)/.installed-test
-	@$(BIN)/python -c 'from nanovllm.utils.hub import default_model_path as fetch; fetch()' \
+	@$(BIN)/python -c 'from nanovllm.utils.default_model import default_model_path as fetch; fetch()' \
 	    || echo 'The default model could not be fetched: the tests that need it will be skipped.' >&2
 	$(BIN)/python -m pytest $(ARGS)
 

@@ -74,9 +74,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def default_model_path() -> Path:
     """The default model's GGUF file, which `make test` downloads into the cache."""
     from nanovllm.errors import ModelNotFoundError
-    from nanovllm.utils import hub
+    from nanovllm.utils import default_model
 
     try:
-        return hub.default_model_path()
+        return default_model.default_model_path()
     except ModelNotFoundError as error:
         pytest.skip(f"needs the default model: {error}")

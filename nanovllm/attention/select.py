@@ -6,7 +6,7 @@ from nanovllm.attention.backend import AttentionBackend, CacheShape
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.launch import usable
+from nanovllm.kernels.device import usable
 
 MAX_GROUP = 16  # query heads per KV head that our kernels support
 

@@ -32,7 +32,7 @@ from nanovllm.kernels.attention.small_batch import (
     small_batch_serves,
     small_batch_splits,
 )
-from nanovllm.kernels.launch import dependent_launch
+from nanovllm.kernels.device import dependent_launch
 
 MANY_DECODES, MOST_DECODES = 32, 80  # see `_starts_early`
 

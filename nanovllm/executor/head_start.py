@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.kernels.compile_ahead import prepare_triton
-from nanovllm.kernels.launch import usable
+from nanovllm.kernels.device import usable
 
 CUDA_SUCCESS = 0
 BYTES_AHEAD = 16 << 30  # of weights: more might evict from memory what was read first
@@ -76,5 +75,7 @@ def _open_first_gpu() -> None:
     if driver.cuInit(0) != CUDA_SUCCESS or driver.cuDeviceGet(ctypes.byref(device), 0) != CUDA_SUCCESS:
         return
     if usable("cuda"):
+        from nanovllm.kernels.compile_ahead import prepare_triton
+
         _begin(prepare_triton)
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -3,12 +3,10 @@
 Each file under kernels/ holds one operation: its plain torch reference, the kernel, and the function that launches it.
 """
 
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 # Seen only by the thread that sets it: `record_launches` does for the calls within a `with` block.
@@ -22,40 +20,6 @@ _compiled: dict[tuple, tuple[Any, list[str]]] = {}
 # name, and when two threads import them at the same time, CPython may give one thread the other's functions. The name
 # is shared by the whole process, so the lock is too.
 loading_lock = threading.Lock()
-
-
-# The cached functions below ask for facts about the machine, which do not change while the process runs.
-
-
-@cache
-def usable(device_type: str) -> bool:
-    """Whether Triton kernels run on this type of device. torch for CUDA includes Triton on most platforms only."""
-    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
-@cache
-def dependent_launch() -> bool:
-    """Whether the device supports programmatic dependent launch: starting a kernel before its predecessor has ended.
-
-    Hopper and later do.
-    """
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
-@cache
-def gluon_usable() -> bool:
-    """Whether the Gluon kernels run here: on Hopper, with a Triton version that compiles them.
-
-    The language is experimental and changes between versions; the range below is tested.
-    """
-    import torch
-    import triton
-
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return False
-    return (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **options: Any) -> None:

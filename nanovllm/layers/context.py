@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.distributed.group import ALONE, Group
-from nanovllm.kernels.launch import dependent_launch, gluon_usable, usable
+from nanovllm.kernels.device import dependent_launch, gluon_usable, usable
 from nanovllm.weights.dense import DenseFormat
 from nanovllm.weights.format import WeightFormat
 

@@ -3,21 +3,28 @@
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint.json_file import read_json
 from nanovllm.errors import CheckpointError
-from nanovllm.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from nanovllm.models.spec import ModelSpec, token_id_list
 
-# A family is a function from a Hugging Face style config to the model's spec.
-FAMILIES: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {
-    "LlamaForCausalLM": llama.spec,
-    "MistralForCausalLM": mistral.spec,
-    "Qwen2ForCausalLM": qwen2.spec,
-    "Qwen3ForCausalLM": qwen3.spec,
-    "Qwen3MoeForCausalLM": qwen3_moe.spec,
+Family = Callable[[dict[str, Any]], ModelSpec]  # from a Hugging Face style config
+
+
+def _family(module: str) -> Family:
+    """The family of a module in this package, imported when its first model is described."""
+    return lambda raw: import_module(f"nanovllm.models.{module}").spec(raw)
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": _family("llama"),
+    "MistralForCausalLM": _family("mistral"),
+    "Qwen2ForCausalLM": _family("qwen2"),
+    "Qwen3ForCausalLM": _family("qwen3"),
+    "Qwen3MoeForCausalLM": _family("qwen3_moe"),
 }
 
 

@@ -16,7 +16,7 @@ from nanovllm.checkpoint.loader import checkpoint_tensors, dummy_tensors, load_w
 from nanovllm.config import Config
 from nanovllm.distributed.group import Parallel
 from nanovllm.kernels.compile_ahead import compile_ahead
-from nanovllm.kernels.launch import usable
+from nanovllm.kernels.device import usable
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.rotary_embedding import rotary_table
 from nanovllm.layers.spec import AttentionSpec, RopeSpec

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import usable
+from nanovllm.kernels.device import usable
 from nanovllm.plan import NewBlocks, NewRow, StepPlan
 from nanovllm.runner.upload import Upload
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import dependent_launch
+from nanovllm.kernels.device import dependent_launch
 from nanovllm.layers.sampler import SamplingRows, sample
 from nanovllm.plan import NewRow
 from nanovllm.runner.logits import KnownTokens, LogitsProcessor, Masks, build_processors

