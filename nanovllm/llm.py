@@ -8,13 +8,13 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import RequestError
 from nanovllm.outputs import BeamSearchOutput, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.text.chat_template import Message
 from nanovllm.text.prompts import Prompt, as_list, one_each, read_prompt
 from nanovllm.utils.collector import collector_calmed
 from nanovllm.utils.progress import Progress
 
 if TYPE_CHECKING:
     from nanovllm.engine.memory_plan import MemoryPlan
+    from nanovllm.text.chat_template import Message
 
 
 class LLM:
@@ -71,7 +71,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: "Sequence[Message] | Sequence[Sequence[Message]]",
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -92,7 +92,7 @@ class LLM:
 
     def render_chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: "Sequence[Message] | Sequence[Sequence[Message]]",
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,

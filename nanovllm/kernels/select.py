@@ -5,6 +5,7 @@ H200. The same table says for which batch sizes steps are recorded as graphs, wh
 their kernels are compiled, in which order kernels are compiled, and how the profiler names what it sees. No torch.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,6 @@ TENS_OF_ROWS = 64  # up to here our tiles beat cuBLAS for weights of any size, a
 HUNDREDS_OF_ROWS = 256
 THOUSANDS_OF_ROWS = 2048  # from here on the tensor cores are the limit
 TILE_ROWS = (16, 32, 64, 128, 256)  # numbers of rows up to which the tiled kernel has another tile
-MAX_DISTINCT_ROWS = 4096  # no bound lies above: all larger numbers of rows are one case
 EXPERT_ROWS = 4  # up to this many tokens, each (token, expert) pair reads its expert instead of being grouped
 
 NARROW_INPUTS = 1024
@@ -28,7 +28,6 @@ class LinearCase:
     """Everything that decides which kernel runs a linear."""
 
     format: str  # of the weight
-    kernels: bool  # our Triton kernels run on this device
     rows: int
     outputs: int
     inputs: int
@@ -47,7 +46,7 @@ class LinearKernel:
     name: str
     formats: tuple[str, ...] = ("dense",)
     min_rows: int = 1
-    max_rows: int = MAX_DISTINCT_ROWS
+    max_rows: int = sys.maxsize
     norm: bool = False  # computes the norm before the product itself
     gate: bool = False  # computes the activation itself
     add: bool = False  # adds to the residual itself
@@ -91,7 +90,6 @@ def _many_rows(case: LinearCase) -> bool:
 # of a layer overlap, each fetching its weight before the one before it has ended. For tens of rows they are short, and
 # few launches count. For thousands of rows the tensor cores are the limit.
 LINEAR_KERNELS = (
-    LinearKernel("torch", formats=(), add=True, serves=lambda case: not case.kernels),
     LinearKernel("deterministic", ("dense", "int8"), serves=lambda case: case.deterministic, symbol="_matmul_kernel"),
     LinearKernel("one_row", ("dense", "int8"), 1, 1, norm=True, gate=True, add=True, symbol="_one_row_kernel"),
     LinearKernel(
@@ -138,16 +136,15 @@ LINEAR_KERNELS = (
     LinearKernel("dequantized", ("int8",), symbol="_dequantize_kernel"),  # to the model's dtype, then cuBLAS
     LinearKernel("cublas", add=True),
 )
-PLAIN = LINEAR_KERNELS[0]  # the format's own product on torch
 
 
-def select_linear(case: LinearCase) -> LinearKernel:
-    """A format without kernels, such as one that somebody adds, is computed by its own product."""
+def select_linear(case: LinearCase) -> LinearKernel | None:
+    """None for a format without kernels, such as one that somebody adds: its own product on torch is used."""
     for kernel in LINEAR_KERNELS:
-        known = case.format in kernel.formats or not kernel.formats
-        if known and kernel.min_rows <= case.rows <= kernel.max_rows and kernel.serves(case):
+        in_range = kernel.min_rows <= case.rows <= kernel.max_rows
+        if case.format in kernel.formats and in_range and kernel.serves(case):
             return kernel
-    return PLAIN
+    return None
 
 
 # --- what else depends on the table -----------------------------------------------------------------------------------

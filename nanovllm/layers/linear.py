@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nanovllm.checkpoint.stored import Slot
 from nanovllm.distributed.group import ALONE
-from nanovllm.kernels.select import MAX_DISTINCT_ROWS, LinearCase, select_linear
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
@@ -24,6 +23,7 @@ from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat, DenseWeight
 from nanovllm.weights.format import StoredWeight
 
+MAX_DISTINCT_ROWS = 4096  # above every bound of kernels/select.py: larger numbers of rows are one case
 Activation = Literal["silu"]  # silu(gate) * up, where the rows of the weight are those of gate, then those of up
 
 
@@ -127,11 +127,15 @@ class Linear:
         return kernels.silu_and_mul(y, pdl=self._context.pdl)
 
     def _select(self, rows: int, normed: bool, activation: Activation | None, added: bool) -> Operation:
+        if not self._context.kernels:
+            return self._plain(added)
+        from nanovllm.kernels.linear.run import runner
+        from nanovllm.kernels.select import LinearCase, select_linear
+
         context, shape = self._context, self.weight.shape
         kernel = select_linear(
             LinearCase(
                 format=self.weight.format_name,
-                kernels=context.kernels,
                 rows=rows,
                 outputs=shape[0],
                 inputs=shape[1],
@@ -145,12 +149,14 @@ class Linear:
                 gluon=context.gluon,
             )
         )
-        if kernel.name == "torch":
-            add = getattr(self.weight, "matmul_add", None)  # some formats have one call for both
-            if added and add is not None:
-                return Operation(partial(add, bias=self.bias), norm=False, gate=False, add=True)
-            return Operation(partial(self.weight.matmul, bias=self.bias), norm=False, gate=False, add=False)
-        from nanovllm.kernels.linear.run import runner
-
+        if kernel is None:
+            return self._plain(added)
         run = runner(kernel.name, self.weight.kernel_arguments(), self.bias, pdl=context.pdl)
         return Operation(run, kernel.norm, kernel.gate, kernel.add and added, splits=kernel.name == "split_k")
+
+    def _plain(self, added: bool) -> Operation:
+        """The format's own product on torch; some formats have one call for product and residual."""
+        add = getattr(self.weight, "matmul_add", None)
+        if added and add is not None:
+            return Operation(partial(add, bias=self.bias), norm=False, gate=False, add=True)
+        return Operation(partial(self.weight.matmul, bias=self.bias), norm=False, gate=False, add=False)

@@ -58,6 +58,29 @@ class ChatTemplates:
         return self._compiled[name]
 
 
+def render_conversation(
+    templates: ChatTemplates,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    variables: Mapping[str, Any],  # of the template
+) -> str:
+    check_chat(messages, tools)
+    given = {"documents": None, **variables, "tools": tools}
+    if not continue_final_message:
+        return templates.render(messages=messages, add_generation_prompt=add_generation_prompt, **given)
+    if add_generation_prompt:
+        raise RequestError(
+            "continue_final_message=True cannot be combined with add_generation_prompt=True: the first continues "
+            "the last message, the second opens a new one; set one of them to False"
+        )
+    marked, final_text = mark_end_of_final_message(messages)
+    rendered = templates.render(messages=marked, add_generation_prompt=False, **given)
+    return cut_after_final_message(rendered, final_text)
+
+
 def _join_bounded(parts: Iterable[str]) -> str:
     """Join the parts, or stop with a RequestError as soon as they exceed MAX_RENDERED_CHARS."""
     kept: list[str] = []

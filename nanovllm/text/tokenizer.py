@@ -7,21 +7,17 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.json_file import read_json
 from nanovllm.errors import CheckpointError, RequestError
-from nanovllm.text.chat_template import (
-    ChatTemplates,
-    Message,
-    check_chat,
-    cut_after_final_message,
-    mark_end_of_final_message,
-)
 
 if TYPE_CHECKING:
     import tokenizers
+
+    from nanovllm.text.chat_template import ChatTemplates, Message
 
 
 class Tokenizer:
@@ -54,7 +50,7 @@ class Tokenizer:
         rules = _read_decoder(backend)
         self._pieces = TokenPieces(backend, rules, frozenset())
         self._pieces_without_special = TokenPieces(backend, rules, skipped_ids)
-        self._chat = ChatTemplates({"default": chat_template} if isinstance(chat_template, str) else chat_template)
+        self._chat_template = {"default": chat_template} if isinstance(chat_template, str) else chat_template
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -122,18 +118,22 @@ class Tokenizer:
         `template_kwargs` are further variables of the template. With `continue_final_message` the text ends inside the
         last message, so that the model continues it.
         """
-        check_chat(messages, tools)
-        variables = {"documents": None, **self.special_tokens, **template_kwargs, "tools": tools}
-        if not continue_final_message:
-            return self._chat.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
-        if add_generation_prompt:
-            raise RequestError(
-                "continue_final_message=True cannot be combined with add_generation_prompt=True: the first continues "
-                "the last message, the second opens a new one; set one of them to False"
-            )
-        marked, final_text = mark_end_of_final_message(messages)
-        rendered = self._chat.render(messages=marked, add_generation_prompt=False, **variables)
-        return cut_after_final_message(rendered, final_text)
+        from nanovllm.text.chat_template import render_conversation
+
+        return render_conversation(
+            self._chat,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self.special_tokens, **template_kwargs},
+        )
+
+    @cached_property
+    def _chat(self) -> ChatTemplates:
+        from nanovllm.text.chat_template import ChatTemplates
+
+        return ChatTemplates(self._chat_template)
 
     def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
         """Token ids of `render_chat`. No special tokens are added, because the template writes them."""

@@ -106,7 +106,7 @@ class TestDefaultModel:
         subprocess.run(["sha256sum", "--check", "--status", f"{path.name}.sha256"], cwd=path.parent, check=True)
 
     def test_two_processes_at_once_both_end_well(self, tiny_wheel: Path, cache: Path) -> None:
-        constants = {name: getattr(default_model, name) for name in dir(default_model) if name.startswith(("WHEEL_", "GGUF_"))}
+        constants = {n: getattr(default_model, n) for n in dir(default_model) if n.startswith(("WHEEL_", "GGUF_"))}
         script = (
             "from nanovllm.utils import default_model\n"
             f"vars(default_model).update({constants!r})\n"
