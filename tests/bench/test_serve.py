@@ -1,18 +1,14 @@
-"""The load client: right for any chunking of the bytes, counts failures and waiting, repeatable by its seed."""
+"""The load client: right for any chunking of the bytes, counts failures and waiting."""
 
 import asyncio
 import json
-import math
 import random
 import socket
 import threading
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -29,22 +25,15 @@ from nanovllm.bench.http_stream import (
     parse_server,
 )
 from nanovllm.bench.load import Answer, Outcome, Target, drive
-from nanovllm.bench.plot import draw, round_up
-from nanovllm.bench.serve_metrics import ServeReport, is_good, measure, peak_concurrency, summary
+from nanovllm.bench.serve_metrics import measure, peak_concurrency, summary
 from nanovllm.bench.traces import (
     Request,
-    arrivals,
-    file_requests,
-    published_requests,
     random_requests,
     scheduled,
     text_of,
-    trace_requests,
 )
-from nanovllm.bench.workload import make_workload
 from nanovllm.errors import ConfigError
 
-SVG = "{http://www.w3.org/2000/svg}"
 Script = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -493,243 +482,3 @@ def test_against_a_real_server() -> None:
     assert [outcome.failure for outcome in outcomes] == [None] * 32
     assert all(len(outcome.piece_times) == outcome.num_output_tokens for outcome in outcomes)
     assert sum(outcome.num_output_tokens for outcome in outcomes) == sum(range(50, 82))
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def outcome_of(begin: float, *pieces: float, tokens: int | None = None, sent: float | None = None) -> Outcome:
-    return Outcome(
-        begin=begin,
-        sent=begin if sent is None else sent,
-        ended=pieces[-1],
-        piece_times=array("d", pieces),
-        num_input_tokens=10,
-        num_output_tokens=len(pieces) if tokens is None else tokens,
-        wanted_output_tokens=3,
-    )
-
-
-def failed_outcome(begin: float, ended: float) -> Outcome:
-    return replace(outcome_of(begin, ended, tokens=0), failure=RequestFailed("HTTP 429", "busy"))
-
-
-def test_metrics_by_hand() -> None:
-    outcomes = [
-        outcome_of(0.0, 0.1, 0.2, 0.4),
-        outcome_of(0.5, 0.8, 1.3, tokens=6),  # two pieces, but six tokens
-        outcome_of(1.0, 2.0, sent=1.5),
-        failed_outcome(0.2, 0.3),
-    ]
-    row = measure(outcomes, {"ttft": 300.5, "tpot": 120.0})
-    expected = {
-        **{"completed": 3, "failed": 1, "failures": {"HTTP 429": 1}, "duration": 2.0},
-        **{"total_input_tokens": 30, "total_output_tokens": 10, "request_throughput": 1.5},
-        **{"output_throughput": 5.0, "total_token_throughput": 20.0, "max_concurrent_requests": 2},
-        **{"shorter_than_asked": 1, "request_goodput": 0.5},
-        **{"mean_ttft_ms": 1400 / 3, "median_ttft_ms": 300.0, "p99_ttft_ms": 300 + 0.98 * 700},
-        **{"mean_tpot_ms": 125.0, "median_tpot_ms": 125.0},
-        **{"mean_itl_ms": 800 / 3, "median_itl_ms": 200.0},
-        **{"mean_e2el_ms": 2200 / 3, "median_e2el_ms": 800.0},
-    }
-    for name, value in expected.items():
-        assert row[name] == (value if isinstance(value, dict) else pytest.approx(value)), name
-    assert row["request_goodput"] == pytest.approx(0.5)
-
-
-def test_goodput_takes_every_limit() -> None:
-    outcome = outcome_of(0.0, 0.1, 0.2, 0.3)
-    assert is_good(outcome, {"ttft": 101, "tpot": 101, "e2el": 301})
-    assert not is_good(outcome, {"ttft": 99})
-    assert not is_good(outcome, {"ttft": 101, "e2el": 299})
-    assert is_good(outcome_of(0.0, 0.1), {"tpot": 1})  # there is no second token
-
-
-def test_peak_concurrency() -> None:
-    assert peak_concurrency([outcome_of(0, 1), outcome_of(1, 2), outcome_of(2, 3)]) == 1
-    assert peak_concurrency([outcome_of(0, 3), outcome_of(1, 2), outcome_of(1.5, 4), outcome_of(3.5, 5)]) == 3
-
-
-def test_report_has_vllms_names() -> None:
-    report = ServeReport("serve", {"model": "tiny"}, {"requests": 1}, [measure([outcome_of(0.0, 0.1, 0.25)])])
-    text = str(report)
-    assert text.startswith(
-        "serve\n\nmodel     tiny\nrequests  1\n\n============ Serving Benchmark Result ============\n"
-    )
-    for line in (
-        *("Successful requests:                     1", "Benchmark duration (s):                  0.25"),
-        *("Total input tokens:                      10", "Total generated tokens:                  2"),
-        *("Request throughput (req/s):              4.00", "Output token throughput (tok/s):         8.00"),
-        *("Total Token throughput (tok/s):          48.00", "Peak concurrent requests:                1"),
-        *("Mean TTFT (ms):                          100.00", "Median TPOT (ms):                        150.00"),
-        *("P99 ITL (ms):                            150.00", "P99 E2EL (ms):                           250.00"),
-        *("---------------Time to First Token----------------", "-----Time per Output Token (excl. 1st token)------"),
-    ):
-        assert line in text.splitlines(), line
-    document = json.loads(report.to_json())
-    assert (document["benchmark"], document["results"][0]["mean_ttft_ms"]) == ("serve", pytest.approx(100))
-
-
-# --- requests and arrival times ---------------------------------------------------------------------------------------
-
-
-def test_arrivals_follow_their_seed() -> None:
-    times = arrivals(5000, rate=20.0, burstiness=1.0, seed=3)
-    assert times == arrivals(5000, rate=20.0, burstiness=1.0, seed=3)
-    assert times != arrivals(5000, rate=20.0, burstiness=1.0, seed=4)
-    assert times[0] == 0 and times == sorted(times)
-    gaps = np.diff(times)
-    assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
-    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.05)  # as in an exponential distribution
-
-
-@pytest.mark.parametrize("burstiness", [0.25, 4.0])
-def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
-    gaps = np.diff(arrivals(20_000, rate=5.0, burstiness=burstiness, seed=0))
-    assert gaps.mean() == pytest.approx(0.2, rel=0.05)
-    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
-
-
-def test_random_requests() -> None:
-    options = {"count": 200, "input_len": 100, "output_len": 10, "range_ratio": 0.2, "vocab_size": 50}
-    found = random_requests(**options, seed=1)
-    prompts = [request.make_prompt() for request in found]
-    assert prompts == [request.make_prompt() for request in random_requests(**options, seed=1)]
-    assert prompts != [request.make_prompt() for request in random_requests(**options, seed=2)]
-    assert (min(map(len, prompts)), max(map(len, prompts))) == (80, 120)
-    assert {request.output_len for request in found} == {8, 9, 10, 11, 12}
-    assert {token for prompt in prompts for token in prompt} == set(range(50))
-    exact = random_requests(count=3, input_len=7, output_len=2, range_ratio=0, seed=0)
-    assert [(len(request.make_prompt()), request.output_len, request.due) for request in exact] == [(7, 2, None)] * 3
-
-
-def test_published_requests_are_the_published_workload() -> None:
-    found, workload = published_requests(count=256, seed=0), make_workload()
-    assert [request.make_prompt() for request in found] == workload.prompts
-    assert [request.output_len for request in found] == workload.output_lens
-
-
-def test_requests_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "Grüße"}\n\n{"prompt": [1, 2], "output_tokens": 5}\n', encoding="utf-8")
-    found = file_requests(file, output_len=9)
-    assert [(request.make_prompt(), request.output_len) for request in found] == [("Grüße", 9), ([1, 2], 5)]
-    assert len(file_requests(file, output_len=9, count=1)) == 1
-    with pytest.raises(ConfigError, match="line 3: token ids go to /v1/completions only"):
-        file_requests(file, output_len=9, is_chat=True)
-    messages = [{"role": "user", "content": "hi"}]
-    file.write_text(json.dumps({"messages": messages}))
-    assert file_requests(file, output_len=9, is_chat=True)[0].make_prompt() == messages
-    with pytest.raises(ConfigError, match="messages to /v1/chat/completions only"):
-        file_requests(file, output_len=9)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "contains no request"),
-        ("{", "line 1: "),
-        ("[1]", "line 1: not a JSON object"),
-        ('{"prompt": ""}', "line 1: needs"),
-        ('{"prompt": [1, "a"]}', "line 1: needs"),
-        ('{"text": "a"}', "line 1: needs"),
-        ('{"prompt": "a"}\n{"prompt": "a", "output_tokens": 0}', "line 2: output_tokens=0 must be"),
-    ],
-)
-def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        file_requests(file, output_len=1)
-
-
-AZURE = """\
-TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:17:03.9799600,4808,10
-2023-11-16 18:17:04.4799600,3180,8
-2023-11-16 18:17:04.2299600,110,27
-"""
-MOONCAKE = """\
-{"timestamp": 0, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]}
-{"timestamp": 27482, "input_length": 1536, "output_length": 26, "hash_ids": [46, 47, 2366]}
-{"timestamp": 30535, "input_length": 700, "output_length": 7, "hash_ids": [9]}
-"""
-
-
-def test_azure_trace(tmp_path: Path) -> None:
-    file = tmp_path / "trace.csv"
-    file.write_text(AZURE)
-    found = trace_requests(file, speedup=2.0, seed=5, vocab_size=100)
-    assert [request.due for request in found] == pytest.approx([0.0, 0.125, 0.25], abs=1e-5)
-    assert [(len(request.make_prompt()), request.output_len) for request in found] == [(4808, 10), (110, 27), (3180, 8)]
-    assert found[0].make_prompt() == trace_requests(file, seed=5, vocab_size=100)[0].make_prompt()
-    assert found[0].make_prompt()[:100] != found[2].make_prompt()[:100]
-    assert [request.due for request in trace_requests(file, speedup=math.inf, limit=2)] == [None, None]
-
-
-def test_mooncake_trace_shares_what_its_hashes_share(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text(MOONCAKE)
-    first, second, third = trace_requests(file)
-    assert [request.due for request in (first, second, third)] == [0.0, 27.482, 30.535]
-    one, two, three = (request.make_prompt() for request in (first, second, third))
-    assert (len(one), len(two), len(three)) == (1100, 1536, 700)
-    assert one[:1024] == two[:1024] and one[1024:1100] != two[1024:1100]
-    assert three[:512] not in (one[:512], one[512:1024])
-    assert first.make_prompt() == one
-    assert trace_requests(file, seed=1)[0].make_prompt() != one
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no column TIMESTAMP"),
-        ("TIMESTAMP,ContextTokens\n", "no column GeneratedTokens"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "contains no request"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n", "line 2: TIMESTAMP='noon'"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,0,1\n", "line 2: ContextTokens='0'"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1\n", "line 2: GeneratedTokens=None"),
-        ('{"timestamp": "x", "input_length": 1, "output_length": 1}', "line 1: timestamp='x'"),
-        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "line 1: timestamp=nan"),
-        ('{"timestamp": 1, "input_length": 1.5, "output_length": 1}', "line 1: input_length=1.5"),
-        ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [-1]}', "line 1: hash_ids"),
-    ],
-)
-def test_traces_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "trace"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        trace_requests(file)
-
-
-# --- the plot ---------------------------------------------------------------------------------------------------------
-
-
-def test_plot_is_a_picture_of_every_request() -> None:
-    outcomes = [outcome_of(i * 0.1, i * 0.1 + 0.2, i * 0.1 + 0.3 + 0.01 * i) for i in range(50)]
-    outcomes.append(failed_outcome(2.0, 2.5))
-    picture = draw(outcomes, 'a <model> & "more"')
-    root = ElementTree.fromstring(picture)
-    paths = [path.attrib["d"] for path in root.iter(f"{SVG}path")]
-    assert [path.count("M") for path in paths] == [50, 1, 50, 1, 50, 1]  # dots, and the failure, three times
-    assert len(list(root.iter(f"{SVG}polyline"))) == 3
-    texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert 'a <model> & "more"' in texts and "red: failed requests, 1" in texts
-    assert any(text and text.startswith("p99 200 ms") for text in texts)
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    for line in root.iter(f"{SVG}polyline"):
-        points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
-        assert all(0 <= x <= width and 0 <= y <= height for x, y in points)
-        assert points == sorted(points, key=lambda point: (point[0], -point[1]))  # a CDF never decreases
-
-
-def test_plot_of_single_tokens_and_of_one_moment() -> None:
-    root = ElementTree.fromstring(draw([outcome_of(5.0, 5.1), outcome_of(5.0, 5.2)], "one"))
-    assert len(list(root.iter(f"{SVG}polyline"))) == 2  # nothing to draw for the time per output token
-
-
-@pytest.mark.parametrize(
-    ("value", "end"), [(0, 1), (1, 1), (1.01, 1.2), (3.5, 4), (97, 100), (0.0042, 0.005), (850, 1000)]
-)
-def test_axes_end_at_round_numbers(value: float, end: float) -> None:
-    assert round_up(value) == pytest.approx(end)
