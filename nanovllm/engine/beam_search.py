@@ -1,8 +1,7 @@
-"""Beam search, in vLLM's meaning: beams are scored by cumulative logprob / length ** length_penalty.
+"""Beam search as in vLLM: beams are scored by cumulative logprob / length ** length_penalty.
 
-Every step asks the engine for one token of every live beam, with the logprobs of its best continuations. The beams'
-common past is shared through the prefix cache: full blocks are found there, and only a beam's last, unfilled block is
-computed again.
+In every step the engine generates one token of every live beam, with the logprobs of its best continuations. Beams
+share their common prefix through the prefix cache: only the last, partly filled block of a beam is computed again.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ class Beam:
     ended: bool = False
 
     def score(self, length_penalty: float) -> float:
-        length = len(self.token_ids) - self.ended  # an end-of-sequence token does not count
+        length = len(self.token_ids) - self.ended  # the end-of-sequence token does not count
         return self.cum_logprob / length**length_penalty
 
 

@@ -1,4 +1,4 @@
-"""The one loop: schedule, execute, update. Sync and overlapped differ by a queue depth of 0 or 1."""
+"""The engine loop: schedule, execute, update. Depth 0 waits for each step; depth 1 launches the next one first."""
 
 from collections import deque
 
@@ -12,12 +12,12 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Executor, *, depth: int) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.depth = depth  # steps that may be under way while the next one is scheduled
-        self.last_plan: StepPlan | None = None  # the plan whose result came last
+        self.depth = depth  # launched steps whose results need not be known when the next one is scheduled
+        self.last_plan: StepPlan | None = None  # the plan whose result was read in the last step()
         self._pending: deque[tuple[StepPlan, StepHandle]] = deque()
 
     def step(self) -> list[Sequence]:
-        """Launch one step, take in the oldest; returns the sequences that ended."""
+        """Launch one step and read the result of the oldest; returns the sequences that ended."""
         self.last_plan = None
         plan = self.scheduler.schedule()
         if plan is not None:
@@ -33,7 +33,7 @@ class EngineCore:
         return self._take_in()
 
     def _sample_guided(self, handle: StepHandle) -> list[Sequence]:
-        """Say what the step just launched may sample: its masks are made from the tokens before it, while it runs."""
+        """Send the masks of the step just launched. They depend on the tokens before it; it runs meanwhile."""
         ended: list[Sequence] = []
         while len(self._pending) > 1:
             ended += self._take_in()

@@ -1,4 +1,4 @@
-"""What a request asks for, checked against the model and made into sequences for the scheduler."""
+"""Requests, checked against the model and turned into sequences for the scheduler."""
 
 import random
 import threading
@@ -24,9 +24,9 @@ class Intake:
         tokenizer: Tokenizer | None,
         model_config: ModelSpec,
         *,
-        max_num_tokens: int,  # of a sequence
+        max_num_tokens: int,  # of a sequence, prompt and completion together
         num_cache_tokens: int,  # that the KV cache holds
-        seed: int,  # of those drawn for requests that have none
+        seed: int,  # of the generator of seeds for requests without one
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
@@ -65,9 +65,9 @@ class Intake:
         priority: int,
         cache_salt: str | None,
     ) -> list[Sequence]:
-        """`n` sequences; all but the first follow it, so that they find its prompt in the cache."""
+        """Make `n` sequences. All but the first wait for it, so that they find its prompt in the prefix cache."""
         grammar = self._grammar(params)
-        eos = frozenset() if params.ignore_eos and grammar is None else self._eos  # a finished form ends all the same
+        eos = frozenset() if params.ignore_eos and grammar is None else self._eos  # a complete grammar ends even so
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         room = min(self._max_num_tokens, self._num_cache_tokens + 1)
         wanted = room if params.max_tokens is None else len(token_ids) + params.max_tokens
@@ -119,7 +119,7 @@ class Intake:
 
     @property
     def compiler(self) -> "Compiler":
-        """Of structured outputs; made for the first request that has some, in whichever thread."""
+        """The compiler of structured outputs; made for the first request that has some, in any thread."""
         with self._compiler_lock:
             if self._compiler is None:
                 from nanovllm.structured.compiler import Compiler
@@ -130,12 +130,12 @@ class Intake:
             return self._compiler
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as tokens, at the start of a text and behind a space."""
+        """Each word as tokens, at the start of a text and after a space."""
         if self._tokenizer is None:
             return ()
         spellings = [form for word in params.bad_words or () for form in (word, " " + word.lstrip())]
         words = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in spellings)
-        # the tokenizer may know tokens that the model never says
+        # the tokenizer may have tokens that are not in the model's vocabulary
         return tuple(dict.fromkeys(word for word in words if word and max(word) < self._vocab_size))
 
 

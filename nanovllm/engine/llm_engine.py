@@ -141,11 +141,11 @@ class LLMEngine:
 
     @property
     def compiler(self) -> "Compiler":
-        """Of structured outputs. What another thread has compiled with it costs `add_request` nothing any more."""
+        """The compiler of structured outputs. `add_request` reuses what another thread has compiled with it."""
         return self._intake.compiler
 
     def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests without an output. Unknown and finished ones are passed over."""
+        """End requests without an output. Unknown and finished ones are ignored."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             request = self._requests.get(name)
             if request is not None:
@@ -169,7 +169,7 @@ class LLMEngine:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of requests that ended, and of streamed ones that grew."""
+        """Run one step; returns the outputs of requests that ended, and of streamed ones that grew."""
         undelivered, self._undelivered = self._undelivered, {}
         return list((undelivered | {output.request_id: output for output in self._step()}).values())
 
@@ -188,7 +188,7 @@ class LLMEngine:
         return own
 
     def step_deltas(self) -> list[Delta]:
-        """Run one step; what it brought for each completion. The requests must have been added with `stream=True`."""
+        """Run one step; returns what is new of each completion. Requests must have been added with `stream=True`."""
         return [delta for request in self._advance() for delta in request.deltas(self.eos_token_ids)]
 
     @property
@@ -216,7 +216,7 @@ class LLMEngine:
         return [request.output(self.eos_token_ids) for request in changed if request.finished or request.stream]
 
     def _advance(self) -> list[Request]:
-        """Run one step; the requests that grew, where somebody watches, and those that ended."""
+        """Run one step; returns the requests that ended, and those with streaming or stop strings that grew."""
         self.check_open()
         began = time.monotonic()
         try:
@@ -226,12 +226,12 @@ class LLMEngine:
             raise
         except Exception as error:
             self._fail(error)
-            raise EngineError(f"a step failed and the engine is closed: {_told(error)}") from error
+            raise EngineError(f"a step failed and the engine is closed: {_message(error)}") from error
         self._stamp(ended, began)
         return self._changed(ended)
 
     def _stamp(self, ended: list[Sequence], began: float) -> None:
-        """Note when requests first ran and had their first token; only a step with prefill chunks brings such news."""
+        """Record when requests first ran and had their first token; only steps with prompt chunks change that."""
         plan = self._core.last_plan
         if plan is None or not plan.row_steps:
             return
@@ -256,7 +256,7 @@ class LLMEngine:
         return [request for request in changed if request.seqs[0].pooling is None]
 
     def _read_watched(self) -> list[Sequence]:
-        """Bring the texts up to date and end what met a stop string; the sequences that have new tokens."""
+        """Update the texts and end sequences at their stop strings; returns the sequences that have new tokens."""
         grown = []
         for seq, completion in self._watched.items():
             if seq.num_completion_tokens == completion.num_read:
@@ -272,7 +272,7 @@ class LLMEngine:
     # --- open and close -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back all memory. Requests still running are dropped. Closing twice is fine."""
+        """Free all memory. Running requests are dropped. Closing twice is allowed."""
         if self._closed is None:
             self._shut("the engine was closed")
 
@@ -287,7 +287,7 @@ class LLMEngine:
             del self._core
 
     def check_health(self) -> None:
-        """EngineError if the engine cannot go on."""
+        """Raise EngineError if the engine cannot continue."""
         self.check_open()
         try:
             self._core.executor.check()
@@ -298,12 +298,12 @@ class LLMEngine:
     def _fail(self, error: Exception) -> None:
         self._cause = error
         try:
-            self._shut(f"the engine was closed by an earlier failure: {_told(error)}")
-        except Exception as closing:  # a GPU that has failed cannot free memory either: what it failed of is the news
-            error.add_note(f"Closing the engine failed too: {_told(closing)}")
+            self._shut(f"the engine was closed by an earlier failure: {_message(error)}")
+        except Exception as closing:  # a GPU that has failed cannot free memory either; the first error is the cause
+            error.add_note(f"Closing the engine failed too: {_message(closing)}")
 
     def _start_over(self) -> None:
-        """Drop all requests and schedule anew: a step was cut short, and host and device disagree about it."""
+        """Drop all requests and make a new scheduler: a step was interrupted, so host and device may differ."""
         from nanovllm.engine.core import EngineCore
 
         self._drop_requests()
@@ -338,7 +338,7 @@ class LLMEngine:
 
 
 def load_tokenizer(path: Path, description: Description, other: str | None) -> Tokenizer:
-    """The tokenizer of a model folder or GGUF file, or of another one that the user named."""
+    """The tokenizer of a model folder or GGUF file, or of another one if the user named it."""
     if other is not None:
         path = Path(other) if Path(other).is_dir() else resolve_model(other)
         description = describe(path) if path.is_file() else description
@@ -356,5 +356,5 @@ def load_tokenizer(path: Path, description: Description, other: str | None) -> T
     )
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""A user's request: one prompt, its `n` sequences, and what is told about them."""
+"""A user's request: one prompt, its `n` sequences, and the outputs made of them."""
 
 import time
 
@@ -12,16 +12,16 @@ from nanovllm.text.tokenizer import Tokenizer
 
 
 class Completion:
-    """A sequence and its text. Without stop strings or a listener the text is made once, at the end."""
+    """A sequence and its text. Without stop strings and streaming the text is made once, at the end."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, *, incremental: bool) -> None:
         self.seq = seq
         params = seq.params
         self._tokenizer = tokenizer if params.detokenize else None
-        self.num_read = 0  # tokens already reported or turned into text
-        self._logprobs: list[dict[int, Logprob]] = []  # the sequence's, as the user sees them, as far as reported
-        self._num_told_tokens = 0  # by deltas
-        self._told_end = False
+        self.num_read = 0  # tokens that `read_new_tokens` has seen
+        self._logprobs: list[dict[int, Logprob]] = []  # of the sequence, in the form of outputs, as far as reported
+        self._num_sent_tokens = 0  # in deltas
+        self._sent_end = False
         self.detokenizer: Detokenizer | None = None
         if incremental and self._tokenizer is not None:
             self.detokenizer = Detokenizer(
@@ -34,7 +34,7 @@ class Completion:
             )
 
     def read_new_tokens(self) -> str | None:
-        """Take the sequence's new tokens into the text; the stop string they complete, if any."""
+        """Add the sequence's new tokens to the text; returns the stop string that they complete, if any."""
         self.num_read = self.seq.num_completion_tokens
         if self.detokenizer is None:
             return None
@@ -42,7 +42,7 @@ class Completion:
         return self.detokenizer.append(self.seq.token_ids[begin : self._shown_end()])
 
     def stop_at(self, stop: str) -> None:
-        """Cut the sequence off behind the token that completed a stop string."""
+        """Cut the sequence after the token that completed a stop string."""
         assert self.detokenizer is not None
         seq = self.seq
         del seq.token_ids[seq.num_prompt_tokens + self.detokenizer.num_tokens :]
@@ -51,7 +51,7 @@ class Completion:
         seq.finish_reason, seq.stop_reason = "stop", stop
 
     def _shown_end(self) -> int:
-        """Up to where tokens become text: a stop token is not shown unless asked for."""
+        """The end of the tokens that become text: a stop token does not, unless the request asks for it."""
         seq = self.seq
         ended_by_token = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return seq.num_tokens - (ended_by_token and not seq.params.include_stop_str_in_output)
@@ -66,7 +66,7 @@ class Completion:
         return detokenize_all(self._tokenizer, token_ids[:num_prompt], shown, self.seq.params.skip_special_tokens)
 
     def _show_held_text(self) -> None:
-        """Once no more tokens come, what could have become a stop string is text; behind a stop string nothing is."""
+        """Once no more tokens come, add the text that was held back because it could have become a stop string."""
         if self.seq.finished and self.detokenizer is not None and not isinstance(self.seq.stop_reason, str):
             self.detokenizer.finish()
 
@@ -76,28 +76,28 @@ class Completion:
         return None if by_eos else reason
 
     def delta(self, eos_token_ids: frozenset[int]) -> Delta | None:
-        """What is new since the last call; it costs the same however long the completion is.
+        """What is new since the last call; the cost does not grow with the completion.
 
-        A completion is read by `delta` or by `output`, not by both: text that a delta told is not kept.
+        A completion is read with `delta` or with `output`, not with both: text that was in a delta is not kept.
         """
         seq = self.seq
-        if self._told_end or (not seq.finished and seq.num_completion_tokens == self._num_told_tokens):
+        if self._sent_end or (not seq.finished and seq.num_completion_tokens == self._num_sent_tokens):
             return None
         self._show_held_text()
         scores = None
         if seq.params.logprobs is not None:
-            scores = [to_scores(entry, self._tokenizer) for entry in seq.logprobs[self._num_told_tokens :]]
+            scores = [to_scores(entry, self._tokenizer) for entry in seq.logprobs[self._num_sent_tokens :]]
         delta = Delta(
             request_id=seq.request_id,
             index=seq.index,
             text="" if self.detokenizer is None else self.detokenizer.take_new(),
-            token_ids=seq.token_ids[seq.num_prompt_tokens + self._num_told_tokens :],
+            token_ids=seq.token_ids[seq.num_prompt_tokens + self._num_sent_tokens :],
             logprobs=scores,
             finish_reason=seq.finish_reason,
             stop_reason=self._stop_reason(eos_token_ids),
         )
-        self._num_told_tokens = seq.num_completion_tokens
-        self._told_end = seq.finished
+        self._num_sent_tokens = seq.num_completion_tokens
+        self._sent_end = seq.finished
         return delta
 
     def output(self, eos_token_ids: frozenset[int]) -> CompletionOutput:
@@ -135,7 +135,7 @@ class Request:
         self.completions = [Completion(seq, tokenizer, incremental=stream or bool(params.stop)) for seq in seqs]
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self._tokenizer = tokenizer
-        self._has_told = False  # a delta
+        self._has_sent = False  # whether there was a delta
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -162,12 +162,12 @@ class Request:
         found = [delta for part in self.completions if (delta := part.delta(eos_token_ids)) is not None]
         for delta in found:
             delta.num_cached_tokens = self.completions[0].seq.num_cached_tokens
-        if found and not self._has_told:
-            self._has_told = True
-            self._add_news_of_prompt(found[0])
+        if found and not self._has_sent:
+            self._has_sent = True
+            self._add_prompt_results(found[0])
         return found
 
-    def _add_news_of_prompt(self, first: Delta) -> None:
+    def _add_prompt_results(self, first: Delta) -> None:
         if self.params.prompt_logprobs is not None:
             entries = self.completions[0].seq.prompt_logprobs
             first.prompt_logprobs = [None, *(to_scores(entry, self._tokenizer) for entry in entries)]

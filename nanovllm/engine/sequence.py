@@ -128,7 +128,7 @@ class Sequence:
         self.cache_salt = cache_salt
         # what the content of its blocks depends on beside the tokens, as block digests read it
         self.extras = NO_EXTRAS if cache_salt is None else encode_extras(("cache_salt", cache_salt))
-        self.followers: list[Sequence] = []  # siblings that wait for this one's prompt to be in the cache
+        self.followers: list[Sequence] = []  # completions of the same prompt that wait until it is in the prefix cache
 
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None

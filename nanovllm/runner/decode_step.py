@@ -1,7 +1,7 @@
-"""The self-advancing decode step: each row's newest token in, its next one out, all on the device.
+"""The decode step: it reads each row's newest token and appends the next one, all on the device.
 
-Nothing of it comes from the host but who takes part, so an unchanged batch needs no copy, and for each of a few sizes
-the whole of it, from embedding to sampled token, is one recorded graph.
+The host only says which rows take part, so an unchanged batch needs no copy. For each of a few batch sizes the whole
+step, from embedding to sampled token, is one recorded CUDA graph.
 """
 
 from bisect import bisect_left
@@ -27,17 +27,17 @@ class Ending(Enum):
     """How a step ends."""
 
     TOKENS = auto()
-    CUT_TOKENS = auto()  # some row draws from a part of the vocabulary
-    LOGITS = auto()  # sampling has more to do than the graph knows
+    CUT_TOKENS = auto()  # some row has top-k, top-p or min-p
+    LOGITS = auto()  # some row needs logits processors, masks or logprobs, which run outside the graph
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Who decodes, in the order the device has them: longest first, so that no long one starts last."""
+    """The rows that decode, in the order of the device: longest first, so that no long one starts last."""
 
     planned: tuple[int, ...]  # the rows as the plan has them
     rows: tuple[int, ...]
-    order: np.ndarray  # [rows] where each of `rows` stands in `planned`
+    order: np.ndarray  # [rows] index in `planned` of each of `rows`
 
     @classmethod
     def of(cls, planned: tuple[int, ...], lengths: np.ndarray) -> "Decoding":
@@ -48,11 +48,11 @@ class Decoding:
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a recorded graph is for."""
+    """Identifies a recorded graph."""
 
     size: int  # rows, padding included
     ending: Ending
-    stream_k: bool  # lengths are so unequal that sequences share programs in attention
+    stream_k: bool  # lengths are so unequal that attention divides long sequences among programs
 
 
 class DecodeStep:
@@ -81,7 +81,10 @@ class DecodeStep:
         return self._sizes[bisect_left(self._sizes, num_rows)] if num_rows <= self._sizes[-1] else num_rows
 
     def run(self, kind: StepKind, states: list[Any]) -> Tensor | None:
-        """[size] tokens or [size, vocab] logits, valid until the next run; None for logits of another rank."""
+        """Run a step; returns [size] tokens or [size, vocab] logits, valid until the next run.
+
+        None if the step ends with logits, which another rank has.
+        """
         if self._graphs is None:
             return self._step(kind, states)
         if kind not in self._graphs:
@@ -89,12 +92,12 @@ class DecodeStep:
         return self._graphs.replay(kind)
 
     def compile(self, states: list[Any]) -> None:
-        """Launch what the first answers will need: a step for each class of sizes that has kernels of its own."""
+        """Launch one step for each class of sizes that has its own kernels, to compile them."""
         for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in compiled_sizes()}):
             self._step(StepKind(size, Ending.TOKENS, stream_k=False), states)
 
     def _record(self, kind: StepKind, states: list[Any]) -> None:
-        """With padding rows alone, which change nothing, once to have everything compiled and once to record it."""
+        """Record a graph. The step runs with padding rows, which change nothing: once to compile, once to record."""
         assert self._graphs is not None
         rows = self._table.decode_rows.clone()
         self._table.decode_rows.zero_()
@@ -105,7 +108,7 @@ class DecodeStep:
     def _step(self, kind: StepKind, states: list[Any]) -> Tensor | None:
         table = self._table
         rows, positions = table.decode_rows[: kind.size], self._positions[: kind.size]
-        # in this order: once the embedding is under way, layers may read ahead what `decode_step` has laid out
+        # in this order: once the embedding runs, layers may read what `decode_step` has prepared
         attention = self._backend.decode_step(
             rows, positions, blocks=table.blocks, lengths=table.length, stream_k=kind.stream_k
         )

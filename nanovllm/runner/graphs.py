@@ -1,4 +1,4 @@
-"""CUDA graphs: a step recorded once for each of a few sizes, then launched as a whole."""
+"""CUDA graphs: a step is recorded once for each of a few batch sizes, then launched as a whole."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 
 
 class Graphs:
-    """Records what functions launch, and replays it.
+    """Records the kernels that functions launch, and replays them.
 
-    All graphs share one pool of memory: what a replay gives is valid until the next replay of any of them.
+    All graphs share one memory pool: the result of a replay is valid until the next replay of any graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -17,7 +17,7 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
-            # cuBLAS gets its scratch for this stream here, so that it is there when free memory is measured
+            # cuBLAS allocates its workspace for this stream here, before free memory is measured
             torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)
 
     def __contains__(self, key: Hashable) -> bool:
@@ -30,7 +30,7 @@ class Graphs:
         return result
 
     def record(self, key: Hashable, function: Callable[[], Any]) -> None:
-        """`function` has run before, so that whatever it compiles or loads is there."""
+        """Record `function`, which must have run before, so that all kernels are compiled and loaded."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most likely ones beside them."""
+"""Log-probabilities of chosen tokens and of the most likely ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nanovllm.plan import TokenLogprobs
 
 @dataclass(frozen=True)
 class PendingScores:
-    """Scores on their way to the host."""
+    """Scores of some positions, on the device or being copied to the host."""
 
     token_ids: Tensor  # [rows, 1 + num_top] the chosen token, then the most likely ones
     logprobs: Tensor  # [rows, 1 + num_top]
@@ -27,10 +27,10 @@ class PendingScores:
 
 @dataclass(frozen=True)
 class RowScores:
-    """Scores of a step's sampled tokens, of which each row wants its own number."""
+    """Scores of a step's sampled tokens; each row has its own number of alternatives."""
 
     scores: PendingScores  # [len(wanted)]
-    wanted: list[tuple[int, int]]  # (index among the sampled rows, number of alternatives)
+    wanted: list[tuple[int, int]]  # (index among the sampled positions, number of alternatives)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "RowScores":
         return RowScores(self.scores.map(function), self.wanted)
@@ -47,7 +47,7 @@ def score_rows(logprobs: Tensor, chosen: Tensor, wanted: list[tuple[int, int]]) 
 
 
 def score(logprobs: Tensor, chosen: Tensor, num_top: int) -> PendingScores:
-    """[rows, vocab] log-probabilities and [rows] chosen tokens."""
+    """Score [rows] chosen tokens and the `num_top` most likely ones, given [rows, vocab] log-probabilities."""
     chosen = chosen.long()[:, None]
     own = logprobs.gather(1, chosen)
     top, ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)

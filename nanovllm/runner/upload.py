@@ -1,33 +1,33 @@
-"""What the host tells the device in a step, in one copy."""
+"""The arrays that a step sends from the host to the device, in one copy."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 4  # integers: Triton compiles a kernel anew for a pointer that is no multiple of 16 bytes
+ALIGNMENT = 4  # integers: Triton compiles a kernel again for a pointer that is not a multiple of 16 bytes
 MOST_ARRAYS = 16  # of a step
 
 
 class Upload:
-    """Integer arrays are written side by side into one pinned buffer; each is handed out at once as the view of the
-    device's buffer that it will fill when the step is sent.
+    """Collects integer arrays in one pinned buffer. `add` returns the view of the device buffer that the array fills
+    when the step is sent.
 
-    One device buffer serves all steps: a copy queues behind the kernels that still read the step before.
+    One device buffer serves all steps: the copy runs after the kernels that still read the step before.
     """
 
     def __init__(self, *, capacity: int, device: torch.device) -> None:
-        self._capacity = capacity  # of a step's own arrays
+        self._capacity = capacity  # integers of a step
         self._device = device
         self._on_device = torch.empty(capacity, dtype=torch.int32, device=device)
         self._host = torch.empty(0, dtype=torch.int32)
         self._used = 0
 
     def start(self, *, extra: int) -> None:
-        """Begin a step; `extra` is how much it will add beyond its own arrays."""
+        """Begin a step; `extra` is the number of integers that it adds beyond `capacity`."""
         size = self._capacity + extra + MOST_ARRAYS * ALIGNMENT
         if self._on_device.numel() < size:
             self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
-        # a fresh buffer from torch's pool of pinned memory: the last one may still be on its way
+        # a new buffer from torch's pool of pinned memory: the last one may still be being copied
         self._host = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._used = 0
 

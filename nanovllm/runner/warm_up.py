@@ -1,6 +1,6 @@
-"""The largest steps there can be, run once at the start: they compile kernels and show what memory to keep free.
+"""The largest possible steps, run once at the start: they compile kernels and show how much memory activations take.
 
-Every sequence of them lies in block 0, so they need no cache to speak of; what they compute is not looked at.
+All their sequences use block 0, so they need a cache of one block; their results are not used.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def largest_steps(*, max_num_tokens: int, max_num_seqs: int, max_model_len: int)
 
 
 def _step(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> StepPlan:
-    """As many tokens as may be, from as many sequences as there can be."""
+    """A step with the most tokens, of as many sequences as possible."""
     num_seqs = min(max_num_seqs, max_num_tokens)
     length = max(1, min(max_num_tokens // num_seqs, max_model_len - 2))
     rows = range(1, num_seqs + 1)
@@ -45,14 +45,14 @@ def _step(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> StepPla
 
 
 def score_everything(num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """What takes most memory in sampling: the logprobs of all rows."""
+    """Compute the logprobs of all rows, which takes the most memory in sampling."""
     logits = torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)
     chosen = torch.zeros(num_rows, dtype=torch.int64, device=device)
     score(logits.float().log_softmax(dim=-1), chosen, NUM_LOGPROBS)
 
 
 def peak_memory(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that something took at its worst beyond what was there before."""
+    """The peak of allocated bytes while `run` runs, beyond those allocated before."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
