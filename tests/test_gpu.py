@@ -10,7 +10,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import StructuredOutputs
 from tests.helpers import FAMILIES, TEXT_MODEL, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
+from tests.runner.test_pooling import expected_vector
 from tests.test_oracle import MAX_TOKENS, PAIRS, PROMPTS
+from tests.test_proposer import TwoTokens, texts_of
 from tests.test_windows import PROMPTS as LONG_PROMPTS
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +71,24 @@ def test_long_prompts_through_windows(family: str, num_blocks: int, how: str) ->
             outputs = llm.generate(LONG_PROMPTS, greedy_params(40), use_tqdm=False)
             for prompt, output in zip(LONG_PROMPTS, outputs, strict=True):
                 assert_greedy(family, prompt, output["token_ids"])
+        scheduler_of(llm).check()
+
+
+@pytest.mark.parametrize("how", ["graph", "eager"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_proposed_tokens_and_embeddings(overlap: bool, how: str) -> None:
+    """Steps that verify proposals or pool run beside decode steps and change none of their tokens."""
+    proposer = TwoTokens()
+    with open_on_gpu("qwen3", overlap=overlap, enforce_eager=how == "eager", proposer=proposer) as llm:
+        engine = llm.llm_engine
+        for _ in range(2):  # the second round has proposals
+            name = engine.add_embedding(PROMPTS[0], "mean")
+            outputs = llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
+            for prompt, output in zip(PROMPTS, outputs, strict=True):
+                assert_greedy("qwen3", prompt, output["token_ids"])
+            proposer.texts = texts_of(outputs)
+            vector = torch.tensor(engine.take_embedding(name))
+            torch.testing.assert_close(vector, expected_vector("qwen3", PROMPTS[0], "mean"), atol=1e-2, rtol=1e-2)
         scheduler_of(llm).check()
 
 
