@@ -18,9 +18,9 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.kernels.select import compiled_sizes, graph_sizes
 from nanovllm.layers.step import Sequences, Step
 from nanovllm.runner.graphs import Graphs
+from nanovllm.runner.pipeline_stage import PipelineStage
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.sampling import KernelSampler
-from nanovllm.runner.stage import Stage
 
 
 class Ending(Enum):
@@ -58,7 +58,7 @@ class StepKind:
 class DecodeStep:
     def __init__(
         self,
-        stage: Stage,
+        stage: PipelineStage,
         backend: AttentionBackend,
         table: RequestTable,
         sampler: KernelSampler,
@@ -122,9 +122,9 @@ class DecodeStep:
         if kind.ending is Ending.LOGITS:
             return logits
         if logits is None:
-            return self._stage.hear_tokens(table, rows)
+            return self._stage.receive_tokens(table, rows)
         tokens = self._sampler.launch(logits, rows, cuts=kind.ending is Ending.CUT_TOKENS)
-        self._stage.tell_tokens(tokens)
+        self._stage.broadcast_tokens(tokens)
         return tokens
 
     def close(self) -> None:

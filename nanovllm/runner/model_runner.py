@@ -37,10 +37,10 @@ from nanovllm.runner.forward_batch import ForwardBatch, build_batch, extra_capac
 from nanovllm.runner.kv_cache import make_states, size_kv_cache, smallest
 from nanovllm.runner.logprobs import PendingScores, score
 from nanovllm.runner.phases import Phases
+from nanovllm.runner.pipeline_stage import PipelineStage
 from nanovllm.runner.request_table import RequestTable, SampledPositions
 from nanovllm.runner.results import GuidedStep, PendingStep
 from nanovllm.runner.sampling import Drawn, KernelSampler, Sampler, SamplingBatch, draw, make_batch
-from nanovllm.runner.stage import Stage
 from nanovllm.runner.upload import Upload
 from nanovllm.runner.warm_up import largest_steps, peak_memory, score_everything
 from nanovllm.weights.formats import weight_format
@@ -125,7 +125,7 @@ class ModelRunner:
             weight_format=weight_format(config.quantization),
         )
         self.model = Decoder(shard, self._context)
-        self._stage = Stage(self.model, self._parallel, self._context)
+        self._stage = PipelineStage(self.model, self._parallel, self._context)
         self.table = RequestTable(
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -201,7 +201,7 @@ class ModelRunner:
         )
 
     def _warm_up(self, config: Config) -> int:
-        """Run the largest steps there can be, on a cache of one block: what they take beside weights and cache."""
+        """Run the largest possible steps on a cache of one block; returns the bytes that their activations take."""
         if self.device.type == "cpu":
             return 0
         self.states, steps = self._make_states(dict.fromkeys(self.table.blocks, 1)), self._largest_steps(config)
@@ -309,10 +309,10 @@ class ModelRunner:
     ) -> Drawn:
         """Sample a token for each row on the rank that has the logits; the other ranks receive them."""
         if logits is None:
-            return Drawn(self._stage.hear_tokens(self.table, device_rows, sampled), None)
+            return Drawn(self._stage.receive_tokens(self.table, device_rows, sampled), None)
         sampler = self._sampler if sampled is None else Sampler(self.table, self.vocab_size, self.device)
         drawn = draw(logits, sampling, device_rows, self.table, sampler, masks, sampled)
-        self._stage.tell_tokens(drawn.tokens)
+        self._stage.broadcast_tokens(drawn.tokens)
         return drawn
 
     def _send(self, build: Callable[[], Sent], *, extra: int = 0) -> Sent:
