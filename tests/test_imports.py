@@ -456,3 +456,44 @@ def test_checker_sees_state_that_another_module_changes() -> None:
     assert module_state(sources) == {"a.x"}
     sources["b"] = "from nanovllm import a\ndef f():\n    a.y.clear()"
     assert module_state(sources) == {"a.y"}
+
+
+# Functions that change a setting of the whole process.
+SETTERS = {"signal.signal", "os.putenv", "os.chdir", "os.umask", "sys.setrecursionlimit", "atexit.register"}
+SETTERS |= {"os.environ.setdefault", "os.environ.update", "os.environ.pop", "locale.setlocale", "random.seed"}
+SETTERS |= {"gc.freeze", "gc.unfreeze", "gc.disable", "gc.enable", "gc.set_threshold", "torch.manual_seed"}
+SETTERS |= {"torch.set_num_threads", "torch.set_default_dtype", "torch.set_default_device", "warnings.simplefilter"}
+# Modules that call them, and why they may.
+ALLOWED_SETTERS = {
+    "bench.compare_transformers": "a program of its own",
+    "cli.chat": "a program of its own",
+    "executor.head_start": "a variable of the CUDA driver, which torch sets to the same value",
+    "executor.interrupts": "restores the handler at the end of a block",
+    "executor.worker": "a process of its own",
+    "server.lifecycle": "a program of its own",
+    "utils.child_process": "a process of its own",
+    "utils.collector": "Python has one garbage collector; within a block its settings are restored",
+}
+
+
+def calls_setter(source: str) -> bool:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and dotted(node.func) in SETTERS:
+            return True
+        if (
+            isinstance(node, ast.Subscript)
+            and not isinstance(node.ctx, ast.Load)
+            and dotted(node.value) == "os.environ"
+        ):
+            return True
+    return False
+
+
+def test_settings_of_the_process_are_changed_only_where_allowed() -> None:
+    assert {module for module, path in SOURCES.items() if calls_setter(path.read_text())} == ALLOWED_SETTERS.keys()
+
+
+@pytest.mark.parametrize("line", ["os.environ['A'] = '1'", "del os.environ['A']", "gc.freeze()", "signal.signal(2, f)"])
+def test_checker_sees_changed_settings(line: str) -> None:
+    assert calls_setter(line)
+    assert not calls_setter("x = os.environ['A']\nos.environ.get('A')\ngc.collect()")

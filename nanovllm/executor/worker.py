@@ -55,7 +55,7 @@ class Model(Protocol):
     """Makes runners; tests use one without a model."""
 
     def open_store(self, host: str) -> Any:
-        """On rank 0: open the store where ranks find each other; the others are told its `port`."""
+        """On rank 0: open the store where ranks find each other; its `port` is sent to the others."""
         ...
 
     def build(self, start: Start, store: Any) -> Runner:

@@ -231,7 +231,7 @@ class EngineClient:
 
     def _on_event(self, event: Event) -> None:
         if self._death is not None:
-            return  # everybody who waited has been told
+            return  # all waiters have got the error already
         self._last_progress = time.monotonic()
         match event:
             case StepDone(deltas):
