@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from nanovllm.engine.block_pool import BlockPool
-from nanovllm.engine.prefix import Digest, PrefixNode, PrefixTable, blake2b_256
+from nanovllm.engine.prefix import ROOT_DIGEST, BlockKey, Digest, PrefixNode, PrefixTable, blake2b_256
 from nanovllm.engine.sequence import BlockTable, Sequence
 from nanovllm.plan import NewBlocks
 from nanovllm.state import BlockGroup
@@ -165,8 +165,9 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         for index in range(seq.num_cached_blocks, num_tokens // self.block_size):
-            start = index * self.block_size
-            node = self.prefixes.extend(seq.prefix, seq.token_ids[start : start + self.block_size], seq.extras)
+            keys = seq.block_keys
+            key = keys[index] if index < len(keys) else self._key_after(seq.prefix.digest, seq, index)
+            node = self.prefixes.extend(seq.prefix, key, seq.extras)
             node.num_uses += 1
             seq.prefix.num_uses -= 1  # the node keeps its parent in use
             for pool, table in zip(self.pools, seq.block_tables, strict=True):
@@ -186,13 +187,24 @@ class BlockManager:
         nodes: list[PrefixNode] = []
         parent = self.prefixes.root
         for index in range((seq.num_tokens - 1) // self.block_size):
-            start = index * self.block_size
-            node = self.prefixes.find(parent, seq.token_ids[start : start + self.block_size], seq.extras)
+            node = self.prefixes.find(parent, self._key(seq, index), seq.extras)
             if node is None:
                 break
             nodes.append(node)
             parent = node
         return nodes[: self._num_served(nodes)]
+
+    def _key(self, seq: Sequence, index: int) -> BlockKey:
+        """The key of a full block. It is kept, since a sequence may be matched many times before it is admitted."""
+        keys = seq.block_keys
+        if index == len(keys):
+            _, parent_digest = keys[-1] if keys else (b"", ROOT_DIGEST)
+            keys.append(self._key_after(parent_digest, seq, index))
+        return keys[index]
+
+    def _key_after(self, parent_digest: bytes, seq: Sequence, index: int) -> BlockKey:
+        start = index * self.block_size
+        return self.prefixes.key(parent_digest, seq.token_ids[start : start + self.block_size], seq.extras)
 
     def _num_served(self, nodes: list[PrefixNode]) -> int:
         """How many blocks the longest prefix has that every group can serve."""

@@ -21,6 +21,7 @@ ROOT_DIGEST = bytes(DIGEST_SIZE)
 BYTES_KIND, STR_KIND = 0, 1
 
 Digest = Callable[[bytes], bytes]
+BlockKey = tuple[bytes, bytes]  # of a full block: the number of tokens and the tokens as the digest reads them; digest
 
 
 def encode_extras(extras: Seq[str | bytes]) -> bytes:
@@ -47,14 +48,15 @@ def blake2b_256(content: bytes) -> bytes:
 class PrefixNode:
     """A full block's content: its own tokens, and through its parent all tokens before them."""
 
-    __slots__ = ("digest", "extras", "num_uses", "parent", "tokens")
+    __slots__ = ("digest", "extras", "num_uses", "parent", "same_digest", "tokens")
 
     def __init__(self, parent: "PrefixNode | None", tokens: bytes, extras: bytes, digest: bytes) -> None:
         self.parent = parent  # None = this is the root, the empty prefix
-        self.tokens = tokens  # count and token ids, as the digest reads them
+        self.tokens = tokens
         self.extras = extras
         self.digest = digest
         self.num_uses = 0  # blocks, children and sequences that refer to the node
+        self.same_digest: PrefixNode | None = None  # another node, if digests collide
 
 
 class PrefixTable:
@@ -69,31 +71,42 @@ class PrefixTable:
         self._block_size = block_size
         self._digest = digest
         self._pack = Struct(f"<I{block_size}q").pack
-        self._nodes: dict[bytes, tuple[PrefixNode, ...]] = {}  # by digest; more than one only if digests collide
+        self._nodes: dict[bytes, PrefixNode] = {}  # by digest
 
     def __len__(self) -> int:
-        return sum(map(len, self._nodes.values()))
+        return len(self._all_nodes())
 
-    def find(self, parent: PrefixNode, token_ids: list[int], extras: bytes) -> PrefixNode | None:
-        """The node of a block's tokens after `parent`, if it is known."""
+    def _all_nodes(self) -> list[PrefixNode]:
+        nodes = list(self._nodes.values())
+        for node in nodes:  # those found on the way are visited too
+            if node.same_digest is not None:
+                nodes.append(node.same_digest)
+        return nodes
+
+    def key(self, parent_digest: bytes, token_ids: list[int], extras: bytes) -> BlockKey:
+        """What identifies a full block after the one with `parent_digest`."""
         tokens = self._pack(self._block_size, *token_ids)
-        digest = self._digest(parent.digest + tokens + extras)
-        for node in self._nodes.get(digest, ()):
+        return tokens, self._digest(parent_digest + tokens + extras)
+
+    def find(self, parent: PrefixNode, key: BlockKey, extras: bytes) -> PrefixNode | None:
+        """The node of this block after `parent`, if it is known."""
+        tokens, digest = key
+        node = self._nodes.get(digest)
+        while node is not None:
             if node.parent is parent and node.tokens == tokens and node.extras == extras:
                 return node
+            node = node.same_digest
         return None
 
-    def extend(self, parent: PrefixNode, token_ids: list[int], extras: bytes) -> PrefixNode:
-        """The node of a block's tokens after `parent`, made if it is not known. The caller adds its use at once."""
-        tokens = self._pack(self._block_size, *token_ids)
-        digest = self._digest(parent.digest + tokens + extras)
-        known = self._nodes.get(digest, ())
-        for node in known:
-            if node.parent is parent and node.tokens == tokens and node.extras == extras:
-                return node
-        node = PrefixNode(parent, tokens, extras, digest)
-        parent.num_uses += 1
-        self._nodes[digest] = (*known, node)
+    def extend(self, parent: PrefixNode, key: BlockKey, extras: bytes) -> PrefixNode:
+        """The node of this block after `parent`, made if it is not known. The caller adds its use at once."""
+        node = self.find(parent, key, extras)
+        if node is None:
+            tokens, digest = key
+            node = PrefixNode(parent, tokens, extras, digest)
+            node.same_digest = self._nodes.get(digest)
+            self._nodes[digest] = node
+            parent.num_uses += 1
         return node
 
     def release(self, node: PrefixNode) -> None:
@@ -106,15 +119,20 @@ class PrefixTable:
             node.num_uses -= 1
 
     def _remove(self, node: PrefixNode) -> None:
-        others = tuple(other for other in self._nodes[node.digest] if other is not node)
-        if others:
-            self._nodes[node.digest] = others
+        first = self._nodes[node.digest]
+        if first is not node:
+            while first.same_digest is not node:
+                assert first.same_digest is not None, "a node to remove is not known"
+                first = first.same_digest
+            first.same_digest = node.same_digest
+        elif node.same_digest is not None:
+            self._nodes[node.digest] = node.same_digest
         else:
             del self._nodes[node.digest]
 
     def check(self, uses: dict[PrefixNode, int]) -> None:
         """Raise AssertionError unless the nodes are those in use. `uses`: by blocks and sequences, of each node."""
-        known = [node for nodes in self._nodes.values() for node in nodes]
+        known = self._all_nodes()
         counted = dict.fromkeys(known, 0)
         for node in known:
             assert node.parent is self.root or node.parent in counted, "a prefix lacks its parent"

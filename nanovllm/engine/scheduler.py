@@ -178,10 +178,8 @@ class Scheduler:
         if self.proposer is not None:  # proposals continue known tokens
             resting.update([seq for seq in self.decoding if seq.has_token_in_flight])
         for seq in at_event:
-            if seq.status is not SequenceStatus.RUNNING:
-                continue  # preempted for an older one just now
-            if seq in resting:
-                continue
+            if seq.status is not SequenceStatus.RUNNING or seq in resting:
+                continue  # preempted for an older one just now, or waits: the step that reports its blocks may not run
             if seq.num_computed_tokens >= seq.max_num_tokens - 1 and seq.has_token_in_flight:
                 resting.add(seq)  # its last token is in flight
             else:

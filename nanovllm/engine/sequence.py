@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from typing import Protocol
 
-from nanovllm.engine.prefix import NO_EXTRAS, PrefixNode, encode_extras
+from nanovllm.engine.prefix import NO_EXTRAS, BlockKey, PrefixNode, encode_extras
 from nanovllm.plan import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
@@ -63,6 +63,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "bad_words",
+        "block_keys",
         "block_tables",
         "cache_salt",
         "check_at",
@@ -142,6 +143,7 @@ class Sequence:
         # the full blocks known to the prefix cache: how many, and the last of them, while running
         self.num_cached_blocks = 0
         self.prefix: PrefixNode
+        self.block_keys: list[BlockKey] = []  # of its first full blocks, as far as they were looked up
         # `num_computed_tokens` from which schedule() must look at it (new block, length reached), and `num_tokens` from
         # which update() must (block full, length reached): one comparison each per step
         self.event_at = 0

@@ -140,10 +140,12 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "a prefix lacks its parent": (
         Edit(BlockManager, "_match", "find(parent,", "find(self.prefixes.root,"),
         Edit(BlockManager, "cache_full_blocks", "extend(seq.prefix,", "extend(self.prefixes.root,"),
+        Edit(BlockManager, "_key", "keys[-1] if keys else", ""),
     ),
     "a prefix lacks the salt": (
         Edit(BlockManager, "_match", "seq.extras)", 'b"")'),
         Edit(BlockManager, "cache_full_blocks", "seq.extras)", 'b"")'),
+        Edit(BlockManager, "_key_after", "seq.extras)", 'b"")'),
     ),
     "a prefix is forgotten while a sequence extends it": (
         Edit(BlockManager, "allocate", "seq.prefix.num_uses += 1", "pass"),

@@ -7,6 +7,7 @@ NANOVLLM_HYPOTHESIS_EXAMPLES=5000 runs that many fresh examples instead of the f
 import os
 import random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -15,7 +16,7 @@ from nanovllm.config import SchedulerConfig
 from nanovllm.engine.prefix import Digest, blake2b_256
 from nanovllm.state import BlockGroup
 
-from .mutants import random_request
+from .mutants import operate, random_request
 from .oracle import Harness, Request, blocks_suffice
 
 EXAMPLES = os.environ.get("NANOVLLM_HYPOTHESIS_EXAMPLES")
@@ -160,3 +161,22 @@ class ControlPlane(RuleBasedStateMachine):
 
 TestControlPlane = ControlPlane.TestCase
 TestControlPlane.settings = settings.get_profile("control-plane")
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 20))
+def test_a_window_that_needs_more_blocks_than_there_are(seed: int) -> None:
+    """Sequences that rest free blocks of their windows: they must not take them before the step that reports them."""
+    for number in range(seed, seed + 20):
+        rng = random.Random(number)
+        config = SchedulerConfig(
+            max_num_batched_tokens=4 + rng.choice((0, 0, 1)),
+            max_num_seqs=4,
+            max_model_len=40,
+            block_size=1,
+            groups=(BlockGroup(4, 8), BlockGroup(3, 2)),
+            enable_prefix_caching=True,
+        )
+        harness = Harness(config, depth=rng.randrange(2), lazy=rng.random() < 0.5)
+        for _ in range(40):
+            operate(rng, harness)
+        harness.run_to_end()

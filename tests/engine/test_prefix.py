@@ -6,14 +6,14 @@ from itertools import combinations
 
 import pytest
 
-from nanovllm.engine.prefix import NO_EXTRAS, PrefixTable, blake2b_256, encode_extras
+from nanovllm.engine.prefix import NO_EXTRAS, PrefixNode, PrefixTable, blake2b_256, encode_extras
 
 SCRIPT = """
 from nanovllm.engine.prefix import PrefixTable, encode_extras
 table = PrefixTable(block_size=4)
-node = table.extend(table.root, [1, 2, 3, 4], encode_extras(()))
-node = table.extend(node, [5, 6, 7, 2**40], encode_extras(("cache_salt", "tenant", b"adapter")))
-print(node.parent.digest.hex(), node.digest.hex())
+_, first = table.key(table.root.digest, [1, 2, 3, 4], encode_extras(()))
+_, second = table.key(first, [5, 6, 7, 2**40], encode_extras(("cache_salt", "tenant", b"adapter")))
+print(first.hex(), second.hex())
 """
 FIRST = "173df53b1e21ddea0be91e6dc16e0cad27949d705034e9bb42f0b5a58ee907c0"
 SECOND = "b4e287f019470d04da920b4e582da383599d31bda9e6721b96134265622c70b2"
@@ -58,27 +58,35 @@ def test_extras_that_differ_encode_differently() -> None:
     assert encode_extras(("é",)) == bytes.fromhex("01000000" + "01" + "02000000" + "c3a9")
 
 
+def extend(table: PrefixTable, parent: PrefixNode, token: int, extras: bytes = NO_EXTRAS) -> PrefixNode:
+    return table.extend(parent, table.key(parent.digest, [token], extras), extras)
+
+
+def find(table: PrefixTable, parent: PrefixNode, token: int) -> PrefixNode | None:
+    return table.find(parent, table.key(parent.digest, [token], NO_EXTRAS), NO_EXTRAS)
+
+
 def test_there_is_one_node_for_each_content_even_if_all_digests_are_equal() -> None:
     table = PrefixTable(block_size=1, digest=lambda content: b"")
-    first = table.extend(table.root, [1], NO_EXTRAS)
+    first = extend(table, table.root, 1)
     others = [
-        table.extend(table.root, [2], NO_EXTRAS),
-        table.extend(table.root, [1], encode_extras(("a",))),
-        table.extend(first, [1], NO_EXTRAS),
+        extend(table, table.root, 2),
+        extend(table, table.root, 1, encode_extras(("a",))),
+        extend(table, first, 1),
     ]
     assert len({first, *others}) == len(table) == 4
-    assert table.extend(table.root, [1], NO_EXTRAS) is first is table.find(table.root, [1], NO_EXTRAS)
-    assert table.find(others[0], [1], NO_EXTRAS) is None
+    assert extend(table, table.root, 1) is first is find(table, table.root, 1)
+    assert find(table, others[0], 1) is None
 
 
 def test_a_prefix_stays_as_long_as_something_uses_it() -> None:
     table = PrefixTable(block_size=1)
-    parent = table.extend(table.root, [1], NO_EXTRAS)
+    parent = extend(table, table.root, 1)
     parent.num_uses += 1
-    child = table.extend(parent, [2], NO_EXTRAS)
+    child = extend(table, parent, 2)
     child.num_uses += 1
     table.release(parent)
-    assert table.find(table.root, [1], NO_EXTRAS) is parent, "its child needs it"
+    assert find(table, table.root, 1) is parent, "its child needs it"
     table.check({child: 1})
     with pytest.raises(AssertionError):
         table.check({})
@@ -91,7 +99,7 @@ def test_a_long_chain_is_removed() -> None:
     table = PrefixTable(block_size=1)
     node = table.root
     for token in range(100_000):
-        node = table.extend(node, [token], NO_EXTRAS)
+        node = extend(table, node, token)
     node.num_uses += 1
     table.release(node)
     assert len(table) == 0
