@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from nanovllm.checkpoint.gguf import GGUFFile
 from nanovllm.checkpoint.safetensors import stored_tensors
-from tests.checkpoint.test_gguf import finish, model_writer, random_blocks, write_model
+from tests.checkpoint.gguf_files import finish, model_writer, random_blocks, write_model
 
 PARTS = [
     (),

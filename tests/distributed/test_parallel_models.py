@@ -14,7 +14,7 @@ import torch
 from nanovllm.distributed.group import Parallel, Rank, open_store
 from nanovllm.models.registry import describe
 from nanovllm.models.shard import shard_of
-from tests.checkpoint.test_gguf import write_model
+from tests.checkpoint.gguf_files import write_model
 from tests.distributed.rank import TIMEOUT, Seen, run_case
 from tests.helpers import assert_greedy, generate_by_reference, model_dir, prompt_of
 
