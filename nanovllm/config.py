@@ -47,6 +47,7 @@ class SchedulerConfig:
     block_size: int
     groups: tuple[BlockGroup, ...]  # of paged state
     enable_prefix_caching: bool
+    keeps_row_state: bool = False  # a layer keeps state outside of the blocks
 
     @property
     def num_blocks(self) -> int:
@@ -283,4 +284,5 @@ class Config:
             block_size=self.kv_cache_block_size,
             groups=groups,
             enable_prefix_caching=self.enable_prefix_caching and not keeps_row_state,
+            keeps_row_state=keeps_row_state,
         )

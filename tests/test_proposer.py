@@ -28,7 +28,7 @@ class TwoTokens:
         self.num_asked += 1
         following = next((text[count : count + 2] for text in self.texts if text[:count] == token_ids), [])
         wrong = self.num_asked % 3
-        return [(token + 1) % 300 if index == wrong else token for index, token in enumerate(following)][:max_tokens]
+        return [(token + 1) % 150 if index == wrong else token for index, token in enumerate(following)][:max_tokens]
 
 
 def texts_of(outputs: list[RequestOutput]) -> list[list[int]]:

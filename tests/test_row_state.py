@@ -20,6 +20,7 @@ from nanovllm.models import registry
 from nanovllm.models.spec import ModelSpec, llama_shaped
 from nanovllm.state import RowState
 from tests.helpers import greedy_params, prompt_of, scheduler_of
+from tests.test_proposer import TwoTokens, texts_of
 
 HIDDEN, NUM_LAYERS, VOCAB_SIZE = 32, 4, 160
 CONFIG = {
@@ -121,6 +122,21 @@ def test_tokens_do_not_depend_on_the_batch(model: Path, way: str) -> None:
             assert all(output.num_cached_tokens == 0 for output in outputs), "a state per row has no prefix cache"
         has_blocks = bool(scheduler_of(llm).config.groups)
         assert (scheduler_of(llm).num_preemptions > 0) == ("preempted" in way and has_blocks)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rejected_tokens_leave_no_trace_in_the_state(model: Path, overlap: bool) -> None:
+    """Also with a budget of as many tokens as sequences, where rows that start again wait for others."""
+    for max_num_batched_tokens in (64, 4):
+        options = {"overlap": overlap, "max_num_batched_tokens": max_num_batched_tokens}
+        with open_model(model, **options) as llm:
+            expected = llm.generate(PROMPTS, greedy_params(20), use_tqdm=False)
+        proposer = TwoTokens(texts_of(expected))
+        with open_model(model, proposer=proposer, **options) as llm:
+            outputs = llm.generate(PROMPTS, greedy_params(20), use_tqdm=False)
+            assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
+            assert proposer.num_asked > 10
+            scheduler_of(llm).check()
 
 
 def test_the_plan_counts_the_rows(model: Path) -> None:

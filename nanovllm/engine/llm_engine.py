@@ -62,8 +62,8 @@ class LLMEngine:
         self._num_added = 0
 
     def _build_core(self, path: Path, proposer: Proposer | None) -> "EngineCore":
-        if proposer is not None and self.model_config.keeps_row_state:
-            raise ConfigError("a proposer needs a model without state per sequence, which cannot be taken back")
+        if proposer is not None and self.model_config.keeps_row_state and any(self.model_config.windows):
+            raise ConfigError("a proposer needs a model without windows, or without a state per sequence")
         with collector_paused():
             from nanovllm.engine.core import EngineCore
             from nanovllm.executor.make import make_executor

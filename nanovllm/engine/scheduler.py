@@ -137,11 +137,12 @@ class Scheduler:
             at_event.sort(key=lambda seq: seq.order)
         resting, new_blocks = self._handle_events(at_event)
         decodes = tuple(seq for seq in self.decoding if seq not in resting) if resting else tuple(self.decoding)
-        budget = self.config.max_num_batched_tokens - len(decodes)
+        budget = self.config.max_num_batched_tokens
         rows: list[ScheduledRow] = []
         if self.proposer is not None:
-            decodes, rows = self._propose(decodes, self.proposer, budget, new_blocks)
-            budget -= sum([len(row.step.proposed) for row in rows])
+            decodes, rows = self._propose(decodes, self.proposer, new_blocks)
+            budget -= sum([row.step.num_new for row in rows])
+        budget -= len(decodes)
         self._advance(decodes, 1)
         may_admit = num_preemptions == self.num_preemptions or not (decodes or rows)
         chunks, new_rows = self._prefill(budget=budget, may_admit=may_admit, resting=resting, new_blocks=new_blocks)
@@ -211,27 +212,34 @@ class Scheduler:
         insort(self.waiting, seq, key=lambda seq: seq.order)
 
     def _propose(
-        self, seqs: tuple[Sequence, ...], proposer: Proposer, budget: int, new_blocks: list[NewBlocks]
+        self, seqs: tuple[Sequence, ...], proposer: Proposer, new_blocks: list[NewBlocks]
     ) -> tuple[tuple[Sequence, ...], list[ScheduledRow]]:
         """Ask for proposals for these sequences; returns those that simply decode, and the others' rows.
 
-        `budget` is the number of tokens that may be proposed in this step. `new_blocks` is added to.
+        Their new blocks are added to `new_blocks`. A sequence whose row state is put back computes several known tokens
+        and may have to wait for the budget.
         """
         decodes: list[Sequence] = []
         rows: list[ScheduledRow] = []
-        for seq in seqs:
-            room = min(budget, seq.max_num_tokens - seq.num_tokens - 1)  # one token is sampled beyond the proposed ones
+        budget = self.config.max_num_batched_tokens
+        for num_done, seq in enumerate(seqs, 1):
+            start = seq.num_tokens - 1 if seq.redo_from is None else seq.redo_from
+            num_known = seq.num_tokens - start
+            if num_known > budget:
+                continue
+            budget -= num_known
+            room = min(budget - (len(seqs) - num_done), seq.max_num_tokens - seq.num_tokens - 1)  # and one is sampled
             proposed = tuple(proposer.propose(seq.token_ids, room)[:room]) if room > 0 else ()
             new_blocks += self.block_manager.extend(seq, seq.num_tokens + len(proposed))
             self._set_event(seq)
             proposed = proposed[: self._num_covered(seq) - seq.num_tokens]
             budget -= len(proposed)
             if proposed or seq.was_verified:
-                num_new = 1 + len(proposed)
-                step = RowStep(seq.row, seq.num_tokens - 1, num_new, num_sampled=num_new, proposed=proposed)
+                num_new = num_known + len(proposed)
+                step = RowStep(seq.row, start, num_new, num_sampled=1 + len(proposed), proposed=proposed)
                 rows.append(ScheduledRow(seq, step, seq.num_preemptions))
                 self._advance((seq,), 1)
-                seq.was_verified = bool(proposed)
+                seq.was_verified, seq.redo_from = bool(proposed), None
             else:
                 decodes.append(seq)
         return tuple(decodes), rows
@@ -261,7 +269,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
         seq.row = self._rows.pop()
-        seq.was_verified = False
+        seq.was_verified, seq.redo_from = False, None
         self._num_guided += seq.guide is not None
         self._set_check(seq)
         insort(self.prefilling, seq, key=lambda seq: seq.order)
@@ -374,6 +382,8 @@ class Scheduler:
             if row.step.num_sampled:
                 self._append(seq, tokens, ended)
                 self._release_followers(seq)
+                if self.config.keeps_row_state and len(tokens) < row.step.num_sampled:
+                    seq.redo_from = row.step.start
 
     def _keep_logprobs(self, step: ScheduledStep, result: StepResult) -> None:
         sampled = step.sampled()

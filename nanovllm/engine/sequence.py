@@ -86,6 +86,7 @@ class Sequence:
         "prefix",
         "priority",
         "prompt_logprobs",
+        "redo_from",
         "request_id",
         "row",
         "seed",
@@ -140,6 +141,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.was_verified = False  # the last step of its row verified proposed tokens
+        self.redo_from: int | None = None  # where that step started, if rejected tokens are in the state of its row
         # the full blocks known to the prefix cache: how many, and the last of them, while running
         self.num_cached_blocks = 0
         self.prefix: PrefixNode

@@ -40,6 +40,7 @@ from nanovllm.runner.phases import Phases
 from nanovllm.runner.pipeline_stage import PipelineStage
 from nanovllm.runner.request_table import RequestTable, SampledPositions
 from nanovllm.runner.results import GuidedStep, PendingStep
+from nanovllm.runner.row_states import RowStateCopies
 from nanovllm.runner.sampling import Drawn, KernelSampler, Sampler, SamplingBatch, draw, make_batch
 from nanovllm.runner.upload import Upload
 from nanovllm.runner.warm_up import largest_steps, peak_memory, score_everything
@@ -139,6 +140,7 @@ class ModelRunner:
         self._decoding = Decoding.of((), self.table.host_length)
         self._sampler: Sampler | KernelSampler = Sampler(self.table, self.vocab_size, self.device)
         self._pooler: Pooler | None = None  # made when first needed
+        self._row_states = RowStateCopies() if self._keeps_row_state else None
         self._decode: DecodeStep | None = None
         if usable(self.device.type):
             self._sampler = KernelSampler(self.table, config.max_num_seqs, self.device)
@@ -226,6 +228,8 @@ class ModelRunner:
         positions = plan.sampled_positions()
         head_size = self._head_size(len(positions))
         batch = self._send(lambda: self._build_batch(plan, head_size), extra=extra_capacity(plan))
+        if self._row_states is not None:
+            self._row_states.apply(plan, self.states)
         x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
         scores_prompts = any(step.num_prompt_logprobs is not None for step in plan.row_steps)
         pools = any(step.pooling is not None for step in plan.row_steps)
