@@ -628,7 +628,7 @@ def test_served_over_http_with_the_openai_client(server: tuple[str, subprocess.P
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in errors, errors
-    assert "2 times" in errors and "replica" in errors
+    assert "2 replicas" in errors and "has ended" in errors
     for engine in engines:
         with suppress(psutil.NoSuchProcess):
             engine.wait(10)
