@@ -1,11 +1,7 @@
 """The tokenizer against transformers, with a small vocabulary and, where available, with Qwen3's."""
 
-import json
-import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,12 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm.errors import CheckpointError, RequestError
-from nanovllm.text.chat_template import _END_MARK, MAX_RENDERED_CHARS
 from nanovllm.text.tokenizer import Tokenizer
-
-REPOSITORY = Path(__file__).parents[2]
-SMALL = REPOSITORY / "tests" / "data" / "tokenizer"
-QWEN3 = Path(os.environ.get("NANOVLLM_QWEN3_TOKENIZER") or REPOSITORY.parent / "shared/data/tokenizers/qwen3")
+from tests.text.tokenizer_files import REPOSITORY, SMALL, edit_json
 
 TEXTS = [
     "",
@@ -34,62 +26,6 @@ TEXTS = [
     "def f(x: int) -> int:\n    return {'a': x ** 2}['a']  # <b>&amp;</b>\n",
     "<|im_start|>user\nhi<|im_end|>\n<think>\n\n</think><tool_call> <|endoftext|>",
 ]
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Tells the weather <now> & “here”",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "enum": ["Köln", "北京"]}}},
-        },
-    }
-]
-
-USER = {"role": "user", "content": "What is 2 + 2? <b>"}
-SYSTEM = {"role": "system", "content": "Be brief. 请简短。"}
-ASSISTANT = {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\nIt is 4."}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}],
-}
-TOOL = {"role": "tool", "content": '{"sky": "grey"}'}
-CHATS = {
-    "one": [USER],
-    "system": [SYSTEM, USER],
-    "turns": [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And 3 + 3?"}],
-    "tools": [USER, CALL, TOOL, {"role": "user", "content": "Thanks.  "}],
-    "ends with assistant": [USER, ASSISTANT],
-}
-
-
-@pytest.fixture(scope="module", params=["small", "qwen3"])
-def pair(request):
-    """Our tokenizer and that of transformers, from the same folder."""
-    folder = SMALL if request.param == "small" else QWEN3
-    if not folder.is_dir():
-        pytest.skip("needs the Qwen3 tokenizer: set NANOVLLM_QWEN3_TOKENIZER to its folder")
-    return Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(str(folder))
-
-
-@pytest.fixture(scope="module")
-def small():
-    return Tokenizer.from_dir(SMALL)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A copy of the small checkpoint's tokenizer, which a test may change."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(SMALL / name, tmp_path / name)
-    return tmp_path
-
-
-def edit_json(file, **changes):
-    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    content.update(changes)
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}), encoding="utf-8")
 
 
 # ---- text and ids ----
@@ -327,178 +263,7 @@ def test_baked_in_truncation_and_padding_do_not_count(folder):
     assert Tokenizer.from_dir(folder).encode(TEXTS[4]) == Tokenizer.from_dir(SMALL).encode(TEXTS[4])
 
 
-def template_sources(folder, *, jinja, config, extra):
-    edit_json(folder / "tokenizer_config.json", chat_template=config)
-    if jinja:
-        (folder / "chat_template.jinja").write_text("jinja {{ messages | length }}é", encoding="utf-8")
-    if extra:
-        (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("extra {{ tools | tojson }}")
-
-
-NAMED_TEMPLATES = [{"name": "default", "template": "list-default"}, {"name": "tool_use", "template": "list-tools"}]
-
-
-@pytest.mark.parametrize("tools", [None, [], TOOLS])
-@pytest.mark.parametrize("config", ["config", NAMED_TEMPLATES, NAMED_TEMPLATES[:1]])
-@pytest.mark.parametrize("jinja, extra", [(False, False), (True, False), (True, True)])
-def test_the_template_transformers_would_take(folder, jinja, extra, config, tools):
-    template_sources(folder, jinja=jinja, config=config, extra=extra)
-    theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template([USER], tools=tools, tokenize=False)
-    assert Tokenizer.from_dir(folder).render_chat([USER], tools=tools, add_generation_prompt=False) == theirs
-
-
-def test_chat_template_json_is_the_last_resort(folder):
-    edit_json(folder / "chat_template.json", chat_template="from json")
-    assert Tokenizer.from_dir(folder).render_chat([USER]).startswith("<|im_start|>")
-    edit_json(folder / "tokenizer_config.json", chat_template=...)
-    assert Tokenizer.from_dir(folder).render_chat([USER]) == "from json"
-
-
-@pytest.mark.parametrize(
-    "chat_template, found", [(..., "no chat template"), (NAMED_TEMPLATES[1:], r"only .*'tool_use'")]
-)
-def test_no_template(folder, chat_template, found):
-    edit_json(folder / "tokenizer_config.json", chat_template=chat_template)
-    tokenizer = Tokenizer.from_dir(folder)
-    with pytest.raises(RequestError, match=f"the model has {found}.*put one into chat_template.jinja"):
-        tokenizer.render_chat([USER])
-
-
 # ---- rendering ----
-
-
-@pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
-@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS.keys())
-def test_rendering_equals_transformers(pair, chat, tools, add_generation_prompt, options):
-    ours, theirs = pair
-    options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **options}
-    expected = theirs.apply_chat_template(chat, tokenize=False, **options)
-    assert ours.render_chat(chat, **options) == expected
-    ids = theirs.apply_chat_template(chat, tokenize=True, return_dict=False, **options)
-    assert ours.encode_chat(chat, **options) == ids
-
-
-CONTINUED = ["It is", "It is ", "", " \n It is\n\n", [{"type": "text", "text": "It is "}, {"type": "image"}]]
-MESSAGE_BODIES = {
-    "as it is": "{{ text }} </end>",
-    "trimmed": "{{ text | trim }}</end>",
-    "trimmed, then a space": "{{ text | trim }} </end>",
-}
-
-
-@pytest.mark.parametrize("content", CONTINUED)
-@pytest.mark.parametrize("body", MESSAGE_BODIES.values(), ids=MESSAGE_BODIES.keys())
-def test_continued_message_equals_transformers(folder, body, content):
-    text = "{% set text = m.content if m.content is string else m.content[0].text %}"
-    template = "{% for m in messages %}" + text + "[{{ m.role }}] " + body + "\n{% endfor %}"
-    edit_json(folder / "tokenizer_config.json", chat_template=template)
-    ours, theirs = Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(str(folder))
-    chat = [USER, {"role": "assistant", "content": content}]
-    expected = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
-    assert ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
-    assert "</end>" not in expected.partition("[assistant]")[2]
-    assert chat[1]["content"] is content
-
-
-def test_message_that_quotes_the_mark_of_the_end(small):
-    chat = [{"role": "user", "content": f"What is {_END_MARK}for?"}, {"role": "assistant", "content": "It is"}]
-    rendered = small.render_chat(chat, add_generation_prompt=False, continue_final_message=True)
-    assert rendered == small.render_chat(chat, add_generation_prompt=False).removesuffix("<|im_end|>\n")
-
-
-def test_continued_message_of_a_real_template(pair):
-    ours, theirs = pair
-    chat = [SYSTEM, USER, {"role": "assistant", "content": "It is "}]
-    expected = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
-    assert ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
-    assert expected.endswith("It is ")
-
-
-@pytest.mark.parametrize(
-    "message, problem",
-    [
-        ({"role": "assistant"}, "needs a last message with text"),
-        ({"role": "assistant", "content": None}, "needs a last message with text"),
-        ({"role": "assistant", "content": [{"type": "image"}]}, "needs a last message with text"),
-    ],
-)
-def test_nothing_to_continue(small, message, problem):
-    with pytest.raises(RequestError, match=problem):
-        small.render_chat([USER, message], add_generation_prompt=False, continue_final_message=True)
-
-
-def test_continuing_what_the_template_leaves_out(small):
-    tokenizer = Tokenizer(small.backend, chat_template="{{ messages[0].content }}")
-    with pytest.raises(RequestError, match="does not render the last message unchanged"):
-        tokenizer.render_chat([USER, ASSISTANT], add_generation_prompt=False, continue_final_message=True)
-
-
-def test_continuing_and_opening_exclude_each_other(small):
-    with pytest.raises(
-        RequestError, match=r"continue_final_message=True cannot be combined with add_generation_prompt"
-    ):
-        small.render_chat([USER, ASSISTANT], continue_final_message=True)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}",
-        "{{ strftime_now('%Y-%m') }}",
-        "{{ {'b': '<é&>', 'a': [1, none]} | tojson }}{{ {'b': 1, 'a': 2} | tojson(indent=2, sort_keys=true) }}",
-        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
-        "{% generation %}{% set x = 1 %}{{ m.role }}{% endgeneration %}{{ x is defined }}{% endfor %}",
-        "  {% if true %}\n  yes\n  {% endif %}\n{%- set ns = namespace(n=0) %}{% set ns.n = 4 %}{{ ns.n }}\n",
-        "{{ documents is none }} {{ tools is none }} {{ nothing is defined }} {{ nothing }}",
-        "{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('a') }}{{ 'abc'[1:] }}{{ messages[0]['content'].split(' ')[0] }}",
-    ],
-)
-def test_template_language_is_that_of_transformers(folder, template):
-    edit_json(folder / "tokenizer_config.json", chat_template=template)
-    theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template([USER, ASSISTANT], tokenize=False)
-    assert Tokenizer.from_dir(folder).render_chat([USER, ASSISTANT], add_generation_prompt=False) == theirs
-
-
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ nothing.at_all }}", "'nothing' is undefined"),
-        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
-        ("{{ messages[0].update(role='x') }}", "unsafe|not safely callable"),
-        ("{{ 1 + 'a' }}", "unsupported operand"),
-        ("{{ range(10000000) | list }}", "Range too big"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
-        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", f"more than {MAX_RENDERED_CHARS} characters"),
-        ("{% if %}", "cannot be compiled"),
-        ("{{ 'a' | nofilter }}", "cannot be compiled"),
-    ],
-)
-def test_template_errors_refuse_the_request(small, template, message):
-    tokenizer = Tokenizer(small.backend, chat_template=template)
-    with pytest.raises(RequestError, match=message):
-        tokenizer.render_chat([dict(USER)])
-
-
-def test_fixture_template_refuses_a_late_system_message(small):
-    with pytest.raises(RequestError, match=r"The system message must be the first one\."):
-        small.render_chat([USER, SYSTEM])
-
-
-@pytest.mark.parametrize("messages", [[], (), None, "hi", {"role": "user"}, ["hi"], [USER, None]])
-def test_messages_must_be_messages(small, messages):
-    with pytest.raises(RequestError, match="messages must be a non-empty list of mappings"):
-        small.render_chat(messages)
-
-
-@pytest.mark.parametrize("tools", ["weather", [len], {"name": "f"}])
-def test_tools_must_be_schemas(small, tools):
-    with pytest.raises(RequestError, match="tools must be a list of mappings"):
-        small.render_chat([USER], tools=tools)
 
 
 def test_import_is_light():
