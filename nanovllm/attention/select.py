@@ -6,7 +6,7 @@ from nanovllm.attention.backend import AttentionBackend, CacheShape
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.device import usable
+from nanovllm.kernels.device import dependent_launch, usable
 
 MAX_GROUP = 16  # query heads per KV head that our kernels support
 
@@ -28,7 +28,13 @@ def make_backend(config: Config, shape: CacheShape, rotary_table: Tensor) -> Att
         return SdpaBackend(shape, rotary_table)
     from nanovllm.attention.triton import TritonBackend
 
-    return TritonBackend(shape, rotary_table, max_num_seqs=config.max_num_seqs, deterministic=config.deterministic)
+    return TritonBackend(
+        shape,
+        rotary_table,
+        max_num_seqs=config.max_num_seqs,
+        deterministic=config.deterministic,
+        pdl=dependent_launch(),
+    )
 
 
 def _obstacle(shape: CacheShape) -> str | None:

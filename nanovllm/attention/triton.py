@@ -32,7 +32,6 @@ from nanovllm.kernels.attention.small_batch import (
     small_batch_serves,
     small_batch_splits,
 )
-from nanovllm.kernels.device import dependent_launch
 
 MANY_DECODES, MOST_DECODES = 32, 80  # see `_starts_early`
 
@@ -65,12 +64,19 @@ class TritonBackend:
     plans_on_device = True
 
     def __init__(
-        self, shape: CacheShape, rotary_table: Tensor, *, max_num_seqs: int, deterministic: bool = False
+        self,
+        shape: CacheShape,
+        rotary_table: Tensor,
+        *,
+        max_num_seqs: int,
+        deterministic: bool = False,
+        pdl: bool = False,  # launch kernels while the one before still runs
     ) -> None:
         self.shape = shape
         self.block_size = shape.block_size
         self._rotary_table = rotary_table
         self._deterministic = deterministic
+        self._pdl = pdl
         group = shape.num_heads // shape.num_kv_heads
         self._prefill_config = prefill_config(
             head_dim=shape.head_dim, group=group, dtype=shape.dtype, cache_dtype=shape.cache_dtype
@@ -215,7 +221,7 @@ class TritonBackend:
             cos_sin=self._rotary_table,
             out=out,
             splits=small_batch_splits(len(tables) * self.shape.num_kv_heads),
-            pdl=dependent_launch(),
+            pdl=self._pdl,
         )
 
     def _decode(
@@ -232,7 +238,7 @@ class TritonBackend:
         prefix = step.planned.get(window)
         if prefix is None and not config.splits:
             prefix = step.planned[window] = self._prefixes[window][: n + 1]
-            plan_decode(step.positions[:n], prefix, tile=config.tile, window=window, pdl=dependent_launch())
+            plan_decode(step.positions[:n], prefix, tile=config.tile, window=window, pdl=self._pdl)
         paged_decode(
             qkv,
             cache.kv,
@@ -249,7 +255,7 @@ class TritonBackend:
             window=window,
             out=out,
             config=config,
-            pdl=dependent_launch() and self._starts_early(n),
+            pdl=self._pdl and self._starts_early(n),
         )
 
     def _prefill(
@@ -275,7 +281,7 @@ class TritonBackend:
             cos_sin=self._rotary_table,
             num_heads=s.num_heads,
             num_kv_heads=s.num_kv_heads,
-            pdl=dependent_launch(),
+            pdl=self._pdl,
         )
         paged_prefill(
             qkv,
@@ -295,5 +301,5 @@ class TritonBackend:
             window=window,
             out=out,
             config=self._prefill_config,
-            pdl=dependent_launch(),
+            pdl=self._pdl,
         )

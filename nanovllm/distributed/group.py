@@ -1,110 +1,53 @@
-"""The ranks of an engine and their collectives; the only file that uses torch.distributed.
+"""The ranks of an engine, and the collectives of a group that has only one rank.
 
-It makes no default process group, so that a process can have several engines, and reads nothing from the environment.
-Gloo serves CPUs and NCCL serves GPUs, where every call only queues work on the current stream.
+distributed/collectives.py has the groups of several ranks.
 """
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-    from torch.distributed import TCPStore as Store
 
 
 class Group:
     """A set of ranks as seen by one of them. The collectives of a group of one rank do nothing."""
 
-    def __init__(self, rank: int = 0, size: int = 1, backend: Any = None, *, in_order: bool = False) -> None:
-        self.rank = rank
-        self.size = size
-        self._backend = backend  # a ProcessGroupGloo or ProcessGroupNCCL
-        self._in_order = in_order
+    rank = 0
+    size = 1
 
     def in_order(self) -> Group:
         """The same group with an `all_reduce` that adds in the order of ranks: the bits of a sum then depend on its own
         summands alone, not on the shape of the tensor."""
-        return Group(self.rank, self.size, self._backend, in_order=True)
+        return self
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks, written over `x`."""
-        if self.size == 1:
-            return x
-        if self._in_order and self.size > 2:  # the sum of two does not depend on the order
-            parts = self._gathered(x)
-            x.copy_(parts[0])
-            for part in parts[1:]:
-                x += part
-        else:
-            _done(self._backend.allreduce([x], _queued("AllreduceOptions")))
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Concatenate the `x` of all ranks, which have the same shape, along `dim` in the order of ranks."""
-        if self.size == 1:
-            return x
-        dim %= x.dim()
-        return self._gathered(x).movedim(0, dim).flatten(dim, dim + 1)
-
-    def _gathered(self, x: Tensor) -> Tensor:  # [size, *x.shape]
-        out = x.new_empty(self.size, *x.shape)
-        _done(self._backend._allgather_base(out.view(-1), x.reshape(-1), _queued("AllgatherOptions")))
-        return out
+        return x
 
     def gather(self, x: Tensor, to: int, dim: int = -1) -> Tensor | None:
         """As `all_gather`, but only rank `to` gets the result; the others get None."""
-        if self.size == 1:
-            return x
-        options = _queued("GatherOptions")
-        options.rootRank = to
-        if self.rank != to:
-            _done(self._backend.gather([], [x.contiguous()], options))
-            return None
-        out = x.new_empty(self.size, *x.shape)
-        _done(self._backend.gather([list(out.unbind())], [x.contiguous()], options))
-        dim %= x.dim()
-        return out.movedim(0, dim).flatten(dim, dim + 1)
+        return x
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Write the `x` of rank `source` over the `x` of all ranks."""
-        if self.size > 1:
-            options = _queued("BroadcastOptions")
-            options.rootRank = source
-            _done(self._backend.broadcast([x], options))
+        """The `x` of the group's rank `source`, written over `x` on every rank."""
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        _done(self._backend.send([x.contiguous()], to, 0))
+        raise AssertionError("a group of one rank has nobody to send to")
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Wait for the tensor that rank `source` sends, and write it over `x`."""
-        _done(self._backend.recv([x], source, 0))
-        return x
+        """What rank `source` sent, written over `x`."""
+        raise AssertionError("a group of one rank has nobody to receive from")
 
     def close(self) -> None:
-        if self._backend is not None:
-            self._backend.shutdown()
-            self._backend = None
-
-
-def _done(work: Any) -> None:
-    """Wait for a collective. NCCL returns None if it has queued it on the current stream."""
-    if work is not None:
-        work.wait()
-
-
-def _queued(options: str) -> Any:
-    """Options of a collective that runs on the current stream of a GPU, in order with the kernels there."""
-    from torch.distributed import distributed_c10d
-
-    made = getattr(distributed_c10d, options)()
-    made.asyncOp = False
-    return made
+        """Leave the group."""
 
 
 ALONE = Group()  # has no connection, and nothing in it changes: all engines may share it
@@ -159,81 +102,3 @@ class Parallel:
         """Leave all groups. Ranks that still wait for this one get an error."""
         for group in (self.tensor, self.pipeline, self.world):
             group.close()
-
-
-def open_store(host: str) -> Store:
-    """On rank 0: start the server where ranks find each other. It listens at `host` on a free port, `.port`."""
-    from torch.distributed import TCPStore
-
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())
-        listener.detach()  # the store owns it now
-    return store
-
-
-def join(
-    rank: Rank,
-    device: torch.device,
-    *,
-    host: str,
-    port: int,
-    store: Store | None = None,  # on rank 0: what `open_store` returned
-    timeout_seconds: float,
-) -> Parallel:
-    """Connect to the other ranks through rank 0's store. Raises if they do not all join within the timeout.
-
-    The timeout also applies to each later collective, so it limits how much longer than another a rank may load.
-    """
-    if rank.world_size == 1:
-        return Parallel(rank, ALONE, ALONE, ALONE)
-    from torch.distributed import PrefixStore, TCPStore
-
-    timeout = timedelta(seconds=timeout_seconds)
-    if store is None:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    store.set_timeout(timeout)
-    own_address = _own_address(host, port)
-
-    def group(name: str, index: int, size: int) -> Group:
-        return Group(index, size, make_backend(PrefixStore(name, store), index, size, device, own_address, timeout))
-
-    stage, shard = rank.pipeline_rank, rank.tensor_rank
-    world = group("world", rank.index, rank.world_size)
-    if rank.pipeline_parallel_size == 1:
-        return Parallel(rank, tensor=world, pipeline=ALONE, world=world)
-    if rank.tensor_parallel_size == 1:
-        return Parallel(rank, tensor=ALONE, pipeline=world, world=world)
-    return Parallel(
-        rank,
-        tensor=group(f"tensor of stage {stage}", shard, rank.tensor_parallel_size),
-        pipeline=group(f"pipeline of shard {shard}", stage, rank.pipeline_parallel_size),
-        world=world,
-    )
-
-
-def make_backend(store: Any, rank: int, size: int, device: torch.device, own_address: str, timeout: timedelta) -> Any:
-    """The torch.distributed backend of a group."""
-    import torch.distributed as dist
-
-    if device.type == "cuda":
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = timeout
-        return nccl(store, rank, size, options)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=own_address)]
-    options._timeout = timeout
-    return gloo(store, rank, size, options)
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the network of `host`; nothing is sent."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from nanovllm.distributed.group import open_store
+from nanovllm.distributed.collectives import open_store
 from nanovllm.executor.base import StepHandle
 from nanovllm.executor.messages import (
     Answer,
@@ -139,7 +139,7 @@ class _ModelRank:
     def __init__(self, start: Start, store: Any) -> None:
         import torch
 
-        from nanovllm.distributed.group import join
+        from nanovllm.distributed.collectives import join
         from nanovllm.models.registry import describe
         from nanovllm.runner.device import resolve_device
         from nanovllm.runner.model_runner import ModelRunner

@@ -5,6 +5,7 @@ step, from embedding to sampled token, is one recorded CUDA graph.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -14,13 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.backend import AttentionBackend, uneven
 from nanovllm.kernels.select import compiled_sizes, graph_sizes
 from nanovllm.layers.step import Sequences, Step
+from nanovllm.plan import StepPlan
 from nanovllm.runner.graphs import Graphs
+from nanovllm.runner.kernel_sampler import KernelSampler
 from nanovllm.runner.pipeline_stage import PipelineStage
 from nanovllm.runner.request_table import RequestTable
-from nanovllm.runner.sampling import KernelSampler
+from nanovllm.runner.results import GuidedStep, PendingStep
+from nanovllm.runner.sampling import Drawn, SamplingBatch
 
 
 class Ending(Enum):
@@ -67,8 +71,17 @@ class DecodeStep:
         device: torch.device,
         eager: bool,
         keeps_row_state: bool = False,
+        send: Callable[[], None],
+        sampling_batch: Callable[[tuple[int, ...]], SamplingBatch],
+        draw: Callable[..., Drawn],
     ) -> None:
-        """`keeps_row_state`: a layer of the model does."""
+        """`keeps_row_state`: a layer of the model does.
+
+        `send` sends the table's changes to the device, `sampling_batch` gives what sampling needs to know about rows,
+        `draw` samples from logits: those of the model runner.
+        """
+        self._device, self._send, self._sampling_batch, self._draw = device, send, sampling_batch, draw
+        self._decoding = Decoding.of((), table.host_length)
         self._stage, self._backend, self._table, self._sampler = stage, backend, table, sampler
         self._positions = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
         self._sizes = graph_sizes(max_num_seqs)
@@ -79,6 +92,38 @@ class DecodeStep:
 
     def size_for(self, num_rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, num_rows)] if num_rows <= self._sizes[-1] else num_rows
+
+    def launch(self, plan: StepPlan, states: list[Any]) -> PendingStep | GuidedStep:
+        """Launch a plan that has only decode rows."""
+        n, table = len(plan.decode_rows), self._table
+        size = self.size_for(n)
+        if plan.decode_rows is not self._decoding.planned:
+            self._decoding = Decoding.of(plan.decode_rows, table.host_length)
+            table.set_decode_rows(self._decoding.rows, size=size)
+        if table.num_changes:
+            self._send()
+        sampling = self._sampling_batch(self._decoding.rows)
+        ending = Ending.LOGITS
+        if sampling.plain and not plan.guided_rows:
+            ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
+        stream_k = uneven(table.host_length[sampling.host_rows])
+        ran = self.run(StepKind(size, ending, stream_k), states)
+        drawn_or_logits = None if ran is None else ran[:n]
+        order = self._decoding.order
+
+        def finish(masks: Mapping[int, Sequence[bytes]]) -> PendingStep:
+            tokens, scores = drawn_or_logits, None
+            if ending is Ending.LOGITS:
+                drawn = self._draw(tokens, sampling, table.decode_rows[:n], masks)
+                tokens, scores = drawn.tokens, drawn.scores
+            table.advance(sampling.host_rows)
+            return PendingStep(tokens, scores, {}, self._device, order=order)
+
+        return GuidedStep(finish) if plan.guided_rows else finish({})
+
+    def reset(self) -> None:
+        """Forget the rows of the last step: the table was cleared."""
+        self._decoding = Decoding.of((), self._table.host_length)
 
     def run(self, kind: StepKind, states: list[Any]) -> Tensor | None:
         """Run a step; returns [size] tokens or [size, vocab] logits, valid until the next run.

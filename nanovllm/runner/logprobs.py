@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.plan import TokenLogprobs
+from nanovllm.plan import StepPlan, TokenLogprobs
+from nanovllm.runner.request_table import RequestTable
+
+PROMPT_ROWS = 128  # prompt tokens scored at once: [rows, vocab] in float32 is large
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,30 @@ def score(logprobs: Tensor, chosen: Tensor, num_top: int) -> PendingScores:
         logprobs=torch.cat([own, top], dim=1),
         ranks=(logprobs > own).sum(dim=-1) + 1,
     )
+
+
+def score_prompts(
+    plan: StepPlan,
+    hidden: Tensor,  # [num_tokens, hidden]
+    *,
+    first_tokens: np.ndarray,  # [num_decodes + num_row_steps] index of each row's first token
+    table: RequestTable,
+    logits_of: Callable[[Tensor], Tensor | None],  # None on ranks that have no logits
+) -> dict[int, list[PendingScores]]:
+    """By row: logprobs of the prompt tokens that follow the positions of each chunk that is scored."""
+    scored: dict[int, list[PendingScores]] = {}
+    for index, chunk in enumerate(plan.row_steps, len(plan.decode_rows)):
+        if chunk.num_prompt_logprobs is None:
+            continue
+        num_prompt = int(table.num_prompt_tokens[chunk.row])
+        first, count = int(first_tokens[index]), min(chunk.num_new, num_prompt - 1 - chunk.start)
+        parts = scored[chunk.row] = []
+        for begin in range(0, count, PROMPT_ROWS):
+            end = min(begin + PROMPT_ROWS, count)
+            logits = logits_of(hidden[first + begin : first + end])
+            if logits is None:
+                continue
+            logprobs = logits.float().log_softmax(dim=-1)
+            following = table.tokens[chunk.row, chunk.start + 1 + begin : chunk.start + 1 + end]
+            parts.append(score(logprobs, following, chunk.num_prompt_logprobs))
+    return scored

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.attention.backend import CacheShape, uneven
+from nanovllm.attention.backend import CacheShape
 from nanovllm.attention.select import make_backend
 from nanovllm.checkpoint.loader import checkpoint_tensors, dummy_tensors, load_weights
 from nanovllm.config import Config
 from nanovllm.distributed.group import Parallel
-from nanovllm.kernels.compile_ahead import compile_ahead
-from nanovllm.kernels.device import usable
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.rotary_embedding import rotary_table
 from nanovllm.layers.spec import AttentionSpec, RopeSpec
@@ -24,7 +22,6 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
 from nanovllm.plan import StepPlan
-from nanovllm.runner.decode_step import DecodeStep, Decoding, Ending, StepKind
 from nanovllm.runner.device import (
     hold_memory,
     out_of_memory_named,
@@ -35,25 +32,24 @@ from nanovllm.runner.device import (
 )
 from nanovllm.runner.forward_batch import ForwardBatch, build_batch, extra_capacity, step_capacity
 from nanovllm.runner.kv_cache import make_states, size_kv_cache, smallest
-from nanovllm.runner.logprobs import PendingScores, score
 from nanovllm.runner.phases import Phases
 from nanovllm.runner.pipeline_stage import PipelineStage
 from nanovllm.runner.request_table import RequestTable, SampledPositions
 from nanovllm.runner.results import GuidedStep, PendingStep
 from nanovllm.runner.row_states import RowStateCopies
-from nanovllm.runner.sampling import Drawn, KernelSampler, Sampler, SamplingBatch, draw, make_batch
+from nanovllm.runner.sampling import Drawn, Sampler, SamplingBatch, draw, make_batch
 from nanovllm.runner.upload import Upload
-from nanovllm.runner.warm_up import largest_steps, peak_memory, score_everything
 from nanovllm.weights.formats import weight_format
 
 if TYPE_CHECKING:
+    from nanovllm.runner.decode_step import DecodeStep
+    from nanovllm.runner.kernel_sampler import KernelSampler
     from nanovllm.runner.pooling import Pooler
 
 Sent = TypeVar("Sent")
 ALL_IN_ONE = Parallel.alone()
 # what the attention backend is built for in a model, or a pipeline stage, without attention; it is not called
 NO_ATTENTION = AttentionSpec(hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, rope=RopeSpec(theta=10000.0))
-PROMPT_ROWS = 128  # prompt tokens scored at once: [rows, vocab] in float32 is large
 
 
 class ModelRunner:
@@ -133,28 +129,38 @@ class ModelRunner:
             block_size=config.kv_cache_block_size,
             device=self.device,
             windows=model_config.windows,
+            kernels=self._context.kernels,
         )
         capacity = step_capacity(max_num_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
         self._upload = Upload(capacity=capacity, device=self.device)
         self._sampling: SamplingBatch | None = None
-        self._decoding = Decoding.of((), self.table.host_length)
         self._sampler: Sampler | KernelSampler = Sampler(self.table, self.vocab_size, self.device)
         self._pooler: Pooler | None = None  # made when first needed
         self._row_states = RowStateCopies() if self._keeps_row_state else None
         self._decode: DecodeStep | None = None
-        if usable(self.device.type):
-            self._sampler = KernelSampler(self.table, config.max_num_seqs, self.device)
-            if self.backend.plans_on_device:
-                self._decode = DecodeStep(
-                    self._stage,
-                    self.backend,
-                    self.table,
-                    self._sampler,
-                    max_num_seqs=config.max_num_seqs,
-                    device=self.device,
-                    eager=config.enforce_eager,
-                    keeps_row_state=self._keeps_row_state,
-                )
+        if self._context.kernels:
+            self._use_kernels(config)
+
+    def _use_kernels(self, config: Config) -> None:
+        """Sample and decode with our own kernels."""
+        from nanovllm.runner.decode_step import DecodeStep
+        from nanovllm.runner.kernel_sampler import KernelSampler
+
+        self._sampler = sampler = KernelSampler(self.table, config.max_num_seqs, self.device, pdl=self._context.pdl)
+        if self.backend.plans_on_device:
+            self._decode = DecodeStep(
+                self._stage,
+                self.backend,
+                self.table,
+                sampler,
+                max_num_seqs=config.max_num_seqs,
+                device=self.device,
+                eager=config.enforce_eager,
+                keeps_row_state=self._keeps_row_state,
+                send=lambda: self._send(lambda: None),
+                sampling_batch=self._sampling_batch,
+                draw=self._draw,
+            )
 
     def _load(self, config: Config, path: Path) -> None:
         slots, dtype = self.model.slots(), self._context.dtype
@@ -177,9 +183,11 @@ class ModelRunner:
     @contextmanager
     def _kernels_compiled(self, config: Config) -> Iterator[None]:
         """Beside what is done within, the kernels of the largest steps and of the first answers."""
-        if not usable(self.device.type):
+        if not self._context.kernels:
             yield
             return
+        from nanovllm.kernels.compile_ahead import compile_ahead
+
         self.states = self._make_states(dict.fromkeys(self.table.blocks, 1))
 
         def launches() -> None:
@@ -196,6 +204,8 @@ class ModelRunner:
                 wait()
 
     def _largest_steps(self, config: Config) -> list[StepPlan]:
+        from nanovllm.runner.warm_up import largest_steps
+
         return largest_steps(
             max_num_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
@@ -206,6 +216,8 @@ class ModelRunner:
         """Run the largest possible steps on a cache of one block; returns the bytes that their activations take."""
         if self.device.type == "cpu":
             return 0
+        from nanovllm.runner.warm_up import peak_memory, score_everything
+
         self.states, steps = self._make_states(dict.fromkeys(self.table.blocks, 1)), self._largest_steps(config)
         taken = max(
             peak_memory(lambda: [self.launch(step).wait() for step in steps], self.device),
@@ -215,7 +227,9 @@ class ModelRunner:
             ),
         )
         self.table.clear()
-        self._sampling, self._decoding = None, Decoding.of((), self.table.host_length)
+        self._sampling = None
+        if self._decode is not None:
+            self._decode.reset()
         return taken
 
     @torch.inference_mode()
@@ -224,7 +238,7 @@ class ModelRunner:
         if plan.new_rows:
             self._sampling = None  # a row may have another sequence now
         if self._decode is not None and not plan.row_steps:
-            return self._launch_decode(plan, self._decode)
+            return self._decode.launch(plan, self.states)
         positions = plan.sampled_positions()
         head_size = self._head_size(len(positions))
         batch = self._send(lambda: self._build_batch(plan, head_size), extra=extra_capacity(plan))
@@ -238,7 +252,11 @@ class ModelRunner:
         pooled = self._pool(plan, batch, hidden) if pools else {}
         prompt_logprobs = {}
         if hidden is not None and needs_all:
-            prompt_logprobs = self._score_prompts(plan, batch, hidden)
+            from nanovllm.runner.logprobs import score_prompts
+
+            prompt_logprobs = score_prompts(
+                plan, hidden, first_tokens=batch.first_tokens, table=self.table, logits_of=self.model.logits
+            )
             hidden = hidden if batch.logits_rows is None else hidden[batch.logits_rows]
         if batch.sampled_rows is None:
             return PendingStep(None, None, prompt_logprobs, self.device, pooled=pooled)
@@ -277,32 +295,6 @@ class ModelRunner:
         kernel, which waits until the device is idle."""
         return num_sampled if self._decode is None else self._decode.size_for(num_sampled)
 
-    def _launch_decode(self, plan: StepPlan, decode: DecodeStep) -> PendingStep | GuidedStep:
-        n, size = len(plan.decode_rows), decode.size_for(len(plan.decode_rows))
-        if plan.decode_rows is not self._decoding.planned:
-            self._decoding = Decoding.of(plan.decode_rows, self.table.host_length)
-            self.table.set_decode_rows(self._decoding.rows, size=size)
-        if self.table.num_changes:
-            self._send(lambda: None)
-        sampling = self._sampling_batch(self._decoding.rows)
-        ending = Ending.LOGITS
-        if sampling.plain and not plan.guided_rows:
-            ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
-        stream_k = uneven(self.table.host_length[sampling.host_rows])
-        ran = decode.run(StepKind(size, ending, stream_k), self.states)
-        drawn_or_logits = None if ran is None else ran[:n]
-        order = self._decoding.order
-
-        def finish(masks: Mapping[int, Sequence[bytes]]) -> PendingStep:
-            tokens, scores = drawn_or_logits, None
-            if ending is Ending.LOGITS:
-                drawn = self._draw(tokens, sampling, self.table.decode_rows[:n], masks)
-                tokens, scores = drawn.tokens, drawn.scores
-            self.table.advance(sampling.host_rows)
-            return PendingStep(tokens, scores, {}, self.device, order=order)
-
-        return GuidedStep(finish) if plan.guided_rows else finish({})
-
     def _draw(
         self,
         logits: Tensor | None,
@@ -336,25 +328,6 @@ class ModelRunner:
         if self._sampling is None or self._sampling.rows != rows:
             self._sampling = make_batch(rows, self.table, self.vocab_size, self.device)
         return self._sampling
-
-    def _score_prompts(self, plan: StepPlan, batch: ForwardBatch, hidden: Tensor) -> dict[int, list[PendingScores]]:
-        """Logprobs of the prompt tokens that follow each scored chunk's positions."""
-        scored: dict[int, list[PendingScores]] = {}
-        for index, chunk in enumerate(plan.row_steps, len(plan.decode_rows)):
-            if chunk.num_prompt_logprobs is None:
-                continue
-            num_prompt = int(self.table.num_prompt_tokens[chunk.row])
-            first, count = int(batch.first_tokens[index]), min(chunk.num_new, num_prompt - 1 - chunk.start)
-            parts = scored[chunk.row] = []
-            for begin in range(0, count, PROMPT_ROWS):
-                end = min(begin + PROMPT_ROWS, count)
-                logits = self.model.logits(hidden[first + begin : first + end])
-                if logits is None:
-                    continue
-                logprobs = logits.float().log_softmax(dim=-1)
-                following = self.table.tokens[chunk.row, chunk.start + 1 + begin : chunk.start + 1 + end]
-                parts.append(score(logprobs, following, chunk.num_prompt_logprobs))
-        return scored
 
     def _pool(self, plan: StepPlan, batch: ForwardBatch, hidden: Tensor | None) -> dict[int, Tensor]:
         if self._pooler is None:

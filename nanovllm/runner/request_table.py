@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.device import usable
 from nanovllm.plan import NewBlocks, NewRow, StepPlan
 from nanovllm.runner.upload import Upload
 
@@ -43,6 +42,7 @@ class RequestTable:
         block_size: int,
         device: torch.device,
         windows: tuple[int | None, ...] = (None,),  # of the paged groups
+        kernels: bool = False,  # our kernels run on the device
     ) -> None:
         rows, max_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
         self.block_size = block_size
@@ -76,7 +76,7 @@ class RequestTable:
         self._requests: list[NewRow | None] = [None] * rows
         self._writes: list[tuple[np.ndarray, np.ndarray]] = []  # (indices, values) not yet on the device
         self._scatter = None
-        if usable(device.type):
+        if kernels:
             from nanovllm.kernels.table.scatter import scatter
 
             self._scatter = scatter

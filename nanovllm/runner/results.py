@@ -1,14 +1,16 @@
 """The result of a step: copied to the host while the next step runs, read when `wait` is called."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.plan import StepResult, TokenLogprobs
-from nanovllm.runner.logprobs import PendingScores, RowScores
+
+if TYPE_CHECKING:
+    from nanovllm.runner.logprobs import PendingScores, RowScores
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -24,8 +26,8 @@ class PendingStep:
     def __init__(
         self,
         tokens: Tensor | None,  # [num_sampled], all that a row has sampled next to each other
-        logprobs: RowScores | None,
-        prompt_logprobs: dict[int, list[PendingScores]],  # by row of the request table
+        logprobs: "RowScores | None",
+        prompt_logprobs: "dict[int, list[PendingScores]]",  # by row of the request table
         device: torch.device,
         *,
         order: np.ndarray | None = None,  # [num_sampled] index of each token in the plan; None = in order

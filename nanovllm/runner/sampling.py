@@ -1,18 +1,32 @@
 """From logits to tokens: logits processors, logprobs, sampling, and the new tokens in the request table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.device import dependent_launch
 from nanovllm.layers.sampler import SamplingRows, sample
 from nanovllm.plan import NewRow
-from nanovllm.runner.logits import KnownTokens, LogitsProcessor, Masks, build_processors
-from nanovllm.runner.logprobs import RowScores, score_rows
 from nanovllm.runner.request_table import RequestTable, SampledPositions
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.runner.kernel_sampler import KernelSampler
+    from nanovllm.runner.logits import KnownTokens, LogitsProcessor
+    from nanovllm.runner.logprobs import RowScores
+
+# Parameters that no logits processor looks at
+NOT_PROCESSED = frozenset(
+    (
+        *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "ignore_eos", "logprobs"),
+        *("prompt_logprobs", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+        *("detokenize", "structured_outputs"),
+    )
+)
+PROCESSED = [(field.name, field.default) for field in fields(SamplingParams) if field.name not in NOT_PROCESSED]
 
 
 @dataclass(frozen=True)
@@ -25,7 +39,7 @@ class SamplingBatch:
     rows: tuple[int, ...]
     host_rows: np.ndarray  # [rows]
     requests: list[NewRow]
-    processors: list[LogitsProcessor]
+    processors: "list[LogitsProcessor]"
     scored: list[tuple[int, int]]  # (index, number of alternatives) of the rows that want logprobs
     cuts: bool  # some row has top-k, top-p or min-p
 
@@ -38,7 +52,7 @@ class SamplingBatch:
 @dataclass(frozen=True)
 class Drawn:
     tokens: Tensor  # [rows]
-    scores: RowScores | None
+    scores: "RowScores | None"
 
 
 def make_batch(rows: tuple[int, ...], table: RequestTable, vocab_size: int, device: torch.device) -> SamplingBatch:
@@ -47,10 +61,18 @@ def make_batch(rows: tuple[int, ...], table: RequestTable, vocab_size: int, devi
         rows=rows,
         host_rows=np.array(rows, dtype=np.int64),
         requests=requests,
-        processors=build_processors(requests, vocab_size, device),
+        processors=_processors(requests, vocab_size, device),
         scored=[(i, r.params.logprobs) for i, r in enumerate(requests) if r.params.logprobs is not None],
         cuts=any(map(is_cut, requests)),
     )
+
+
+def _processors(requests: list[NewRow], vocab_size: int, device: torch.device) -> "list[LogitsProcessor]":
+    if not any(getattr(request.params, name) != default for request in requests for name, default in PROCESSED):
+        return []
+    from nanovllm.runner.logits import build_processors
+
+    return build_processors(requests, vocab_size, device)
 
 
 def is_cut(request: NewRow) -> bool:
@@ -77,8 +99,11 @@ def draw(
         logits = logits.float()
     if batch.scored:
         raw = logits[[index for index, _ in batch.scored]].log_softmax(dim=-1)  # before any processor changes them
-    grammar = Masks(masks, batch.rows, logits.shape[1], logits.device) if masks else None
-    if grammar is not None:
+    grammar = None
+    if masks:
+        from nanovllm.runner.logits import Masks
+
+        grammar = Masks(masks, batch.rows, logits.shape[1], logits.device)
         grammar.refuse(logits)
     if batch.processors:
         known = _known_tokens(batch, device_rows, table, sampled)
@@ -89,13 +114,17 @@ def draw(
     tokens = sampler.draw(logits, batch, device_rows, sampled)
     if raw is None:
         return Drawn(tokens, None)
+    from nanovllm.runner.logprobs import score_rows
+
     chosen = tokens[[index for index, _ in batch.scored]]
     return Drawn(tokens, score_rows(raw, chosen, batch.scored))
 
 
 def _known_tokens(
     batch: SamplingBatch, device_rows: Tensor, table: RequestTable, sampled: SampledPositions | None
-) -> KnownTokens:
+) -> "KnownTokens":
+    from nanovllm.runner.logits import KnownTokens
+
     longest = int(table.host_length[batch.host_rows].max())
     if sampled is not None:
         longest = min(longest + len(batch.rows), table.tokens.shape[1])  # the proposed tokens of one row, or fewer
@@ -149,56 +178,3 @@ class Sampler:
             min_p=column([p.min_p for p in params], torch.float32),
             seed=column([request.seed for request in requests], torch.int64),
         )
-
-
-class KernelSampler:
-    """The same with our own kernels, which read the request table; nothing here waits for the device.
-
-    Each row samples one token. Steps that verify proposed tokens use `Sampler`.
-    """
-
-    def __init__(self, table: RequestTable, max_num_seqs: int, device: torch.device) -> None:
-        from nanovllm.kernels.sampling.sample import sample
-        from nanovllm.kernels.sampling.thresholds import cut_thresholds
-
-        self._sample, self._cut_thresholds = sample, cut_thresholds
-        self._table = table
-        self._out = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._thresholds = torch.empty(max_num_seqs, dtype=torch.float32, device=device)
-        self._scratch = torch.zeros(max_num_seqs, 2, dtype=torch.int64, device=device)
-
-    def draw(
-        self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor, sampled: SampledPositions | None = None
-    ) -> Tensor:
-        assert sampled is None, "the kernel samples one token for each row"
-        return self.launch(logits, device_rows, cuts=batch.cuts)
-
-    def launch(self, logits: Tensor, rows: Tensor, *, cuts: bool) -> Tensor:
-        """[n, vocab] logits of [n] rows, 0 = padding -> [n] tokens, valid until the next launch."""
-        table, n, thresholds = self._table, len(rows), None
-        if cuts:
-            thresholds = self._thresholds[:n]
-            self._cut_thresholds(
-                logits,
-                rows=rows,
-                temperature=table.temperature,
-                top_k=table.top_k,
-                top_p=table.top_p,
-                min_p=table.min_p,
-                out=thresholds,
-                pdl=dependent_launch(),
-            )
-        self._sample(
-            logits,
-            rows=rows,
-            tokens=table.tokens,
-            length=table.length,
-            temperature=table.temperature,
-            seed_low=table.seed_low,
-            seed_high=table.seed_high,
-            thresholds=thresholds,
-            out=self._out,
-            scratch=self._scratch,
-            pdl=dependent_launch(),
-        )
-        return self._out[:n]

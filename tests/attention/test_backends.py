@@ -9,12 +9,14 @@ import torch
 from nanovllm.attention.backend import AttentionBackend, BatchGeometry, CacheShape, LayerCache
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import TritonBackend
+from nanovllm.kernels.device import dependent_launch
 from tests.kernels.support import DEVICE
 
+PDL = dependent_launch()
 BACKENDS = {
     "sdpa": SdpaBackend,
-    "triton": partial(TritonBackend, max_num_seqs=8),
-    "triton deterministic": partial(TritonBackend, max_num_seqs=8, deterministic=True),
+    "triton": partial(TritonBackend, max_num_seqs=8, pdl=PDL),
+    "triton deterministic": partial(TritonBackend, max_num_seqs=8, deterministic=True, pdl=PDL),
 }
 HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 16, 16, 64
 POISONED = NUM_BLOCKS - 1  # a block of NaN

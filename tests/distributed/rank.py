@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Parallel, Rank, join
+from nanovllm.distributed.collectives import join
+from nanovllm.distributed.group import Parallel, Rank
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence

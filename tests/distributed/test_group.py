@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.distributed.group import Group, Parallel, Rank, join, make_backend, open_store
+from nanovllm.distributed.collectives import ProcessGroup, join, make_backend, open_store
+from nanovllm.distributed.group import Parallel, Rank
 
 CPU = torch.device("cpu")
 
@@ -49,14 +50,14 @@ def test_stores_have_ports_of_their_own_on_one_address() -> None:
 
 def test_one_file_knows_torch_distributed() -> None:
     sources = (Path(__file__).parents[2] / "nanovllm").rglob("*.py")
-    assert [path.name for path in sources if "torch.distributed" in path.read_text()] == ["group.py"]
+    assert [path.name for path in sources if "torch.distributed" in path.read_text()] == ["collectives.py"]
 
 
 @pytest.mark.gpu
 def test_nccl_runs_in_line_with_kernels_and_in_a_graph() -> None:
     """A communicator of one rank in a group that claims to be larger, because more ranks need more GPUs."""
     device, store = torch.device("cuda", 0), open_store("127.0.0.1")
-    group = Group(0, 2, make_backend(store, 0, 1, device, "127.0.0.1", timedelta(seconds=60)))
+    group = ProcessGroup(0, 2, make_backend(store, 0, 1, device, "127.0.0.1", timedelta(seconds=60)))
     x, graph = torch.ones(1024, device=device), torch.cuda.CUDAGraph()
 
     def step() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.distributed.group import Parallel, Rank, open_store
+from nanovllm.distributed.collectives import open_store
+from nanovllm.distributed.group import Parallel, Rank
 from nanovllm.models.registry import describe
 from nanovllm.models.shard import shard_of
 from tests.checkpoint.gguf_files import write_model

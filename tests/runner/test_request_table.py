@@ -13,7 +13,7 @@ DEVICE_ = torch.device(DEVICE)
 
 
 def make_table() -> RequestTable:
-    return RequestTable(max_num_seqs=3, max_model_len=40, block_size=16, device=DEVICE_)
+    return RequestTable(max_num_seqs=3, max_model_len=40, block_size=16, device=DEVICE_, kernels=DEVICE_.type == "cuda")
 
 
 def new_row(row: int, tokens: range, params: SamplingParams, seed: int = 0) -> NewRow:
