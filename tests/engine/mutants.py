@@ -20,7 +20,8 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.state import BlockGroup
 
-from .oracle import VOCABULARY, Harness, Request
+from .oracle import Harness
+from .oracle_model import VOCABULARY, Request
 
 # --- the workload -----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from nanovllm.engine.prefix import Digest, blake2b_256
 from nanovllm.state import BlockGroup
 
 from .mutants import operate, random_request
-from .oracle import Harness, Request, blocks_suffice
+from .oracle import Harness
+from .oracle_model import Request, blocks_suffice
 
 EXAMPLES = os.environ.get("NANOVLLM_HYPOTHESIS_EXAMPLES")
 

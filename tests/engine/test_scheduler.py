@@ -14,7 +14,8 @@ from nanovllm.plan import NewBlocks, RowStep, StepPlan, StepResult, TokenLogprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.state import BlockGroup
 
-from .oracle import FakeExecutor, Harness, Request, table_of
+from .oracle import FakeExecutor, Harness, table_of
+from .oracle_model import Request
 
 CONFIG = SchedulerConfig(
     max_num_batched_tokens=64,
