@@ -1,6 +1,7 @@
 """The front door: `LLM(model).generate(prompts)`, and chat, stream, beam search and embeddings."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,11 @@ from nanovllm.outputs import BeamSearchOutput, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.prompts import Prompt, as_list, one_each, read_prompt
 from nanovllm.utils.collector import collector_calmed
-from nanovllm.utils.progress import Progress
 
 if TYPE_CHECKING:
     from nanovllm.engine.memory_plan import MemoryPlan
     from nanovllm.text.chat_template import Message
+    from nanovllm.utils.progress import Progress
 
 
 class LLM:
@@ -60,11 +61,12 @@ class LLM:
         own = set(names)
         done: dict[str, RequestOutput] = {}
         try:
-            with Progress(len(names), disable=not use_tqdm) as progress:
+            with _progress(len(names)) if use_tqdm else nullcontext() as progress:
                 while len(done) < len(names):
                     outputs = self.llm_engine.step_for(own)
-                    progress.saw(self.llm_engine.last_plan, outputs)
                     done |= {output.request_id: output for output in outputs}
+                    if progress is not None:
+                        progress.saw(self.llm_engine.last_plan, outputs)
         finally:
             self.abort(names)  # what is left after an error or Ctrl-C
         return [done[name] for name in names]
@@ -245,3 +247,9 @@ class LLM:
         plan = make_plan(None if model is None else str(model), options)
         print(plan)
         return plan
+
+
+def _progress(total: int) -> "Progress":
+    from nanovllm.utils.progress import Progress
+
+    return Progress(total)

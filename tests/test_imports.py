@@ -34,6 +34,7 @@ FOUNDATION = {"config", "option", "state", "layers.spec", "models.spec", "sampli
 LEAVES = {"utils", "checkpoint.stored", "remote.routing", "remote.transport"}
 # These modules of the engine package import only the foundation and each other.
 CONTROL_PLANE = {
+    "engine.guide",
     "engine.proposer",
     "engine.sequence",
     "engine.prefix",

@@ -1,15 +1,18 @@
 """The engine loop: schedule, execute, update. Depth 0 waits for each step; depth 1 launches the next one first."""
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.executor.base import Executor, StepHandle
 from nanovllm.plan import StepPlan
+
+if TYPE_CHECKING:
+    from nanovllm.executor.base import Executor, StepHandle
 
 
 class EngineCore:
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, depth: int) -> None:
+    def __init__(self, scheduler: Scheduler, executor: "Executor", *, depth: int) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth  # launched steps whose results need not be known when the next one is scheduled
@@ -32,7 +35,7 @@ class EngineCore:
             return []
         return self._take_in()
 
-    def _sample_guided(self, handle: StepHandle) -> list[Sequence]:
+    def _sample_guided(self, handle: "StepHandle") -> list[Sequence]:
         """Send the masks of the step just launched. They depend on the tokens before it; it runs meanwhile."""
         ended: list[Sequence] = []
         while len(self._pending) > 1:

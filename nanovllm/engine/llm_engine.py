@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
-from nanovllm.engine.deltas import Delta
 from nanovllm.engine.intake import Intake
-from nanovllm.engine.proposer import Proposer
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import ConfigError, EngineClosedError, EngineError, RequestError
-from nanovllm.executor.head_start import head_start
 from nanovllm.models.registry import Description, describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
@@ -25,20 +22,24 @@ from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
+    from nanovllm.engine.proposer import Proposer
     from nanovllm.structured.compiler import Compiler
 
 
 class LLMEngine:
     """An engine in this process: call `add_request`, then `step` until `is_finished`."""
 
-    def __init__(self, model: str | Path | None = None, *, proposer: Proposer | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, *, proposer: "Proposer | None" = None, **options: Any) -> None:
         """`options` are those of `Config`. `proposer` guesses next tokens, several of which a step then verifies."""
         self._closed: str | None = None
         self._cause: Exception | None = None  # the failure that closed the engine, if one did
         self.config = Config.from_options(None if model is None else str(model), options)
         path = resolve_model(self.config.model)
         description = describe(path)
-        head_start(self.config, path)
+        if self.config.device != "cpu" or self.config.load_format != "dummy":
+            from nanovllm.executor.head_start import head_start
+
+            head_start(self.config, path)
         self.model_config = description.config
         self.max_model_len = min(self.config.max_model_len, self.model_config.max_position)
         self.tokenizer: Tokenizer | None = None
@@ -61,7 +62,7 @@ class LLMEngine:
         )
         self._num_added = 0
 
-    def _build_core(self, path: Path, proposer: Proposer | None) -> "EngineCore":
+    def _build_core(self, path: Path, proposer: "Proposer | None") -> "EngineCore":
         if proposer is not None and self.model_config.keeps_row_state and any(self.model_config.windows):
             raise ConfigError("a proposer needs a model without windows, or without a state per sequence")
         with collector_paused():
@@ -187,9 +188,20 @@ class LLMEngine:
                 self._undelivered[output.request_id] = output
         return own
 
-    def step_deltas(self) -> list[Delta]:
-        """Run one step; returns what is new of each completion. Requests must have been added with `stream=True`."""
-        return [delta for request in self._advance() for delta in request.deltas(self.eos_token_ids)]
+    def step_requests(self) -> list[Request]:
+        """Run one step; returns the requests that ended, and those with streaming or stop strings that grew."""
+        self.check_open()
+        began = time.monotonic()
+        try:
+            ended = self._core.step()
+        except KeyboardInterrupt:
+            self._start_over()
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise EngineError(f"a step failed and the engine is closed: {_message(error)}") from error
+        self._stamp(ended, began)
+        return self._changed(ended)
 
     @property
     def has_work(self) -> bool:
@@ -212,23 +224,8 @@ class LLMEngine:
         return self._core.last_plan
 
     def _step(self) -> list[RequestOutput]:
-        changed = self._advance()
+        changed = self.step_requests()
         return [request.output(self.eos_token_ids) for request in changed if request.finished or request.stream]
-
-    def _advance(self) -> list[Request]:
-        """Run one step; returns the requests that ended, and those with streaming or stop strings that grew."""
-        self.check_open()
-        began = time.monotonic()
-        try:
-            ended = self._core.step()
-        except KeyboardInterrupt:
-            self._start_over()
-            raise
-        except Exception as error:
-            self._fail(error)
-            raise EngineError(f"a step failed and the engine is closed: {_message(error)}") from error
-        self._stamp(ended, began)
-        return self._changed(ended)
 
     def _stamp(self, ended: list[Sequence], began: float) -> None:
         """Record when requests first ran and had their first token; only steps with prompt chunks change that."""

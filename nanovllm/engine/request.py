@@ -1,14 +1,15 @@
 """A user's request: one prompt, its `n` sequences, and the outputs made of them."""
 
 import time
+from typing import TYPE_CHECKING
 
-from nanovllm.engine.deltas import Delta, TokenScores
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from nanovllm.plan import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import Detokenizer, detokenize_all
 from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.text.detokenizer import Detokenizer
 
 
 class Completion:
@@ -17,21 +18,12 @@ class Completion:
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, *, incremental: bool) -> None:
         self.seq = seq
         params = seq.params
-        self._tokenizer = tokenizer if params.detokenize else None
+        self.tokenizer = tokenizer if params.detokenize else None
         self.num_read = 0  # tokens that `read_new_tokens` has seen
         self._logprobs: list[dict[int, Logprob]] = []  # of the sequence, in the form of outputs, as far as reported
-        self._num_sent_tokens = 0  # in deltas
-        self._sent_end = False
-        self.detokenizer: Detokenizer | None = None
-        if incremental and self._tokenizer is not None:
-            self.detokenizer = Detokenizer(
-                self._tokenizer,
-                stop=params.stop or (),
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-                prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            )
+        self.num_sent_tokens = 0  # that were in deltas
+        self.end_sent = False  # a delta had the finish reason
+        self.detokenizer = _detokenizer(seq, self.tokenizer) if incremental and self.tokenizer is not None else None
 
     def read_new_tokens(self) -> str | None:
         """Add the sequence's new tokens to the text; returns the stop string that they complete, if any."""
@@ -57,54 +49,32 @@ class Completion:
         return seq.num_tokens - (ended_by_token and not seq.params.include_stop_str_in_output)
 
     def text(self) -> str:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return ""
         if self.detokenizer is not None:
             return self.detokenizer.text
         token_ids, num_prompt = self.seq.token_ids, self.seq.num_prompt_tokens
         shown = token_ids[num_prompt : self._shown_end()]
-        return detokenize_all(self._tokenizer, token_ids[:num_prompt], shown, self.seq.params.skip_special_tokens)
+        return self.tokenizer.pieces(self.seq.params.skip_special_tokens).text(token_ids[:num_prompt], shown)
 
-    def _show_held_text(self) -> None:
+    def show_held_text(self) -> None:
         """Once no more tokens come, add the text that was held back because it could have become a stop string."""
         if self.seq.finished and self.detokenizer is not None and not isinstance(self.seq.stop_reason, str):
             self.detokenizer.finish()
 
-    def _stop_reason(self, eos_token_ids: frozenset[int]) -> int | str | None:
+    def stop_reason(self, eos_token_ids: frozenset[int]) -> int | str | None:
         reason = self.seq.stop_reason
         by_eos = reason in eos_token_ids and reason not in (self.seq.params.stop_token_ids or ())
         return None if by_eos else reason
 
-    def delta(self, eos_token_ids: frozenset[int]) -> Delta | None:
-        """What is new since the last call; the cost does not grow with the completion.
-
-        A completion is read with `delta` or with `output`, not with both: text that was in a delta is not kept.
-        """
-        seq = self.seq
-        if self._sent_end or (not seq.finished and seq.num_completion_tokens == self._num_sent_tokens):
-            return None
-        self._show_held_text()
-        scores = None
-        if seq.params.logprobs is not None:
-            scores = [to_scores(entry, self._tokenizer) for entry in seq.logprobs[self._num_sent_tokens :]]
-        delta = Delta(
-            request_id=seq.request_id,
-            index=seq.index,
-            text="" if self.detokenizer is None else self.detokenizer.take_new(),
-            token_ids=seq.token_ids[seq.num_prompt_tokens + self._num_sent_tokens :],
-            logprobs=scores,
-            finish_reason=seq.finish_reason,
-            stop_reason=self._stop_reason(eos_token_ids),
-        )
-        self._num_sent_tokens = seq.num_completion_tokens
-        self._sent_end = seq.finished
-        return delta
-
     def output(self, eos_token_ids: frozenset[int]) -> CompletionOutput:
         seq = self.seq
-        self._show_held_text()
+        self.show_held_text()
         wants_logprobs = seq.params.logprobs is not None
-        self._logprobs += [to_logprobs(entry, self._tokenizer) for entry in seq.logprobs[len(self._logprobs) :]]
+        if wants_logprobs:
+            from nanovllm.engine.logprobs import to_logprobs
+
+            self._logprobs += [to_logprobs(entry, self.tokenizer) for entry in seq.logprobs[len(self._logprobs) :]]
         return CompletionOutput(
             index=seq.index,
             text=self.text(),
@@ -112,7 +82,7 @@ class Completion:
             cumulative_logprob=sum(entry.logprobs[0] for entry in seq.logprobs) if wants_logprobs else None,
             logprobs=list(self._logprobs) if wants_logprobs else None,
             finish_reason=seq.finish_reason,  # type: ignore[arg-type]
-            stop_reason=self._stop_reason(eos_token_ids),
+            stop_reason=self.stop_reason(eos_token_ids),
         )
 
 
@@ -134,8 +104,7 @@ class Request:
         self.prompt_token_ids = seqs[0].token_ids[:]
         self.completions = [Completion(seq, tokenizer, incremental=stream or bool(params.stop)) for seq in seqs]
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
-        self._tokenizer = tokenizer
-        self._has_sent = False  # whether there was a delta
+        self.tokenizer = tokenizer
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -157,44 +126,23 @@ class Request:
             prompt_logprobs=self._prompt_logprobs(),
         )
 
-    def deltas(self, eos_token_ids: frozenset[int]) -> list[Delta]:
-        """What is new of each completion since the last call."""
-        found = [delta for part in self.completions if (delta := part.delta(eos_token_ids)) is not None]
-        for delta in found:
-            delta.num_cached_tokens = self.completions[0].seq.num_cached_tokens
-        if found and not self._has_sent:
-            self._has_sent = True
-            self._add_prompt_results(found[0])
-        return found
-
-    def _add_prompt_results(self, first: Delta) -> None:
-        if self.params.prompt_logprobs is not None:
-            entries = self.completions[0].seq.prompt_logprobs
-            first.prompt_logprobs = [None, *(to_scores(entry, self._tokenizer) for entry in entries)]
-        if self.metrics.first_scheduled_time is not None:
-            first.queue_seconds = self.metrics.first_scheduled_time - self.metrics.arrival_time
-
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.params.prompt_logprobs is None:
             return None
+        from nanovllm.engine.logprobs import to_logprobs
+
         entries = self.completions[0].seq.prompt_logprobs
-        return [None, *(to_logprobs(entry, self._tokenizer) for entry in entries)]  # nothing predicts the first token
+        return [None, *(to_logprobs(entry, self.tokenizer) for entry in entries)]  # nothing predicts the first token
 
 
-def to_scores(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenScores:
-    tokens = [] if tokenizer is None else [tokenizer.decode_token(token) for token in entry.token_ids]
-    return TokenScores(list(entry.token_ids), list(entry.logprobs), entry.rank, tokens)
+def _detokenizer(seq: Sequence, tokenizer: Tokenizer) -> "Detokenizer":
+    from nanovllm.text.detokenizer import Detokenizer
 
-
-def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    return logprobs_of(to_scores(entry, tokenizer))
-
-
-def logprobs_of(scores: TokenScores) -> dict[int, Logprob]:
-    """By token id: the chosen token, then the most likely ones."""
-    ranks = [scores.rank, *range(1, len(scores.token_ids))]
-    tokens: list[str] | list[None] = scores.tokens or [None] * len(ranks)
-    found: dict[int, Logprob] = {}
-    for token_id, logprob, rank, token in zip(scores.token_ids, scores.logprobs, ranks, tokens, strict=True):
-        found.setdefault(token_id, Logprob(logprob, rank, token))
-    return found
+    return Detokenizer(
+        tokenizer,
+        stop=seq.params.stop or (),
+        include_stop_str_in_output=seq.params.include_stop_str_in_output,
+        skip_special_tokens=seq.params.skip_special_tokens,
+        min_tokens=seq.params.min_tokens,
+        prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+    )

@@ -15,13 +15,16 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from nanovllm.config import SchedulerConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.proposer import Proposer
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import RequestError
 from nanovllm.plan import NewBlocks, NewRow, RowStep, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from nanovllm.engine.proposer import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Scheduler:
         config: SchedulerConfig,
         block_manager: BlockManager | None = None,
         *,
-        proposer: Proposer | None = None,
+        proposer: "Proposer | None" = None,
     ) -> None:
         self.config = config
         self.proposer = proposer
@@ -212,7 +215,7 @@ class Scheduler:
         insort(self.waiting, seq, key=lambda seq: seq.order)
 
     def _propose(
-        self, seqs: tuple[Sequence, ...], proposer: Proposer, new_blocks: list[NewBlocks]
+        self, seqs: tuple[Sequence, ...], proposer: "Proposer", new_blocks: list[NewBlocks]
     ) -> tuple[tuple[Sequence, ...], list[ScheduledRow]]:
         """Ask for proposals for these sequences; returns those that simply decode, and the others' rows.
 

@@ -1,39 +1,20 @@
 """One completion of one prompt, as the scheduler sees it."""
 
-from collections.abc import Sequence as Seq
 from enum import Enum, auto
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.prefix import NO_EXTRAS, BlockKey, PrefixNode, encode_extras
 from nanovllm.plan import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.guide import Guide
 
 
 class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
-
-
-class Guide(Protocol):
-    """Decides which tokens may come next in a completion that must follow a grammar.
-
-    A mask has one bit per token, low bits first.
-    """
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens of the completion it has followed."""
-        ...
-
-    def mask_after(self, new_tokens: Seq[int]) -> bytes | None:
-        """Follow these tokens and return the mask of the next one; None if the grammar cannot be followed further."""
-        ...
-
-    def masks_after_proposed(self, proposed: Seq[int]) -> list[bytes]:
-        """Return the masks after each of these tokens in turn, as far as the grammar allows them, without following
-        them."""
-        ...
 
 
 class BlockTable:
@@ -111,7 +92,7 @@ class Sequence:
         arrival: int = 0,
         cache_salt: str | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
-        guide: Guide | None = None,
+        guide: "Guide | None" = None,
         pooling: str | None = None,
     ) -> None:
         self.request_id = request_id

@@ -1,15 +1,19 @@
 """Chooses the executor: this process for one rank, child processes for several, or Ray actors."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Rank
-from nanovllm.executor.base import Executor
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from nanovllm.executor.base import Executor
+    from nanovllm.executor.workers import Workers
 
-def make_executor(config: Config, model_config: ModelSpec, path: Path, *, max_model_len: int) -> Executor:
+
+def make_executor(config: Config, model_config: ModelSpec, path: Path, *, max_model_len: int) -> "Executor":
     rank = Rank(0, config.tensor_parallel_size, config.pipeline_parallel_size)
     shard_of(model_config, rank)  # raises if the model cannot be divided like that, before anything is started
     size = rank.world_size
@@ -18,7 +22,7 @@ def make_executor(config: Config, model_config: ModelSpec, path: Path, *, max_mo
         from nanovllm.executor.uniproc import UniprocExecutor
 
         return UniprocExecutor(config, model_config, path, max_model_len=max_model_len)
-    from nanovllm.executor.workers import Workers, WorkersExecutor
+    from nanovllm.executor.workers import WorkersExecutor
 
     workers: Workers
     if backend == "ray":

@@ -1,12 +1,15 @@
 """Runs the model in this process."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
-from nanovllm.executor.base import StepHandle
 from nanovllm.models.spec import ModelSpec
 from nanovllm.plan import StepPlan
 from nanovllm.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from nanovllm.executor.base import StepHandle
 
 
 class UniprocExecutor:
@@ -16,7 +19,7 @@ class UniprocExecutor:
         self.runs_beside_host = self._runner.device.type != "cpu"
         self.startup_seconds = self._runner.phases.seconds
 
-    def launch(self, plan: StepPlan) -> StepHandle:
+    def launch(self, plan: StepPlan) -> "StepHandle":
         return self._runner.launch(plan)
 
     def check(self) -> None:

@@ -10,13 +10,13 @@ from typing import Any, Protocol, Self, cast
 from uuid import uuid4
 
 from nanovllm.config import Config
-from nanovllm.engine.deltas import Delta
+from nanovllm.engine.deltas import Delta, TokenScores
 from nanovllm.engine.llm_engine import load_tokenizer
-from nanovllm.engine.request import logprobs_of
+from nanovllm.engine.logprobs import by_token
 from nanovllm.errors import RequestError
 from nanovllm.models.registry import describe
 from nanovllm.models.spec import ModelSpec
-from nanovllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from nanovllm.remote.client import EngineClient
 from nanovllm.remote.messages import AddRequest, EngineStats, EngineView, Ready
 from nanovllm.sampling_params import SamplingParams
@@ -247,13 +247,13 @@ class GrowingOutput:
         part.token_ids += delta.token_ids
         if part.logprobs is not None:
             scores = delta.logprobs or []
-            part.logprobs += map(logprobs_of, scores)
+            part.logprobs += map(_logprobs, scores)
             part.cumulative_logprob = (part.cumulative_logprob or 0.0) + sum(entry.logprobs[0] for entry in scores)
         part.finish_reason = cast(FinishReason | None, delta.finish_reason)
         part.stop_reason = delta.stop_reason
         whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
         if delta.prompt_logprobs is not None:
-            whole.prompt_logprobs = [None if entry is None else logprobs_of(entry) for entry in delta.prompt_logprobs]
+            whole.prompt_logprobs = [None if entry is None else _logprobs(entry) for entry in delta.prompt_logprobs]
         self._stamp(delta)
 
     def _stamp(self, delta: Delta) -> None:
@@ -289,3 +289,7 @@ async def _undo(starting: asyncio.Future[Client]) -> None:
     await asyncio.wait([starting])
     if not starting.cancelled() and starting.exception() is None:
         await starting.result().close()
+
+
+def _logprobs(scores: TokenScores) -> dict[int, Logprob]:
+    return by_token(scores.token_ids, scores.logprobs, scores.rank, scores.tokens)

@@ -37,6 +37,7 @@ from nanovllm.remote.messages import (
     View,
     Watch,
 )
+from nanovllm.remote.new_deltas import new_deltas
 from nanovllm.remote.transport import Transport, to_frame
 from nanovllm.remote.views import ViewRecorder
 from nanovllm.utils.child_process import parent_socket
@@ -106,7 +107,9 @@ class Service:
 
     def _step(self) -> None:
         began = time.monotonic()
-        deltas = self._engine.step_deltas()
+        eos_token_ids = self._engine.eos_token_ids
+        requests = self._engine.step_requests()
+        deltas = [delta for request in requests for delta in new_deltas(request, eos_token_ids)]
         self._num_generation_tokens += sum([len(delta.token_ids) for delta in deltas])
         self._connection.send(StepDone(deltas))
         self._answer_embeddings()

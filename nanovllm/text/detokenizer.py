@@ -14,7 +14,7 @@ from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 
 from nanovllm.errors import RequestError
-from nanovllm.text.tokenizer import Tokenizer, TokenPieces
+from nanovllm.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
@@ -53,7 +53,7 @@ class Detokenizer:
         self._stop_starts = frozenset(text[0] for text in stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._at_start = _trims_start(self._pieces, prompt_token_ids)
+        self._at_start = self._pieces.trims_start_after(prompt_token_ids)
         self._incomplete = b""  # the first bytes of a character whose last byte has not arrived
         self._held = ""  # characters held back because they may be the beginning of a stop string
         self._new: list[str] = []  # released text that is not yet part of _text
@@ -158,24 +158,3 @@ def _borders(text: str) -> list[int]:
             length = borders[length]
         borders.append(length + (text[length] == char))
     return borders
-
-
-def detokenize_all(
-    tokenizer: Tokenizer, prompt_tail_ids: Sequence[int], token_ids: Sequence[int], skip_special_tokens: bool
-) -> str:
-    """Detokenize a finished completion in one go; equal to a `Detokenizer` without stop strings.
-
-    `prompt_tail_ids` are the last tokens of the prompt: they decide whether the first token loses its leading space.
-    """
-    pieces = tokenizer.pieces(skip_special_tokens)
-    parts = list(map(pieces.__getitem__, token_ids))
-    if _trims_start(pieces, prompt_tail_ids):
-        first = next((i for i, part in enumerate(parts) if part), None)
-        if first is not None:
-            parts[first] = pieces.at_start(token_ids[first])
-    return b"".join(parts).decode("utf-8", pieces.errors)
-
-
-def _trims_start(pieces: TokenPieces, prompt_token_ids: Sequence[int]) -> bool:
-    """True if no text precedes the completion, so that its first token loses its leading space."""
-    return pieces.trims_start and not any(pieces[token_id] for token_id in reversed(prompt_token_ids))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.json_file import read_json
 from nanovllm.errors import CheckpointError, RequestError
+from nanovllm.text.token_pieces import TokenPieces, read_rules
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,7 +44,7 @@ class Tokenizer:
         skipped_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         named_ids = [backend.token_to_id(token) for token in self.special_tokens.values()]
         self.all_special_ids = skipped_ids.union(i for i in named_ids if i is not None)
-        rules = _read_decoder(backend)
+        rules = read_rules(backend)
         self._pieces = TokenPieces(backend, rules, frozenset())
         self._pieces_without_special = TokenPieces(backend, rules, skipped_ids)
         self._chat_template = {"default": chat_template} if isinstance(chat_template, str) else chat_template
@@ -142,130 +139,6 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
-
-
-# ---- token ids to bytes ----
-
-
-class TokenPieces(dict[int, bytes]):
-    """Maps a token id to the bytes that the token adds to a text. The pieces joined and decoded as UTF-8 are the text.
-
-    Entries are computed when they are first read. A skipped token and an unknown id have an empty piece.
-    """
-
-    def __init__(self, backend: tokenizers.Tokenizer, rules: _DecoderRules, skipped_ids: frozenset[int]) -> None:
-        self._backend = backend
-        self._rules = rules
-        self._skipped_ids = skipped_ids
-        self.errors = rules.errors  # error handler for decoding bytes that are not valid UTF-8
-        self.trims_start = rules.trims_start  # True if the first token of a text loses its leading space
-
-    def __missing__(self, token_id: int) -> bytes:
-        piece = self[token_id] = self._rules.piece(self._token(token_id))
-        return piece
-
-    def at_start(self, token_id: int) -> bytes:
-        """The piece of a token that begins the text."""
-        return self._rules.piece_at_start(self._token(token_id))
-
-    def _token(self, token_id: int) -> str:
-        return "" if token_id in self._skipped_ids else self._backend.id_to_token(token_id) or ""
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Map each character of a byte-level vocabulary to its byte.
-
-    A printable byte is written as the character of the same number, the others as the characters from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_alphabet()
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
-def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Decoding error handler that writes one U+FFFD per invalid byte; "replace" writes one per invalid sequence."""
-    assert isinstance(error, UnicodeDecodeError)
-    return "\ufffd" * (error.end - error.start), error.end
-
-
-codecs.register_error("nanovllm.replace_each_byte", _replace_each_byte)
-
-
-@dataclass(frozen=True)
-class _DecoderRules:
-    """How the decoder of tokenizer.json turns one token into text."""
-
-    byte_level: bool = False  # each character stands for one byte
-    replacements: tuple[tuple[str, str], ...] = ()  # (old, new), applied to every token
-    byte_fallback: bool = False  # the token "<0x0A>" stands for the byte 10
-    strips_first_space: bool = False  # remove one leading space of the text
-    drops_in_first_token: str = ""  # the character for a space, if it is removed from the first token
-
-    @property
-    def trims_start(self) -> bool:
-        return self.strips_first_space or bool(self.drops_in_first_token)
-
-    @property
-    def errors(self) -> str:
-        return "nanovllm.replace_each_byte" if self.byte_fallback else "replace"
-
-    def piece(self, token: str) -> bytes:
-        if self.byte_level:
-            try:
-                return bytes([_BYTE_OF_CHAR[char] for char in token])
-            except KeyError:  # an added token: its text is written unchanged
-                return token.encode()
-        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(match[1])
-        for pattern, content in self.replacements:
-            token = token.replace(pattern, content)
-        return token.encode()
-
-    def piece_at_start(self, token: str) -> bytes:
-        if self.drops_in_first_token:
-            token = token.replace(self.drops_in_first_token, "")
-        piece = self.piece(token)
-        return piece.removeprefix(b" ") if self.strips_first_space else piece
-
-
-def _read_decoder(backend: tokenizers.Tokenizer) -> _DecoderRules:
-    """Read the rules of the backend's decoder: byte-level, or one of the forms in which SentencePiece is written."""
-    state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
-    steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
-    replacements: list[tuple[str, str]] = []
-    rules: dict[str, Any] = {}
-    fused = stripped = False
-    for step in steps:
-        match step:
-            case {"type": "ByteLevel"} if len(steps) == 1:
-                rules["byte_level"] = True
-            # Replacing a single character can be done per token and in any order with the steps before it. The one
-            # difference: a "▁" that is spelled as byte tokens is not replaced here.
-            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if (
-                len(old) == 1 and not stripped
-            ):
-                replacements.append((old, new))
-            case {"type": "Metaspace", "replacement": str(old)} if not fused:
-                replacements.append((old, " "))
-                if step.get("prepend_scheme") != "never":
-                    rules["drops_in_first_token"] = old
-            case {"type": "ByteFallback"}:
-                rules["byte_fallback"] = True
-            case {"type": "Fuse"}:
-                fused = True
-            case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0} if fused:
-                stripped = rules["strips_first_space"] = start == 1
-            case _:
-                raise CheckpointError(
-                    f"tokenizer.json: decoder {json.dumps(state, ensure_ascii=False)} cannot be streamed; supported "
-                    "are ByteLevel, and sequences of Replace (one character), Metaspace, ByteFallback, Fuse, Strip "
-                    "(one leading space)"
-                )
-    return _DecoderRules(replacements=tuple(replacements), **rules)
 
 
 # ---- reading and checking input ----

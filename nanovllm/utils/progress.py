@@ -9,8 +9,8 @@ from nanovllm.plan import StepPlan
 
 
 class Progress:
-    def __init__(self, total: int, *, disable: bool) -> None:
-        self._bar = tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True, disable=disable)
+    def __init__(self, total: int) -> None:
+        self._bar = tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True)
         self._tokens = {"prefill": 0, "decode": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._last = time.perf_counter()
@@ -23,7 +23,7 @@ class Progress:
 
     def saw(self, plan: StepPlan | None, outputs: list[RequestOutput]) -> None:
         now = time.perf_counter()
-        if plan is not None and not self._bar.disable:
+        if plan is not None:
             phase = "prefill" if plan.num_prompt_tokens else "decode"
             self._tokens[phase] += plan.num_tokens
             self._seconds[phase] += now - self._last

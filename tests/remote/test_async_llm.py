@@ -417,7 +417,7 @@ def test_a_failed_engine_tells_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
             feeds = [engine.generate(text, ENDLESS) for text in TEXTS]
             for feed in feeds:
                 await anext(feed)
-            monkeypatch.setattr(LLMEngine, "step_deltas", fail)
+            monkeypatch.setattr(LLMEngine, "step_requests", fail)
             for feed in feeds:
                 with pytest.raises(EngineClosedError, match="a bug") as caught:
                     await last(feed)

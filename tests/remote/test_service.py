@@ -277,7 +277,7 @@ def test_a_failed_step_is_told_with_its_traceback(peer: Peer, monkeypatch: pytes
     def fail(_: LLMEngine) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(LLMEngine, "step_deltas", fail)
+    monkeypatch.setattr(LLMEngine, "step_requests", fail)
     peer.send(request("a"))
     event = peer.receive()
     assert isinstance(event, Failed)

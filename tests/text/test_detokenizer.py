@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from nanovllm.errors import RequestError
-from nanovllm.text.detokenizer import Detokenizer, detokenize_all
+from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import Tokenizer
 
 TESTS = Path(__file__).parent.parent
@@ -126,7 +126,7 @@ def test_any_tokens_in_any_chunks(tokenizer, skip_special_tokens, data):
     detokenizer.finish()
     assert detokenizer.text.startswith(seen)
     assert detokenizer.num_tokens == len(ids)
-    assert detokenizer.text == detokenize_all(tokenizer, [], ids, skip_special_tokens)
+    assert detokenizer.text == tokenizer.pieces(skip_special_tokens).text([], ids)
     if equals_library(tokenizer, ids, skip_special_tokens):
         assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens)
 
@@ -221,8 +221,8 @@ def test_special_tokens_inside_a_character():
     eos = SMALL.eos_token_id
     for skip in (True, False):
         ids = [start, eos, *rest, eos]
-        assert detokenize_all(SMALL, [], ids, skip) == SMALL.decode(ids, skip)
-    assert detokenize_all(SMALL, [], ids, True) == "🚀"
+        assert SMALL.pieces(skip).text([], ids) == SMALL.decode(ids, skip)
+    assert SMALL.pieces(True).text([], ids) == "🚀"
 
 
 # ---- byte fallback, spaces and the prompt ----
@@ -243,7 +243,7 @@ def test_good_characters_of_a_byte_run_stay():
     assert detokenizer.text == "Hello好🚀"
     detokenizer.append(ids[-2:])
     detokenizer.finish()
-    assert detokenizer.text == detokenize_all(tokenizer, [], ids, True) == "Hello好🚀\ufffd\ufffd"
+    assert detokenizer.text == tokenizer.pieces(True).text([], ids) == "Hello好🚀\ufffd\ufffd"
     assert tokenizer.decode(ids) == "Hello" + 9 * "\ufffd"
 
 
@@ -259,7 +259,7 @@ def test_completion_continues_the_prompt(tokenizer, data):
         if not equals_library(tokenizer, prompt + between + ids, skip):
             continue
         expected = tokenizer.decode(prompt + between + ids, skip)[len(before) :]
-        assert detokenize_all(tokenizer, prompt + between, ids, skip) == expected
+        assert tokenizer.pieces(skip).text(prompt + between, ids) == expected
         detokenizer = Detokenizer(tokenizer, prompt_token_ids=prompt + between, skip_special_tokens=skip)
         detokenizer.append(ids)
         detokenizer.finish()
@@ -275,7 +275,7 @@ def test_first_space_goes_only_where_the_text_begins(name, prompt, skip, text):
     prompt_ids, ids = ids_of(tokenizer, *prompt), ids_of(tokenizer, "▁Hello")
     stream = DecodeStream(prompt_ids, skip_special_tokens=skip)
     assert stream.step(tokenizer.backend, ids[0]) == text
-    assert detokenize_all(tokenizer, prompt_ids, ids, skip) == text
+    assert tokenizer.pieces(skip).text(prompt_ids, ids) == text
 
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)])
