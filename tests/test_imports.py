@@ -29,7 +29,19 @@ simulate -> remote.routing
 cli -> bench.server_overhead -> server, bench
 """
 # Every module may import these; they import only each other.
-FOUNDATION = {"config", "option", "state", "layers.spec", "models.spec", "sampling_params", "outputs", "errors", "plan"}
+FOUNDATION = {
+    "checks",
+    "config",
+    "option",
+    "state",
+    "structured_outputs",
+    "layers.spec",
+    "models.spec",
+    "sampling_params",
+    "outputs",
+    "errors",
+    "plan",
+}
 # Every module except the foundation may import these; they import only the foundation.
 LEAVES = {"utils", "checkpoint.stored", "remote.routing", "remote.transport"}
 # These modules of the engine package import only the foundation and each other.
