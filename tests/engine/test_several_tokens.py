@@ -13,7 +13,7 @@ from nanovllm.text.tokenizer import Tokenizer
 from tests.helpers import TOKENIZER
 
 from .oracle import table_of
-from .test_scheduler import STOP, make_scheduler, make_seq, schedule, step
+from .scheduler_steps import STOP, make_scheduler, make_seq, schedule, step
 
 
 def feed(scheduler: Scheduler, *tokens: list[int]) -> list[Sequence]:
