@@ -36,17 +36,3 @@ class EngineError(NanoError, RuntimeError):
 
 class EngineClosedError(EngineError):
     """The engine was closed, by the user or by an earlier failure."""
-
-
-def raised_elsewhere(kind: str, message: str, traceback: str, *, where: str) -> NanoError:
-    """Rebuild an error that was raised in another process, named by `where`.
-
-    It gets the class named `kind` if that is one of the classes above, else EngineError. Its cause has the traceback.
-    """
-    error_class = globals().get(kind)
-    if isinstance(error_class, type) and issubclass(error_class, NanoError):
-        error = error_class(message)
-    else:
-        error = EngineError(f"{kind}: {message}")
-    error.__cause__ = EngineError(f"in {where}:\n{traceback}")
-    return error

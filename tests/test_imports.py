@@ -46,6 +46,7 @@ FOUNDATION = {
 LEAVES = {"utils", "checkpoint.stored", "remote.routing", "remote.transport"}
 # These modules of the engine package import only the foundation and each other.
 CONTROL_PLANE = {
+    "engine.consistency",
     "engine.guide",
     "engine.proposer",
     "engine.sequence",

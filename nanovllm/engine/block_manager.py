@@ -8,7 +8,6 @@ The prefix cache is exact: `prefix.py` says how a block is identified. A prefix 
 group with full attention needs all its blocks, a group with a window only those that the next token reads.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from nanovllm.engine.block_pool import BlockPool
@@ -224,24 +223,3 @@ class BlockManager:
         first = group.first_block(len(nodes) * self.block_size, self.block_size)
         read = range(len(nodes) - 1, first - 1, -1)
         return next((index for index in read if pool.find(nodes[index]) is None), len(nodes))
-
-    # --- consistency --------------------------------------------------------------------------------------------------
-
-    def check(self, live: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless every block and every prefix is accounted for. `live`: the running sequences."""
-        live = list(live)
-        uses: dict[PrefixNode, int] = {}
-        for seq in live:
-            assert len(seq.block_tables) == len(self.pools)
-            uses[seq.prefix] = uses.get(seq.prefix, 0) + 1
-        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            tables = [seq.block_tables[index] for seq in live]
-            pool.check([table.held for table in tables])
-            for node in pool.known_nodes():
-                uses[node] = uses.get(node, 0) + 1
-            for seq, table in zip(live, tables, strict=True):
-                needed = group.first_block(seq.num_computed_tokens, self.block_size)
-                assert table.first <= needed, "a block was freed that the next token reads"
-                if self.enable_prefix_caching:
-                    assert table.first <= seq.num_cached_blocks, "a block was freed before it could be found"
-        self.prefixes.check(uses)

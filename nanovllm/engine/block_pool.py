@@ -87,21 +87,3 @@ class BlockPool:
         self._node_of.clear()
         self._free.extend(self._cached)
         self._cached.clear()
-
-    def check(self, held: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless free + cached + in use = all. `held`: the blocks of each running sequence."""
-        uses = [0] * self.num_blocks
-        for blocks in held:
-            assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
-            for block in blocks:
-                uses[block] += 1
-        assert uses == self._ref_count, "reference counts differ from the block tables"
-        idle = self._free + list(self._cached)
-        assert len(set(idle)) == len(idle), "a block is idle twice"
-        assert sorted(idle) == [b for b in range(self.num_blocks) if not uses[b]], "free + cached + in use != all"
-        assert all(block in self._node_of for block in self._cached), "a cached block cannot be found"
-        assert not any(block in self._node_of for block in self._free), "a free block can still be found"
-        assert {node: block for block, node in self._node_of.items()} == self._block_of
-
-    def known_nodes(self) -> Iterable[PrefixNode]:
-        return self._block_of

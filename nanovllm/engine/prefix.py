@@ -74,9 +74,9 @@ class PrefixTable:
         self._nodes: dict[bytes, PrefixNode] = {}  # by digest
 
     def __len__(self) -> int:
-        return len(self._all_nodes())
+        return len(self.all_nodes())
 
-    def _all_nodes(self) -> list[PrefixNode]:
+    def all_nodes(self) -> list[PrefixNode]:
         nodes = list(self._nodes.values())
         for node in nodes:  # those found on the way are visited too
             if node.same_digest is not None:
@@ -129,17 +129,3 @@ class PrefixTable:
             self._nodes[node.digest] = node.same_digest
         else:
             del self._nodes[node.digest]
-
-    def check(self, uses: dict[PrefixNode, int]) -> None:
-        """Raise AssertionError unless the nodes are those in use. `uses`: by blocks and sequences, of each node."""
-        known = self._all_nodes()
-        counted = dict.fromkeys(known, 0)
-        for node in known:
-            assert node.parent is self.root or node.parent in counted, "a prefix lacks its parent"
-            if node.parent is not self.root:
-                counted[node.parent] += 1
-        for node, count in uses.items():
-            if node is not self.root:
-                assert node in counted, "a prefix in use is not known"
-                counted[node] += count
-        assert all(node.num_uses == count > 0 for node, count in counted.items()), "uses of prefixes are counted wrong"

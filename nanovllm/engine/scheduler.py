@@ -453,17 +453,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless the queues, rows and blocks agree with each other."""
-        running = self.running
-        for queue in (self.waiting, self.prefilling, self.decoding):
-            assert queue == sorted(queue, key=lambda seq: seq.order), "a queue is out of order"
-        assert all(seq.status is SequenceStatus.WAITING and not seq.block_tables for seq in self.waiting)
-        assert all(seq.status is SequenceStatus.RUNNING for seq in running)
-        rows = sorted([seq.row for seq in running] + self._rows)
-        assert rows == list(range(1, self.config.max_num_seqs + 1)), "a row is lost or used twice"
-        for seq in running:
-            for table in seq.block_tables:
-                assert len(table.blocks) >= self.block_manager.blocks_for(seq.num_computed_tokens)
-        self.block_manager.check(running)
+        from nanovllm.engine.consistency import check_scheduler
+
+        check_scheduler(self)
 
 
 def _appended(seq: Sequence, lengths: list[int]) -> list[NewBlocks]:

@@ -1,5 +1,6 @@
 """One completion of one prompt, as the scheduler sees it."""
 
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -17,20 +18,19 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False)
 class BlockTable:
     """The blocks of a sequence in one group, by position // block_size."""
 
-    __slots__ = ("blocks", "first")
-
-    def __init__(self, blocks: list[int], first: int = 0) -> None:
-        self.blocks = blocks
-        self.first = first  # index of the first block that is held: those before have left the window
+    blocks: list[int]
+    first: int = 0  # index of the first block that is held: those before have left the window
 
     @property
     def held(self) -> list[int]:
         return self.blocks[self.first :]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """Tokens, counts, block table and row of one completion.
 
@@ -41,99 +41,56 @@ class Sequence:
       num_cached_tokens    prompt positions that were found in the prefix cache when the sequence first ran
     """
 
-    __slots__ = (
-        "arrival",
-        "bad_words",
-        "block_keys",
-        "block_tables",
-        "cache_salt",
-        "check_at",
-        "event_at",
-        "extras",
-        "finish_reason",
-        "followers",
-        "guide",
-        "index",
-        "logprobs",
-        "max_num_tokens",
-        "num_cached_blocks",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "params",
-        "pooled",
-        "pooling",
-        "prefix",
-        "priority",
-        "prompt_logprobs",
-        "redo_from",
-        "request_id",
-        "row",
-        "seed",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "token_ids",
-        "was_verified",
-    )
+    request_id: str
+    prompt_token_ids: InitVar[list[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    max_num_tokens: int  # prompt and completion together
+    stop_token_ids: frozenset[int] = frozenset()
+    index: int = 0  # which of the n completions of its request
+    seed: int = 0
+    priority: int = 0  # smaller runs first
+    arrival: int = 0
+    cache_salt: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    guide: "Guide | None" = None
+    pooling: str | None = None  # "last" or "mean": it ends with one vector for its prompt, without new tokens
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        max_num_tokens: int,
-        stop_token_ids: frozenset[int] = frozenset(),
-        index: int = 0,
-        seed: int = 0,
-        priority: int = 0,
-        arrival: int = 0,
-        cache_salt: str | None = None,
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        guide: "Guide | None" = None,
-        pooling: str | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.index = index
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    # what the content of its blocks depends on beside the tokens, as block digests read it
+    extras: bytes = field(init=False)
+    # completions of the same prompt that wait until it is in the prefix cache
+    followers: "list[Sequence]" = field(init=False, default_factory=list)
+
+    status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
+    finish_reason: str | None = field(init=False, default=None)
+    stop_reason: int | str | None = field(init=False, default=None)
+    row: int = field(init=False, default=0)  # of the device tables while running; 0 is the padding row
+    block_tables: list[BlockTable] = field(init=False, default_factory=list)  # one per paged group while running
+    num_computed_tokens: int = field(init=False, default=0)
+    num_cached_tokens: int = field(init=False, default=0)
+    num_preemptions: int = field(init=False, default=0)
+    was_verified: bool = field(init=False, default=False)  # the last step of its row verified proposed tokens
+    # where that step started, if rejected tokens are in the state of its row
+    redo_from: int | None = field(init=False, default=None)
+    # the full blocks known to the prefix cache: how many, and the last of them, while running
+    num_cached_blocks: int = field(init=False, default=0)
+    prefix: PrefixNode = field(init=False)
+    # of its first full blocks, as far as they were looked up
+    block_keys: list[BlockKey] = field(init=False, default_factory=list)
+    # `num_computed_tokens` from which schedule() must look at it (new block, length reached), and `num_tokens` from
+    # which update() must (block full, length reached): one comparison each per step
+    event_at: int = field(init=False, default=0)
+    check_at: int = field(init=False, default=0)
+    logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
+    pooled: list[float] = field(init=False, default_factory=list)
+
+    def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_num_tokens = max_num_tokens  # prompt and completion together
-        self.params = params
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
-        self.bad_words = bad_words
-        self.guide = guide
-        self.pooling = pooling  # "last" or "mean": the sequence ends with one vector for its prompt, without new tokens
-        self.priority = priority  # smaller runs first
-        self.arrival = arrival
-        self.cache_salt = cache_salt
-        # what the content of its blocks depends on beside the tokens, as block digests read it
-        self.extras = NO_EXTRAS if cache_salt is None else encode_extras(("cache_salt", cache_salt))
-        self.followers: list[Sequence] = []  # completions of the same prompt that wait until it is in the prefix cache
-
-        self.status = SequenceStatus.WAITING
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.row = 0  # of the device tables while running; 0 is the padding row
-        self.block_tables: list[BlockTable] = []  # one per paged group while running
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.was_verified = False  # the last step of its row verified proposed tokens
-        self.redo_from: int | None = None  # where that step started, if rejected tokens are in the state of its row
-        # the full blocks known to the prefix cache: how many, and the last of them, while running
-        self.num_cached_blocks = 0
-        self.prefix: PrefixNode
-        self.block_keys: list[BlockKey] = []  # of its first full blocks, as far as they were looked up
-        # `num_computed_tokens` from which schedule() must look at it (new block, length reached), and `num_tokens` from
-        # which update() must (block full, length reached): one comparison each per step
-        self.event_at = 0
-        self.check_at = 0
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.pooled: list[float] = []
+        self.extras = NO_EXTRAS if self.cache_salt is None else encode_extras(("cache_salt", self.cache_salt))
 
     @property
     def num_tokens(self) -> int:

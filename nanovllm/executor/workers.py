@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Rank
-from nanovllm.errors import EngineClosedError, EngineError, NanoError, raised_elsewhere
+from nanovllm.errors import EngineClosedError, EngineError, NanoError
 from nanovllm.executor.messages import (
     Answer,
     Command,
@@ -32,7 +32,7 @@ from nanovllm.executor.messages import (
     lean,
 )
 from nanovllm.plan import StepPlan, StepResult
-from nanovllm.remote.transport import to_frame
+from nanovllm.remote.transport import raised_elsewhere, to_frame
 
 MAX_CALLS = 8  # older answers that were never read are dropped: after Ctrl-C nobody reads them
 GRACE_SECONDS = 0.5  # from the end of one rank until the ranks that wait for it in a collective have failed too

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.engine.deltas import Delta
-from nanovllm.errors import EngineClosedError, EngineError, RequestError, raised_elsewhere
+from nanovllm.errors import EngineClosedError, EngineError, RequestError
 from nanovllm.remote.hosts import Host, ProcessHost, ThreadHost
 from nanovllm.remote.messages import (
     Abort,
@@ -37,7 +37,7 @@ from nanovllm.remote.messages import (
     Watch,
 )
 from nanovllm.remote.streams import DeltaStream, ViewStream
-from nanovllm.remote.transport import Transport, to_frame
+from nanovllm.remote.transport import Transport, raised_elsewhere, to_frame
 
 SECONDS_TO_STOP = 5.0  # from the shutdown command until the engine is killed
 SECONDS_TO_EXIT = 0.5  # from the end of a process's socket until its exit status must be there

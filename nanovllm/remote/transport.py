@@ -14,6 +14,8 @@ from itertools import repeat
 
 import msgspec
 
+from nanovllm import errors
+
 LENGTH_BYTES = 4
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 # For one recv(). For a larger buffer the C library would map new memory at every call.
@@ -185,3 +187,17 @@ def _uninterrupted(calls: Iterable[None]) -> None:
     """Run lazy calls of C functions. Python raises KeyboardInterrupt between bytecode instructions, and between these
     calls there are none."""
     any(calls)  # runs all of them, since they return None; it takes half as long as a deque(calls, maxlen=0)
+
+
+def raised_elsewhere(kind: str, message: str, traceback: str, *, where: str) -> errors.NanoError:
+    """Rebuild an error that was raised in another process, named by `where`.
+
+    It gets the class named `kind` if that is one of nanovllm.errors, else EngineError. Its cause has the traceback.
+    """
+    error_class = getattr(errors, kind, None)
+    if isinstance(error_class, type) and issubclass(error_class, errors.NanoError):
+        error = error_class(message)
+    else:
+        error = errors.EngineError(f"{kind}: {message}")
+    error.__cause__ = errors.EngineError(f"in {where}:\n{traceback}")
+    return error

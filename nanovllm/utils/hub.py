@@ -11,8 +11,6 @@ from nanovllm.errors import CheckpointError, ModelNotFoundError
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 HUB_ID = r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>\S+))?"
-# The files of a safetensors checkpoint, without pickle files.
-HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model")
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
@@ -33,7 +31,9 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
     if name == DEFAULT_MODEL:
         return _default_model()
     if (match := re.fullmatch(HUB_ID, name)) and path.suffix != ".gguf":
-        return _checked_snapshot(name, _hub_snapshot(name, match["repo"], match["revision"]))
+        from nanovllm.utils.snapshot import download_snapshot
+
+        return _checked_folder(download_snapshot(name, match["repo"], match["revision"]))
     raise ModelNotFoundError(
         f"model={name!r}: no file or folder at {path.absolute()}, and it is not a hub id of the form 'org/name'; "
         "check the path, or leave the model out to use the default one"
@@ -79,30 +79,6 @@ def _checked_folder(folder: Path) -> Path:
     raise ModelNotFoundError(f"model={str(folder)!r}: the folder contains neither a config.json nor a .gguf file")
 
 
-def _checked_snapshot(name: str, folder: Path) -> Path:
-    if any(folder.glob("*.safetensors")):
-        return _checked_folder(folder)
-    raise CheckpointError(
-        f"model={name!r}: no *.safetensors in the hub's snapshot at {folder}; pickle weights are never loaded "
-        "(convert them to safetensors); for a .gguf file pass the path of the downloaded file"
-    )
-
-
 def _pickle_refusal(files: list[Path]) -> str:
     names = ", ".join(file.name for file in files[:3])
     return f"only pickle weights ({names}), which can run code and are never loaded; convert them to safetensors"
-
-
-def _hub_snapshot(name: str, repo: str, revision: str | None) -> Path:
-    """The snapshot's folder; with HF_HUB_OFFLINE=1 or without a network, from the hub's cache only."""
-    from huggingface_hub import constants, snapshot_download
-
-    from nanovllm.utils.default_model import one_line
-
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(HUB_PATTERNS)))
-    except Exception as error:  # the client's errors have no common base class
-        raise ModelNotFoundError(
-            f"model={name!r}: no file or folder at {Path(name).absolute()}; "
-            f"no snapshot in the hub's cache at {constants.HF_HUB_CACHE}; hub: {one_line(error)}"
-        ) from error

@@ -3,6 +3,7 @@
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.consistency import check_blocks
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.state import BlockGroup
@@ -63,10 +64,10 @@ def test_allocate_takes_just_enough_and_free_gives_all_back() -> None:
     seq = make_seq(*range(9))
     assert manager.allocate(seq)
     assert len(set(table_of(seq))) == 3 and manager.num_available == 0
-    manager.check([seq])
+    check_blocks(manager, [seq])
     manager.free(seq)
     assert manager.num_available == 3 and table_of(seq) == [] and seq.num_computed_tokens == 0
-    manager.check([])
+    check_blocks(manager, [])
 
 
 def test_allocate_that_fails_changes_nothing() -> None:
@@ -75,7 +76,7 @@ def test_allocate_that_fails_changes_nothing() -> None:
     seq = make_seq(*range(13))
     assert not manager.allocate(seq)
     assert table_of(seq) == [] and manager.num_available == 3
-    manager.check([])
+    check_blocks(manager, [])
 
 
 def test_a_hit_that_nobody_uses_is_not_counted_twice() -> None:
@@ -91,7 +92,7 @@ def test_append_until_none_is_left() -> None:
     seq = make_seq(1)
     assert manager.allocate(seq) and append(manager, seq) and not append(manager, seq)
     assert sorted(table_of(seq)) == [0, 1]
-    manager.check([seq])
+    check_blocks(manager, [seq])
 
 
 # --- hits -------------------------------------------------------------------------------------------------------------
@@ -111,10 +112,10 @@ def test_a_shared_prefix_is_one_set_of_blocks() -> None:
     assert manager.allocate(second)
     assert table_of(second)[:2] == table_of(first)[:2] and table_of(second)[2] != table_of(first)[2]
     assert manager.num_available == 8 - 4
-    manager.check([first, second])
+    check_blocks(manager, [first, second])
     manager.free(first)
     assert manager.num_available == 8 - 3, "the shared blocks are still the second's"
-    manager.check([second])
+    check_blocks(manager, [second])
 
 
 def test_only_full_computed_blocks_are_found() -> None:
@@ -137,14 +138,14 @@ def test_two_sequences_that_computed_the_same_prefix_keep_their_own_blocks() -> 
     compute(manager, second)
     assert not set(table_of(first)) & set(table_of(second))
     assert first.prefix is second.prefix
-    manager.check([first, second])
+    check_blocks(manager, [first, second])
     second.token_ids += [8, 9, 10, 11]
     assert append(manager, second)
     compute(manager, second)
     third = make_seq(*range(13))
     assert manager.allocate(third)
     assert table_of(third)[:3] == [*table_of(first), table_of(second)[2]]
-    manager.check([first, second, third])
+    check_blocks(manager, [first, second, third])
 
 
 def test_the_same_tokens_behind_another_prefix_are_not_found() -> None:
@@ -173,7 +174,7 @@ def test_an_identity_is_never_used_again() -> None:
     prompt = make_seq(2, 5, 0)
     assert manager.allocate(prompt)
     assert prompt.num_computed_tokens == 1
-    manager.check([other, prompt])
+    check_blocks(manager, [other, prompt])
 
 
 @pytest.mark.parametrize("salt, expected", [("a", 8), ("b", 0), ("", 0), (None, 0)])
@@ -206,7 +207,7 @@ def test_a_digest_collision_hands_over_nothing() -> None:
     assert num_hits(manager, *range(9)) == 8
     assert num_hits(manager, *range(50, 54), *range(4, 8), 0) == 4
     assert num_hits(manager, *range(9), salt="a") == 0
-    manager.check([])
+    check_blocks(manager, [])
 
 
 def test_large_token_ids_are_told_apart() -> None:
@@ -234,7 +235,7 @@ def prefill(manager: BlockManager, seq: Sequence, chunk: int, *others: Sequence)
         assert end > seq.num_computed_tokens
         seq.num_computed_tokens = end
         manager.cache_full_blocks(seq, end)
-        manager.check([seq, *others])
+        check_blocks(manager, [seq, *others])
         held.append(len(seq.block_tables[-1].held))
     return held
 
@@ -249,10 +250,10 @@ def test_a_prompt_longer_than_the_cache_runs_through_a_window() -> None:
         assert manager.append(seq) is not None
         assert len(seq.block_tables[0].held) <= BlockGroup(4, 8).most_blocks(4) == 3
         seq.num_computed_tokens += 1
-    manager.check([seq])
+    check_blocks(manager, [seq])
     manager.free(seq)
     assert manager.num_available == 4
-    manager.check([])
+    check_blocks(manager, [])
 
 
 def test_blocks_that_left_the_window_serve_others() -> None:
@@ -260,7 +261,7 @@ def test_blocks_that_left_the_window_serve_others() -> None:
     first, second = make_seq(*range(12)), make_seq(*range(100, 112))
     prefill(manager, first, 4)
     prefill(manager, second, 4, first)
-    manager.check([first, second])
+    check_blocks(manager, [first, second])
     assert not set(first.block_tables[0].held) & set(second.block_tables[0].held)
 
 
@@ -276,7 +277,7 @@ def test_a_windowed_prefix_is_found_from_its_last_window_alone(chunk: int) -> No
     assert manager.allocate(second)
     (table,) = second.block_tables
     assert table.first == 8 and len(table.held) == 2, "position 40 reads from position 33 on"
-    manager.check([second])
+    check_blocks(manager, [second])
 
 
 def test_a_hit_needs_every_group() -> None:
@@ -289,7 +290,7 @@ def test_a_hit_needs_every_group() -> None:
     assert manager.allocate(other) and manager.cover(other, 1) == 1
     assert manager.pools[0].num_available == 9 and manager.pools[1].num_available == 4
     assert num_hits(manager, *range(21)) == 16
-    manager.check([other])
+    check_blocks(manager, [other])
 
 
 def test_the_door_knows_windows() -> None:
@@ -322,7 +323,7 @@ def test_a_hit_makes_a_block_young_again() -> None:
     assert manager.allocate(seq)
     assert young[0] in table_of(seq) and old[0] not in table_of(seq)
     assert num_hits(manager, 1) == 0 and manager.num_available == 1
-    manager.check([seq])
+    check_blocks(manager, [seq])
 
 
 def test_an_evicted_block_is_no_longer_found() -> None:
@@ -332,7 +333,7 @@ def test_an_evicted_block_is_no_longer_found() -> None:
     assert num_hits(manager, *range(8)) == 4
     run_and_free(manager, *range(60, 68))
     assert num_hits(manager, *range(8)) == 0
-    manager.check([])
+    check_blocks(manager, [])
 
 
 def test_a_block_still_shared_is_never_evicted() -> None:
@@ -344,7 +345,7 @@ def test_a_block_still_shared_is_never_evicted() -> None:
     third = make_seq(1)
     assert manager.allocate(third) and not append(manager, third)
     assert not set(table_of(third)) & set(table_of(second))
-    manager.check([second, third])
+    check_blocks(manager, [second, third])
 
 
 def test_reset_forgets_everything_and_frees_nothing_in_use() -> None:
@@ -352,14 +353,14 @@ def test_reset_forgets_everything_and_frees_nothing_in_use() -> None:
     run_and_free(manager, *range(8))
     seq = run(manager, make_seq(*range(50, 58)))
     manager.reset_prefix_cache()
-    manager.check([seq])
+    check_blocks(manager, [seq])
     assert num_hits(manager, *range(9)) == 0 and num_hits(manager, *range(50, 59)) == 0
     seq.token_ids += range(58, 62)
     assert append(manager, seq)
     compute(manager, seq)
     manager.free(seq)
     assert manager.num_available == 8
-    manager.check([])
+    check_blocks(manager, [])
 
 
 def test_statistics_count_what_was_asked_and_what_was_found() -> None:
@@ -376,7 +377,7 @@ def test_check_sees_a_leaked_block() -> None:
     manager = make_manager()
     assert manager.allocate(make_seq(1))
     with pytest.raises(AssertionError, match="reference counts"):
-        manager.check([])
+        check_blocks(manager, [])
 
 
 def test_check_sees_a_block_given_back_twice() -> None:
@@ -389,4 +390,4 @@ def test_check_sees_a_block_given_back_twice() -> None:
     seq.prefix.num_uses += 1
     manager.free(seq)
     with pytest.raises(AssertionError):
-        manager.check([])
+        check_blocks(manager, [])

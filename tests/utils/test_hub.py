@@ -313,10 +313,12 @@ class TestResolveHub:
     def test_pickles_are_not_asked_for(self) -> None:
         from huggingface_hub.utils import filter_repo_objects
 
+        from nanovllm.utils.snapshot import HUB_PATTERNS
+
         files = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"]
         files += ["merges.txt", "chat_template.jinja", "tokenizer.model", "generation_config.json"]
         refused = ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "modeling_x.py", "model.gguf", "README.md"]
-        assert list(filter_repo_objects(files + refused, allow_patterns=list(hub.HUB_PATTERNS))) == files
+        assert list(filter_repo_objects(files + refused, allow_patterns=list(HUB_PATTERNS))) == files
 
 
 def test_import_loads_nothing_heavy() -> None:
