@@ -26,7 +26,8 @@ NOT_PROCESSED = frozenset(
         *("detokenize", "structured_outputs"),
     )
 )
-PROCESSED = [(field.name, field.default) for field in fields(SamplingParams) if field.name not in NOT_PROCESSED]
+# The others, with their values that ask for nothing; an empty one is None here
+PROCESSED = [(field.name, field.default or None) for field in fields(SamplingParams) if field.name not in NOT_PROCESSED]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def make_batch(rows: tuple[int, ...], table: RequestTable, vocab_size: int, devi
 
 
 def _processors(requests: list[NewRow], vocab_size: int, device: torch.device) -> "list[LogitsProcessor]":
-    if not any(getattr(request.params, name) != default for request in requests for name, default in PROCESSED):
+    if not any((getattr(r.params, name) or None) != default for r in requests for name, default in PROCESSED):
         return []
     from nanovllm.runner.logits import build_processors
 
