@@ -52,7 +52,7 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> bool:
         """Admit a waiting sequence: reuse its cached prefix and allocate blocks. False if too few are available.
 
-        Groups with full attention get blocks for all known tokens; groups with a window get theirs with each `cover`.
+        Groups with full attention get blocks for all known tokens; groups with a window get theirs with each `extend`.
         On success `num_computed_tokens` says how many tokens need no computing. At least one always does, since the
         next token is sampled from the last one's hidden state.
         """
@@ -84,18 +84,6 @@ class BlockManager:
         num_kept = num_hits - first
         return first, 0, min(num_new, group.most_blocks(self.block_size) - num_kept)
 
-    def cover(self, seq: Sequence, end: int) -> int:
-        """Before the tokens [num_computed_tokens, end) are computed: free what has left the windows, and allocate
-        blocks for them as far as there are any. Returns up to which token there are."""
-        if not self.has_windows:
-            return end  # all blocks were allocated when the sequence was admitted
-        self._slide(seq)
-        for pool, table in zip(self.pools, seq.block_tables, strict=True):
-            end = min(end, (len(table.blocks) + pool.num_available) * self.block_size)
-        for pool, table in zip(self.pools, seq.block_tables, strict=True):
-            table.blocks += [pool.take() for _ in range(self.blocks_for(end) - len(table.blocks))]
-        return end
-
     def is_covered(self, seq: Sequence) -> bool:
         """Whether every group has a block for the sequence's next token."""
         return all(len(table.blocks) * self.block_size > seq.num_computed_tokens for table in seq.block_tables)
@@ -108,29 +96,22 @@ class BlockManager:
         for pool, table in zip(self.pools, seq.block_tables, strict=True):
             if num_needed - len(table.blocks) > pool.num_available:
                 return None
-        appended = []
-        for group, pool in enumerate(self.pools):
-            blocks = seq.block_tables[group].blocks
-            first = len(blocks)
-            while len(blocks) < num_needed:
-                blocks.append(pool.take())
-            if len(blocks) > first:
-                appended.append(NewBlocks(seq.row, first, tuple(blocks[first:]), group))
-        return appended
+        return self.extend(seq, seq.num_computed_tokens + 1)[1]
 
-    def extend(self, seq: Sequence, num_tokens: int) -> list[NewBlocks]:
-        """Blocks for the sequence's first `num_tokens` tokens, as far as every group has them available."""
+    def extend(self, seq: Sequence, end: int) -> tuple[int, list[NewBlocks]]:
+        """Before the tokens [num_computed_tokens, end) are computed: free what has left the windows, and allocate
+        blocks for them as far as every group has any. Returns up to which token there are, and the new blocks."""
         if self.has_windows:
             self._slide(seq)
         for pool, table in zip(self.pools, seq.block_tables, strict=True):
-            num_tokens = min(num_tokens, (len(table.blocks) + pool.num_available) * self.block_size)
-        appended = []
+            end = min(end, (len(table.blocks) + pool.num_available) * self.block_size)
+        new_blocks = []
         for group, (pool, table) in enumerate(zip(self.pools, seq.block_tables, strict=True)):
-            new = tuple([pool.take() for _ in range(self.blocks_for(num_tokens) - len(table.blocks))])
+            new = tuple([pool.take() for _ in range(self.blocks_for(end) - len(table.blocks))])
             if new:
-                appended.append(NewBlocks(seq.row, len(table.blocks), new, group))
+                new_blocks.append(NewBlocks(seq.row, len(table.blocks), new, group))
                 table.blocks += new
-        return appended
+        return end, new_blocks
 
     def _slide(self, seq: Sequence) -> None:
         """Free the blocks that neither the next token nor any later one can read.

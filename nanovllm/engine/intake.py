@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from nanovllm.structured.compiler import Compiler, Grammar
 
 
-POOLINGS = ("last", "mean")
-
-
 class Intake:
     def __init__(
         self,
@@ -55,6 +52,11 @@ class Intake:
         if self._tokenizer is None and (params.stop or params.bad_words):
             raise RequestError("stop and bad_words are text, and skip_tokenizer_init=True leaves none: use token ids")
 
+    @property
+    def max_pooled_tokens(self) -> int:
+        """The longest text that can be embedded."""
+        return min(self._max_num_tokens, self._num_cache_tokens)
+
     def make_seqs(
         self,
         request_id: str,
@@ -90,29 +92,6 @@ class Intake:
         ]
         seqs[0].followers = seqs[1:]
         return seqs
-
-    def make_pooling_seq(
-        self, request_id: str, token_ids: list[int], pooling: str, *, arrival: int, priority: int
-    ) -> Sequence:
-        """A sequence that ends with one vector for its prompt; refuses a prompt that is empty or too long."""
-        if pooling not in POOLINGS:
-            raise RequestError(f"pooling={pooling!r}: must be one of {', '.join(POOLINGS)}")
-        params = SamplingParams()
-        self.check_tokens(token_ids, params)
-        longest = min(self._max_num_tokens, self._num_cache_tokens)
-        if not 0 < len(token_ids) <= longest:
-            raise RequestError(
-                f"the input has {len(token_ids)} tokens: at least 1 and at most {longest} can be embedded"
-            )
-        return Sequence(
-            request_id,
-            token_ids,
-            params,
-            max_num_tokens=len(token_ids),
-            priority=priority,
-            arrival=arrival,
-            pooling=pooling,
-        )
 
     def _grammar(self, params: SamplingParams) -> "Grammar | None":
         return None if params.structured_outputs is None else self.compiler.compile(params.structured_outputs)

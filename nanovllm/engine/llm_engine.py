@@ -120,9 +120,11 @@ class LLMEngine:
 
         The vector is the hidden state of the last token ("last") or the mean of all ("mean"), at unit length.
         """
+        from nanovllm.engine.pooling import make_pooling_seq
+
         self.check_open()
         request_id = self._new_id(request_id)
-        seq = self._intake.make_pooling_seq(request_id, token_ids, pooling, arrival=self._num_added, priority=priority)
+        seq = make_pooling_seq(self._intake, request_id, token_ids, pooling, arrival=self._num_added, priority=priority)
         self._core.scheduler.add(seq)
         self._requests[request_id] = self._of_seq[seq] = Request(
             request_id, None, [seq], seq.params, None, stream=False

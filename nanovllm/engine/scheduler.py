@@ -233,9 +233,10 @@ class Scheduler:
             budget -= num_known
             room = min(budget - (len(seqs) - num_done), seq.max_num_tokens - seq.num_tokens - 1)  # and one is sampled
             proposed = tuple(proposer.propose(seq.token_ids, room)[:room]) if room > 0 else ()
-            new_blocks += self.block_manager.extend(seq, seq.num_tokens + len(proposed))
+            end, blocks = self.block_manager.extend(seq, seq.num_tokens + len(proposed))
+            new_blocks += blocks
             self._set_event(seq)
-            proposed = proposed[: self._num_covered(seq) - seq.num_tokens]
+            proposed = proposed[: end - seq.num_tokens]
             budget -= len(proposed)
             if proposed or seq.was_verified:
                 num_new = num_known + len(proposed)
@@ -255,14 +256,12 @@ class Scheduler:
         new_rows: list[NewRow] = []
         for seq in list(self.prefilling):
             if budget and seq not in resting:
-                lengths = [len(table.blocks) for table in seq.block_tables]
-                chunks.append(self._chunk(seq, budget))
-                new_blocks += _appended(seq, lengths)
+                chunks.append(self._chunk(seq, budget, new_blocks))
                 budget -= chunks[-1].step.num_new
         while budget and may_admit and self.waiting and self._rows and self.block_manager.allocate(self.waiting[0]):
             seq = self.waiting.pop(0)
             self._admit(seq)
-            chunks.append(self._chunk(seq, budget))
+            chunks.append(self._chunk(seq, budget, []))  # its new row names all its blocks
             new_rows.append(self._new_row(seq))
             budget -= chunks[-1].step.num_new
         return chunks, new_rows
@@ -289,11 +288,17 @@ class Scheduler:
             bad_words=seq.bad_words,
         )
 
-    def _chunk(self, seq: Sequence, budget: int) -> ScheduledRow:
-        """Schedule as many uncomputed tokens as budget and blocks allow. With the last one it starts to decode."""
+    def _chunk(self, seq: Sequence, budget: int, new_blocks: list[NewBlocks]) -> ScheduledRow:
+        """Schedule as many uncomputed tokens as budget and blocks allow. With the last one it starts to decode.
+
+        Its new blocks are added to `new_blocks`.
+        """
         start = seq.num_computed_tokens
         num_new = min(seq.num_tokens - start, budget)
-        num_new = self.block_manager.cover(seq, start + num_new) - start
+        if self.block_manager.has_windows:  # else all blocks were allocated when the sequence was admitted
+            end, blocks = self.block_manager.extend(seq, start + num_new)
+            new_blocks += blocks
+            num_new = end - start
         self._advance((seq,), num_new)
         is_last = seq.num_computed_tokens == seq.num_tokens
         if is_last:
@@ -425,11 +430,9 @@ class Scheduler:
             seq.num_computed_tokens += num_tokens
 
     def _set_event(self, seq: Sequence) -> None:
-        seq.event_at = min(self._num_covered(seq), seq.max_num_tokens - 1)
-
-    def _num_covered(self, seq: Sequence) -> int:
-        """For how many tokens the sequence has blocks; the same in every group."""
-        return len(seq.block_tables[0].blocks) * self.config.block_size if seq.block_tables else seq.max_num_tokens
+        seq.event_at = seq.max_num_tokens - 1
+        if seq.block_tables:  # of a decoding sequence, all of the same length
+            seq.event_at = min(seq.event_at, len(seq.block_tables[0].blocks) * self.config.block_size)
 
     def _set_check(self, seq: Sequence) -> None:
         seq.check_at = seq.max_num_tokens
@@ -456,12 +459,3 @@ class Scheduler:
         from nanovllm.engine.consistency import check_scheduler
 
         check_scheduler(self)
-
-
-def _appended(seq: Sequence, lengths: list[int]) -> list[NewBlocks]:
-    """The blocks by which the sequence's tables are longer than these `lengths`."""
-    return [
-        NewBlocks(seq.row, length, tuple(table.blocks[length:]), group)
-        for group, (table, length) in enumerate(zip(seq.block_tables, lengths, strict=True))
-        if len(table.blocks) > length
-    ]

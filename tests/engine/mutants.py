@@ -217,14 +217,12 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "a chunk gets more tokens than blocks": (
         Edit(
             BlockManager,
-            "cover",
+            "extend",
             "self.blocks_for(end) - len(table.blocks)",
             "(end - 1) // self.block_size - len(table.blocks)",
         ),
     ),
-    "the device is not told of a chunk's blocks": (
-        Edit(Scheduler, "_prefill", "new_blocks += _appended(seq, lengths)", "pass"),
-    ),
+    "the device is not told of a chunk's blocks": (Edit(Scheduler, "_chunk", "new_blocks += blocks", "pass"),),
     "a sequence without a block for its next chunk runs": (
         Edit(Scheduler, "schedule", "if not self.block_manager.is_covered(seq)", "if False"),
     ),
@@ -284,9 +282,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "rejected tokens are in the prefix cache": (
         Edit(Scheduler, "_update_rows", "row.step.num_known)", "row.step.start + row.step.num_new)"),
     ),
-    "proposed tokens have no block": (
-        Edit(Scheduler, "_propose", "proposed[: self._num_covered(seq) - seq.num_tokens]", "proposed"),
-    ),
+    "proposed tokens have no block": (Edit(Scheduler, "_propose", "proposed[: end - seq.num_tokens]", "proposed"),),
     "a row is verified twice at once": (Edit(Scheduler, "_handle_events", "if seq.has_token_in_flight]", "if False]"),),
     "a verified row decodes from a length that is not known": (
         Edit(Scheduler, "_propose", "if proposed or seq.was_verified:", "if proposed:"),
@@ -302,7 +298,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     ),
     # lengths, budget, rows
     "a new block comes one token late": (
-        Edit(Scheduler, "_num_covered", "* self.config.block_size if", "* self.config.block_size + 1 if"),
+        Edit(Scheduler, "_set_event", "* self.config.block_size)", "* self.config.block_size + 1)"),
     ),
     "the device is not told of a new block": (Edit(Scheduler, "schedule", "new_blocks=tuple(new_blocks),", ""),),
     "the length is noticed one token late": (

@@ -231,7 +231,7 @@ def prefill(manager: BlockManager, seq: Sequence, chunk: int, *others: Sequence)
     assert manager.allocate(seq)
     held = []
     while seq.num_computed_tokens < seq.num_tokens:
-        end = manager.cover(seq, min(seq.num_computed_tokens + chunk, seq.num_tokens))
+        end, _ = manager.extend(seq, min(seq.num_computed_tokens + chunk, seq.num_tokens))
         assert end > seq.num_computed_tokens
         seq.num_computed_tokens = end
         manager.cache_full_blocks(seq, end)
@@ -287,7 +287,7 @@ def test_a_hit_needs_every_group() -> None:
     prefill(manager, run, 20)
     manager.free(run)
     other = make_seq(100)  # takes the block that was freed first: of positions [16, 20)
-    assert manager.allocate(other) and manager.cover(other, 1) == 1
+    assert manager.allocate(other) and manager.extend(other, 1)[0] == 1
     assert manager.pools[0].num_available == 9 and manager.pools[1].num_available == 4
     assert num_hits(manager, *range(21)) == 16
     check_blocks(manager, [other])
