@@ -96,7 +96,14 @@ class BlockManager:
         for pool, table in zip(self.pools, seq.block_tables, strict=True):
             if num_needed - len(table.blocks) > pool.num_available:
                 return None
-        return self.extend(seq, seq.num_computed_tokens + 1)[1]
+        new_blocks = []
+        for group, pool in enumerate(self.pools):
+            blocks = seq.block_tables[group].blocks
+            if len(blocks) < num_needed:
+                block = pool.take()
+                new_blocks.append(NewBlocks(seq.row, len(blocks), (block,), group))
+                blocks.append(block)
+        return new_blocks
 
     def extend(self, seq: Sequence, end: int) -> tuple[int, list[NewBlocks]]:
         """Before the tokens [num_computed_tokens, end) are computed: free what has left the windows, and allocate
