@@ -102,23 +102,18 @@ class LLM:
         continue_final_message: bool = False,
     ) -> list[dict[str, Any]]:
         """Conversations as prompts for `generate` or `stream`: their text and its token ids."""
+        from nanovllm.text.chat_template import chat_prompts
+
         if self.tokenizer is None:
             raise RequestError("skip_tokenizer_init=True: a conversation needs the tokenizer and its chat template")
-        if not messages:
-            raise RequestError("messages: at least one message is needed")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for conversation in conversations:
-            text = self.tokenizer.render_chat(
-                conversation,  # type: ignore[arg-type]
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
-            )
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return prompts
+        return chat_prompts(
+            self.tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(chat_template_kwargs or {}),
+        )
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first."""

@@ -9,16 +9,16 @@ from nanovllm.errors import RequestError
 from nanovllm.models.spec import ModelSpec
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import all_below
-from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.structured.compiler import Compiler, Grammar
+    from nanovllm.text.tokenizer import Tokenizer
 
 
 class Intake:
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: "Tokenizer | None",
         model_config: ModelSpec,
         *,
         max_num_tokens: int,  # of a sequence, prompt and completion together

@@ -16,7 +16,6 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, read_prompt
-from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.collector import collector_paused, freeze_objects, unfreeze_objects
 from nanovllm.utils.hub import resolve_model
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
     from nanovllm.engine.proposer import Proposer
     from nanovllm.structured.compiler import Compiler
+    from nanovllm.text.tokenizer import Tokenizer
 
 
 class LLMEngine:
@@ -336,11 +336,13 @@ class LLMEngine:
             self._watched.pop(seq, None)
 
 
-def load_tokenizer(path: Path, description: Description, other: str | None) -> Tokenizer:
+def load_tokenizer(path: Path, description: Description, other: str | None) -> "Tokenizer":
     """The tokenizer of a model folder or GGUF file, or of another one if the user named it."""
     if other is not None:
         path = Path(other) if Path(other).is_dir() else resolve_model(other)
         description = describe(path) if path.is_file() else description
+    from nanovllm.text.tokenizer import Tokenizer
+
     if path.is_dir():
         return Tokenizer.from_dir(path)
     from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer, chat_template, special_tokens

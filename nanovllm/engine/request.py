@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.text.detokenizer import Detokenizer
+    from nanovllm.text.tokenizer import Tokenizer
 
 
 class Completion:
     """A sequence and its text. Without stop strings and streaming the text is made once, at the end."""
 
-    def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, *, incremental: bool) -> None:
+    def __init__(self, seq: Sequence, tokenizer: "Tokenizer | None", *, incremental: bool) -> None:
         self.seq = seq
         params = seq.params
         self.tokenizer = tokenizer if params.detokenize else None
@@ -93,7 +93,7 @@ class Request:
         prompt: str | None,
         seqs: list[Sequence],
         params: SamplingParams,
-        tokenizer: Tokenizer | None,
+        tokenizer: "Tokenizer | None",
         *,
         stream: bool,
     ) -> None:
@@ -135,7 +135,7 @@ class Request:
         return [None, *(to_logprobs(entry, self.tokenizer) for entry in entries)]  # nothing predicts the first token
 
 
-def _detokenizer(seq: Sequence, tokenizer: Tokenizer) -> "Detokenizer":
+def _detokenizer(seq: Sequence, tokenizer: "Tokenizer") -> "Detokenizer":
     from nanovllm.text.detokenizer import Detokenizer
 
     return Detokenizer(

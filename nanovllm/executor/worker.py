@@ -34,8 +34,7 @@ from nanovllm.executor.messages import (
 )
 from nanovllm.plan import StepPlan
 from nanovllm.remote.transport import Transport, to_frame
-from nanovllm.utils.child_process import parent_socket
-from nanovllm.utils.collector import calm_collector
+from nanovllm.utils.child_process import calm_collector, parent_socket
 
 SECONDS_TO_MEET = 1800.0  # for the ranks to connect; also how much longer than another one a rank may take to load
 

@@ -40,8 +40,7 @@ from nanovllm.remote.messages import (
 from nanovllm.remote.new_deltas import new_deltas
 from nanovllm.remote.transport import Transport, to_frame
 from nanovllm.remote.views import ViewRecorder
-from nanovllm.utils.child_process import parent_socket
-from nanovllm.utils.collector import calm_collector
+from nanovllm.utils.child_process import calm_collector, parent_socket
 from nanovllm.utils.logging import get_logger
 
 logger = get_logger("nanovllm.remote.service")  # by name: run as a program, this module is called __main__

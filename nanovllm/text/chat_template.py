@@ -11,9 +11,24 @@ from nanovllm.errors import RequestError
 if TYPE_CHECKING:
     import jinja2
 
+    from nanovllm.text.tokenizer import Tokenizer
+
 Message = Mapping[str, Any]
 
 MAX_RENDERED_CHARS = 16 * 2**20
+
+
+def chat_prompts(
+    tokenizer: Tokenizer, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any
+) -> list[dict[str, Any]]:
+    """One conversation or several as prompts, each with its text and token ids; `options` as in `render_chat`."""
+    if not messages:
+        raise RequestError("messages: at least one message is needed")
+    prompts = []
+    for conversation in [messages] if isinstance(messages[0], Mapping) else messages:
+        text = tokenizer.render_chat(conversation, **options)  # type: ignore[arg-type]
+        prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+    return prompts
 
 
 class ChatTemplates:

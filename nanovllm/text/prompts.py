@@ -4,15 +4,17 @@ import struct
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from operator import countOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import RequestError
-from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 
 
-def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int], str | None]:
+def read_prompt(prompt: Prompt, tokenizer: "Tokenizer | None") -> tuple[str | None, list[int], str | None]:
     """Return (text or None, token ids, cache salt or None) of a prompt in any accepted form."""
     salt = None
     if isinstance(prompt, Mapping):

@@ -1,5 +1,6 @@
 """Child processes that run a part of this package and talk to their parent over a socket."""
 
+import gc
 import os
 import select
 import signal
@@ -10,6 +11,8 @@ import sysconfig
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from nanovllm.utils.collector import YOUNG_OBJECTS
 
 
 def start_child(
@@ -62,3 +65,13 @@ def _exit_with_parent(sock: socket.socket) -> None:
     poll.register(sock, 0)  # a hang-up is always reported
     poll.poll()
     os._exit(1)
+
+
+def calm_collector() -> None:
+    """Exclude all present objects from garbage collections and raise the threshold for good.
+
+    For a process that only runs an engine, after everything is loaded.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)

@@ -47,13 +47,3 @@ def unfreeze_objects() -> None:
     """Undo `freeze_objects`, so that a closed engine's objects can be collected. Objects of another engine in the
     process are looked at again too, which costs time but changes nothing else."""
     gc.unfreeze()
-
-
-def calm_collector() -> None:
-    """Exclude all present objects from collections and raise the threshold for good.
-
-    For a process that only runs an engine, after everything is loaded.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
