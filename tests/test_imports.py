@@ -46,6 +46,7 @@ LEAVES = {"utils", "checkpoint.stored", "remote.routing", "remote.transport"}
 CONTROL_PLANE = {
     "engine.consistency",
     "engine.guide",
+    "engine.proposals",
     "engine.proposer",
     "engine.sequence",
     "engine.prefix",

@@ -1,7 +1,10 @@
 """What the scheduler asks of a grammar that a completion must follow."""
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
+
+from nanovllm.engine.sequence import Sequence
 
 
 class Guide(Protocol):
@@ -23,3 +26,24 @@ class Guide(Protocol):
         """Return the masks after each of these tokens in turn, as far as the grammar allows them, without following
         them."""
         ...
+
+
+def masks_of(
+    seqs: Iterable[Sequence], proposed: Mapping[Sequence, tuple[int, ...]]
+) -> tuple[dict[int, list[bytes]], list[Sequence]]:
+    """By row, the masks of guided sequences; and the sequences whose guide gave up.
+
+    A sequence that verifies `proposed` tokens has further masks, as far as the grammar allows those tokens.
+    """
+    masks: dict[int, list[bytes]] = {}
+    given_up: list[Sequence] = []
+    for seq in seqs:
+        assert seq.guide is not None
+        mask = seq.guide.mask_after(seq.token_ids[seq.num_prompt_tokens + seq.guide.num_tokens :])
+        if mask is None:
+            given_up.append(seq)
+        else:
+            masks[seq.row] = [mask]
+            if seq in proposed:
+                masks[seq.row] += seq.guide.masks_after_proposed(proposed[seq])
+    return masks, given_up

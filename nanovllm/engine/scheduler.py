@@ -24,6 +24,7 @@ from nanovllm.errors import RequestError
 from nanovllm.plan import NewBlocks, NewRow, RowStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from nanovllm.engine.proposals import Proposals
     from nanovllm.engine.proposer import Proposer
 
 
@@ -64,6 +65,7 @@ class Scheduler:
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self._proposals = _proposals(proposer, self)
         self.waiting: list[Sequence] = []  # each of these lists is kept in Sequence.order
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []  # all known tokens are computed or launched
@@ -142,8 +144,13 @@ class Scheduler:
         decodes = tuple(seq for seq in self.decoding if seq not in resting) if resting else tuple(self.decoding)
         budget = self.config.max_num_batched_tokens
         rows: list[ScheduledRow] = []
-        if self.proposer is not None:
-            decodes, rows = self._propose(decodes, self.proposer, new_blocks)
+        if self._proposals is not None:
+            candidates = decodes
+            decodes, verified = self._proposals.choose(candidates, new_blocks)
+            for seq in candidates:
+                self._set_event(seq)
+            rows = [ScheduledRow(seq, step, seq.num_preemptions) for seq, step in verified]
+            self._advance([row.seq for row in rows], 1)
             budget -= sum([row.step.num_new for row in rows])
         budget -= len(decodes)
         self._advance(decodes, 1)
@@ -213,40 +220,6 @@ class Scheduler:
         if len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1:
             seq.prompt_logprobs = []
         insort(self.waiting, seq, key=lambda seq: seq.order)
-
-    def _propose(
-        self, seqs: tuple[Sequence, ...], proposer: "Proposer", new_blocks: list[NewBlocks]
-    ) -> tuple[tuple[Sequence, ...], list[ScheduledRow]]:
-        """Ask for proposals for these sequences; returns those that simply decode, and the others' rows.
-
-        Their new blocks are added to `new_blocks`. A sequence whose row state is put back computes several known tokens
-        and may have to wait for the budget.
-        """
-        decodes: list[Sequence] = []
-        rows: list[ScheduledRow] = []
-        budget = self.config.max_num_batched_tokens
-        for num_done, seq in enumerate(seqs, 1):
-            start = seq.num_tokens - 1 if seq.redo_from is None else seq.redo_from
-            num_known = seq.num_tokens - start
-            if num_known > budget:
-                continue
-            budget -= num_known
-            room = min(budget - (len(seqs) - num_done), seq.max_num_tokens - seq.num_tokens - 1)  # and one is sampled
-            proposed = tuple(proposer.propose(seq.token_ids, room)[:room]) if room > 0 else ()
-            end, blocks = self.block_manager.extend(seq, seq.num_tokens + len(proposed))
-            new_blocks += blocks
-            self._set_event(seq)
-            proposed = proposed[: end - seq.num_tokens]
-            budget -= len(proposed)
-            if proposed or seq.was_verified:
-                num_new = num_known + len(proposed)
-                step = RowStep(seq.row, start, num_new, num_sampled=1 + len(proposed), proposed=proposed)
-                rows.append(ScheduledRow(seq, step, seq.num_preemptions))
-                self._advance((seq,), 1)
-                seq.was_verified, seq.redo_from = bool(proposed), None
-            else:
-                decodes.append(seq)
-        return tuple(decodes), rows
 
     def _prefill(
         self, *, budget: int, may_admit: bool, resting: set[Sequence], new_blocks: list[NewBlocks]
@@ -332,23 +305,16 @@ class Scheduler:
         per token, low bits first. A verification has fewer masks if the grammar refuses a proposed token: no token is
         kept after such a position. A sequence that has ended needs no mask.
         """
+        from nanovllm.engine.guide import masks_of
+
         step = self._in_flight[-1]
         guided = set(step.plan.guided_rows)
         proposed = {row.seq: row.step.proposed for row in step.rows if row.step.proposed}
-        masks: dict[int, list[bytes]] = {}
-        ended: list[Sequence] = []
-        for seq in [seq for seq in self.decoding if seq.row in guided]:
-            assert seq.guide is not None
-            mask = seq.guide.mask_after(seq.token_ids[seq.num_prompt_tokens + seq.guide.num_tokens :])
-            if mask is None:
-                self.finish(seq, "error")
-                ended.append(seq)
-                continue
-            masks[seq.row] = [mask]
-            if seq in proposed:
-                masks[seq.row] += seq.guide.masks_after_proposed(proposed[seq])
-                self._num_masks[seq] = len(masks[seq.row])
-        return masks, ended
+        masks, given_up = masks_of([seq for seq in self.decoding if seq.row in guided], proposed)
+        self._num_masks.update({seq: len(masks[seq.row]) for seq in proposed if seq.row in masks})
+        for seq in given_up:
+            self.finish(seq, "error")
+        return masks, given_up
 
     # --- update -------------------------------------------------------------------------------------------------------
 
@@ -459,3 +425,11 @@ class Scheduler:
         from nanovllm.engine.consistency import check_scheduler
 
         check_scheduler(self)
+
+
+def _proposals(proposer: "Proposer | None", scheduler: Scheduler) -> "Proposals | None":
+    if proposer is None:
+        return None
+    from nanovllm.engine.proposals import Proposals
+
+    return Proposals(proposer, scheduler.block_manager, max_num_tokens=scheduler.config.max_num_batched_tokens)

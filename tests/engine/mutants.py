@@ -16,6 +16,7 @@ import pytest
 from nanovllm.config import SchedulerConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_pool import BlockPool
+from nanovllm.engine.proposals import Proposals
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.state import BlockGroup
@@ -274,7 +275,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "a stop token in the middle is missed": (Edit(Scheduler, "_append", "kept = kept[: index + 1]", "pass"),),
     "a sequence grows beyond its limit": (
         Edit(Scheduler, "_append", "tokens[: seq.max_num_tokens - seq.num_tokens]", "tokens"),
-        Edit(Scheduler, "_propose", "seq.max_num_tokens - seq.num_tokens - 1)", "seq.max_num_tokens)"),
+        Edit(Proposals, "choose", "seq.max_num_tokens - seq.num_tokens - 1)", "seq.max_num_tokens)"),
     ),
     "several tokens count as one computed": (
         Edit(Scheduler, "_append", "self._advance((seq,), len(kept) - 1)", "pass"),
@@ -282,12 +283,12 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "rejected tokens are in the prefix cache": (
         Edit(Scheduler, "_update_rows", "row.step.num_known)", "row.step.start + row.step.num_new)"),
     ),
-    "proposed tokens have no block": (Edit(Scheduler, "_propose", "proposed[: end - seq.num_tokens]", "proposed"),),
+    "proposed tokens have no block": (Edit(Proposals, "choose", "proposed[: end - seq.num_tokens]", "proposed"),),
     "a row is verified twice at once": (Edit(Scheduler, "_handle_events", "if seq.has_token_in_flight]", "if False]"),),
     "a verified row decodes from a length that is not known": (
-        Edit(Scheduler, "_propose", "if proposed or seq.was_verified:", "if proposed:"),
+        Edit(Proposals, "choose", "if proposed or seq.was_verified:", "if proposed:"),
     ),
-    "proposed tokens are not charged to the budget": (Edit(Scheduler, "_propose", "budget -= len(proposed)", "pass"),),
+    "proposed tokens are not charged to the budget": (Edit(Proposals, "choose", "budget -= len(proposed)", "pass"),),
     # pooling
     "the mean of a prompt is read from the cache": (
         Edit(Sequence, "needs_all_positions", 'self.pooling == "mean" or ', ""),
