@@ -82,9 +82,9 @@ def child() -> None:
     sys.meta_path.insert(0, ImportWatch("torch", phases))
 
     from nanovllm import LLM, SamplingParams
-    from nanovllm.engine import llm_engine
+    from nanovllm.engine import llm_engine, load_tokenizer
 
-    phases.watch(llm_engine, "load_tokenizer", "tokenizer")
+    phases.watch(load_tokenizer, "load_tokenizer", "tokenizer")
     phases.watch(llm_engine.LLMEngine, "_build_core", "weights")
     with LLM(**engine) as llm:
         opened = time.monotonic()

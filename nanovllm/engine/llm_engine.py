@@ -11,7 +11,7 @@ from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import ConfigError, EngineClosedError, EngineError, RequestError
-from nanovllm.models.registry import Description, describe
+from nanovllm.models.registry import describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
@@ -44,6 +44,8 @@ class LLMEngine:
         self.max_model_len = min(self.config.max_model_len, self.model_config.max_position)
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
+            from nanovllm.engine.load_tokenizer import load_tokenizer
+
             self.tokenizer = load_tokenizer(path, description, self.config.tokenizer)
         self._core: EngineCore = self._build_core(path, proposer)
         self._requests: dict[str, Request] = {}
@@ -334,27 +336,6 @@ class LLMEngine:
         for seq in request.seqs:
             self._of_seq.pop(seq, None)
             self._watched.pop(seq, None)
-
-
-def load_tokenizer(path: Path, description: Description, other: str | None) -> "Tokenizer":
-    """The tokenizer of a model folder or GGUF file, or of another one if the user named it."""
-    if other is not None:
-        path = Path(other) if Path(other).is_dir() else resolve_model(other)
-        description = describe(path) if path.is_file() else description
-    from nanovllm.text.tokenizer import Tokenizer
-
-    if path.is_dir():
-        return Tokenizer.from_dir(path)
-    from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer, chat_template, special_tokens
-
-    assert description.gguf_metadata is not None
-    special = special_tokens(description.gguf_metadata)
-    return Tokenizer(
-        build_tokenizer(description.gguf_metadata),
-        chat_template=chat_template(description.gguf_metadata),
-        special_tokens={role: token for role, token in special.items() if isinstance(token, str)},
-        add_bos_token=bool(special.get("add_bos_token")),
-    )
 
 
 def _message(error: Exception) -> str:

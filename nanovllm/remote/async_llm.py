@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from nanovllm.config import Config
 from nanovllm.engine.deltas import Delta, TokenScores
-from nanovllm.engine.llm_engine import load_tokenizer
+from nanovllm.engine.load_tokenizer import load_tokenizer
 from nanovllm.engine.logprobs import by_token
 from nanovllm.errors import RequestError
 from nanovllm.models.registry import describe
