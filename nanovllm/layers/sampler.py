@@ -1,7 +1,7 @@
 """From logits to tokens: greedy, or Gumbel-max with noise that depends on (seed, position, token) alone.
 
 The noise comes from a counter-based generator, so a request draws the same noise whatever it is batched with, on every
-device and every rank, and noise is computed only for the tokens that are still in the race.
+device and every rank. Noise is computed only for tokens that top-k, top-p and min-p leave.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NUM_CANDIDATES = 512  # looked at first where top-k, top-p or min-p cut the vocabulary down
+NUM_CANDIDATES = 512  # most likely tokens that are examined first for top-k, top-p and min-p
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads consecutive ids over the whole range
 MASK = 0xFFFFFFFF
 BELOW_ONE = 1 - 2**-24  # the largest float32 below 1

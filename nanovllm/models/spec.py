@@ -80,7 +80,7 @@ class ModelSpec:
         return sum(weight.num_parameters for _, weight in self.weights())
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Of all layers, in a KV cache of this dtype."""
+        """Bytes of a token's keys and values in all layers, in a KV cache of this dtype."""
         states = [layer.mixer.state(dtype) for layer in self.layers]
         return sum(state.bytes_per_token for state in states if isinstance(state, PagedState))
 
@@ -90,7 +90,7 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the groups whose state is paged."""
+        """The windows of the groups whose state is paged."""
         return tuple(group.window for group in self.state_groups() if group.paged)
 
     @property

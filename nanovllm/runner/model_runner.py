@@ -1,4 +1,4 @@
-"""The device side of the engine, put together: model, KV cache, request table, sampler; one step after another."""
+"""The device side of the engine: builds model, KV cache, request table and sampler, and launches steps."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 Sent = TypeVar("Sent")
 ALL_IN_ONE = Parallel.alone()
-# what the attention backend is built for in a model, or a pipeline stage, without attention; it is not called
+# Shape of the attention backend in a model, or a pipeline stage, without attention layers; it is never called
 NO_ATTENTION = AttentionSpec(hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, rope=RopeSpec(theta=10000.0))
 
 
@@ -63,7 +63,7 @@ class ModelRunner:
         max_model_len: int,
         parallel: Parallel = ALL_IN_ONE,
     ) -> None:
-        """All ranks of `parallel` are given the same plans in the same order, and end up with the same tokens."""
+        """All ranks of `parallel` get the same plans in the same order and have the same tokens after each."""
         self._parallel, rank = parallel, parallel.rank
         self.returns_result = rank.returns_result
         self.device = resolve_device(config.device, rank.local_rank if rank.world_size > 1 else None)
@@ -182,7 +182,7 @@ class ModelRunner:
 
     @contextmanager
     def _kernels_compiled(self, config: Config) -> Iterator[None]:
-        """Beside what is done within, the kernels of the largest steps and of the first answers."""
+        """Compile kernels in the background while the body runs: those of the largest steps and of decode steps."""
         if not self._context.kernels:
             yield
             return
