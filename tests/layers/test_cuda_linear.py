@@ -16,6 +16,7 @@ from tests.kernels.support import DEVICE
 from tests.layers.build import context, make_linear, make_norm
 
 OUT = 20
+SIZES = [96, 100, NARROW_INPUTS + 16, WIDE_INPUTS, WIDE_INPUTS + 16]  # of the inputs, at the bounds of the table
 ROWS = [1, 2, 9, 16, 17, 33, 65, 129, 257]  # at the edges of what each kernel takes
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 
@@ -61,9 +62,8 @@ def plain_weight(linear: Linear) -> Tensor:
 
 
 @pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("hidden", [96, 100, NARROW_INPUTS + 16, WIDE_INPUTS, WIDE_INPUTS + 16])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(("quantization", "hidden"), [(None, size) for size in SIZES] + [("int8", 100)])
 def test_every_number_of_rows(quantization: str | None, dtype: torch.dtype, hidden: int, num_rows: int) -> None:
     linear, norm, x = case(num_rows, hidden, dtype, quantization=quantization)
     weight, bias = plain_weight(linear), linear.bias.double()
