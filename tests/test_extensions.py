@@ -1,7 +1,6 @@
 """What somebody adds without touching the engine: a family with a mixer of its own, a weight format, a proposer."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ class HalfFormat:
 
 
 class TheSameAgain:
-    def propose(self, token_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
         return token_ids[-2:][:max_tokens]
 
 
