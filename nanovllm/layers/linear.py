@@ -23,7 +23,8 @@ from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat, DenseWeight
 from nanovllm.weights.format import StoredWeight
 
-MAX_DISTINCT_ROWS = 4096  # above every bound of kernels/select.py: larger numbers of rows are one case
+MAX_DISTINCT_ROWS = 256  # up to here every number of rows is a case of kernels/select.py
+MANY_ROWS = 2048  # the only bound above
 Activation = Literal["silu"]  # silu(gate) * up, where the rows of the weight are those of gate, then those of up
 
 
@@ -55,7 +56,7 @@ class Linear:
             self.bias = torch.empty(size, dtype=context.dtype, device=context.device)
         divided = spec.columns is not None and spec.columns.divided is not None
         self._group = group if divided else ALONE  # whose ranks' results are summed
-        self._operations: dict[tuple, Operation] = {}
+        self._computations: dict[tuple, Callable[..., Any]] = {}  # by number of rows and keywords
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ class Linear:
         return found
 
     def finish_loading(self) -> None:
-        self._operations.clear()  # a format may have laid its weight out in other memory
+        self._computations.clear()  # a format may have laid its weight out in other memory
         if isinstance(self.weight, DenseWeight):
             self.weight.finish_loading(keep=self._shared)
         else:
@@ -91,33 +92,43 @@ class Linear:
         add_to: Residual | None = None,
     ) -> Tensor | Residual:
         """[rows, out], or half as many columns with an activation; `add_to` is added to in place and returned."""
-        added = add_to is not None and self._group.rank == 0  # of ranks that are summed, one adds the residual
-        case = (min(len(x), MAX_DISTINCT_ROWS), norm is not None, activation, added)
-        operation = self._operations.get(case)
-        if operation is None:
-            operation = self._operations[case] = self._select(*case)
-        keywords: dict[str, Any] = {}
-        if isinstance(x, Residual):
-            assert norm is not None
-            if operation.norm:
-                x, keywords["norm"] = x.rows, norm
-            else:
-                x = x.normed(norm)
+        rows = 0  # on torch, the number of rows decides nothing
+        if self._context.kernels:
+            rows = _row_class(x.num_rows if isinstance(x, Residual) else x.shape[0])
+        case = (rows, norm is None, activation, add_to is None)
+        compute = self._computations.get(case)
+        if compute is None:
+            compute = self._computations[case] = self._compose(rows, norm is not None, activation, add_to is not None)
+        return compute(x, norm, add_to)
+
+    def _compose(self, rows: int, normed: bool, activation: Activation | None, adds: bool) -> Callable[..., Any]:
+        """A function of (x, norm, add_to) for this number of rows and these keywords: what the chosen operation does
+        not fuse is done around it. Decided once, because on a CPU a decode step makes some hundred such calls."""
+        added = adds and self._group.rank == 0  # of the ranks whose results are summed, one adds the residual
+        operation = self._select(rows, normed, activation, added)
+        run, group = operation.run, self._group
         if activation is not None and operation.gate:
-            keywords["gated"] = True
-        if added and operation.add and not operation.splits:
-            assert add_to is not None
-            keywords["residual"] = add_to.rows
-        y = operation.run(x, **keywords)
-        if activation is not None and not operation.gate:
-            y = self._silu_and_mul(y)
-        if add_to is None:
-            return y
-        if operation.splits:
-            add_to.add_later(y)
-        else:
-            add_to.rows = self._group.all_reduce(y if operation.add or not added else add_to.rows + y)
-        return add_to
+            run = partial(run, gated=True)
+
+        def product(x: Any, norm: Any) -> Tensor:
+            y = run(x.rows, norm=norm) if operation.norm else run(x.normed(norm))
+            return y if activation is None or operation.gate else self._silu_and_mul(y)
+
+        def add(x: Tensor, norm: None, add_to: Residual) -> Residual:
+            if operation.splits:
+                add_to.add_later(run(x))
+            elif operation.add:
+                add_to.rows = group.all_reduce(run(x, residual=add_to.rows))
+            else:
+                add_to.rows = group.all_reduce(add_to.rows + run(x) if added else run(x))
+            return add_to
+
+        assert normed or activation is None, "an activation comes with the norm before the linear"
+        if adds:
+            return add
+        if normed:
+            return lambda x, norm, add_to: product(x, norm)
+        return lambda x, norm, add_to: run(x)
 
     def _silu_and_mul(self, y: Tensor) -> Tensor:
         if not self._context.kernels:
@@ -160,3 +171,10 @@ class Linear:
         if added and add is not None:
             return Operation(partial(add, bias=self.bias), norm=False, gate=False, add=True)
         return Operation(partial(self.weight.matmul, bias=self.bias), norm=False, gate=False, add=False)
+
+
+def _row_class(rows: int) -> int:
+    """The smallest number of rows for which kernels/select.py chooses alike."""
+    if rows <= MAX_DISTINCT_ROWS:
+        return rows
+    return MANY_ROWS if rows >= MANY_ROWS else MAX_DISTINCT_ROWS + 1

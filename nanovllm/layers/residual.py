@@ -14,6 +14,10 @@ class Residual:
         self._partial_sums: Tensor | None = None  # [splits, num_tokens, hidden]
         self._pdl = pdl
 
+    @property
+    def num_rows(self) -> int:
+        return self._rows.shape[0]
+
     def __len__(self) -> int:
         return self._rows.shape[0]
 
