@@ -149,6 +149,13 @@ def select_linear(case: LinearCase) -> LinearKernel | None:
     return None
 
 
+def row_class(rows: int) -> int:
+    """The smallest number of rows for which the table chooses alike: so few that a choice can be kept for each."""
+    if rows <= HUNDREDS_OF_ROWS:
+        return rows
+    return THOUSANDS_OF_ROWS if rows >= THOUSANDS_OF_ROWS else HUNDREDS_OF_ROWS + 1
+
+
 # --- what else depends on the table -----------------------------------------------------------------------------------
 
 

@@ -23,8 +23,6 @@ from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat, DenseWeight
 from nanovllm.weights.format import StoredWeight
 
-MAX_DISTINCT_ROWS = 256  # up to here every number of rows is a case of kernels/select.py
-MANY_ROWS = 2048  # the only bound above
 Activation = Literal["silu"]  # silu(gate) * up, where the rows of the weight are those of gate, then those of up
 
 
@@ -56,7 +54,12 @@ class Linear:
             self.bias = torch.empty(size, dtype=context.dtype, device=context.device)
         divided = spec.columns is not None and spec.columns.divided is not None
         self._group = group if divided else ALONE  # whose ranks' results are summed
-        self._computations: dict[tuple, Callable[..., Any]] = {}  # by number of rows and keywords
+        self._computations: dict[tuple, Callable[..., Any]] = {}  # by class of rows and keywords
+        self._row_class: Callable[[int], int] | None = None  # None = on torch, where the number of rows decides nothing
+        if context.kernels:
+            from nanovllm.kernels.select import row_class
+
+            self._row_class = row_class
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -92,9 +95,9 @@ class Linear:
         add_to: Residual | None = None,
     ) -> Tensor | Residual:
         """[rows, out], or half as many columns with an activation; `add_to` is added to in place and returned."""
-        rows = 0  # on torch, the number of rows decides nothing
-        if self._context.kernels:
-            rows = _row_class(x.num_rows if isinstance(x, Residual) else x.shape[0])
+        rows = 0
+        if self._row_class is not None:
+            rows = self._row_class(x.num_rows if isinstance(x, Residual) else x.shape[0])
         case = (rows, norm is None, activation, add_to is None)
         compute = self._computations.get(case)
         if compute is None:
@@ -105,7 +108,7 @@ class Linear:
         """A function of (x, norm, add_to) for this number of rows and these keywords: what the chosen operation does
         not fuse is done around it. Decided once, because on a CPU a decode step makes some hundred such calls."""
         added = adds and self._group.rank == 0  # of the ranks whose results are summed, one adds the residual
-        operation = self._select(rows, normed, activation, added)
+        operation = self._select(rows, activation, added)
         run, group = operation.run, self._group
         if activation is not None and operation.gate:
             run = partial(run, gated=True)
@@ -137,7 +140,7 @@ class Linear:
 
         return kernels.silu_and_mul(y, pdl=self._context.pdl)
 
-    def _select(self, rows: int, normed: bool, activation: Activation | None, added: bool) -> Operation:
+    def _select(self, rows: int, activation: Activation | None, added: bool) -> Operation:
         if not self._context.kernels:
             return self._plain(added)
         from nanovllm.kernels.linear.run import runner
@@ -171,10 +174,3 @@ class Linear:
         if added and add is not None:
             return Operation(partial(add, bias=self.bias), norm=False, gate=False, add=True)
         return Operation(partial(self.weight.matmul, bias=self.bias), norm=False, gate=False, add=False)
-
-
-def _row_class(rows: int) -> int:
-    """The smallest number of rows for which kernels/select.py chooses alike."""
-    if rows <= MAX_DISTINCT_ROWS:
-        return rows
-    return MANY_ROWS if rows >= MANY_ROWS else MAX_DISTINCT_ROWS + 1
