@@ -1,13 +1,13 @@
 """Loads a checkpoint into the model's weights, one tensor at a time; missing and unexpected tensors are errors."""
 
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from nanovllm.checkpoint.stored import Part, Slot, Stored
 from nanovllm.errors import CheckpointError
@@ -16,6 +16,22 @@ from nanovllm.errors import CheckpointError
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$")
 STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate|up|down|gate_up)_proj(?:\.weight)?$")
 MAX_NAMED = 8  # tensors listed by name in an error
+
+
+def load_checkpoint(
+    path: Path,
+    load_format: str,
+    slots: dict[str, Slot],
+    *,
+    dtype: torch.dtype,  # that the model computes in
+    is_elsewhere: Callable[[str], bool],  # whether a tensor without a slot belongs to other ranks, or is not needed
+    shows_progress: bool,
+) -> None:
+    tensors = checkpoint_tensors(path, load_format, dtype)
+    # disable=None: a bar on a terminal, nothing in a log
+    disable = None if shows_progress else True
+    bar = tqdm(tensors, desc="Loading weights", unit="tensor", total=len(slots), leave=False, disable=disable)
+    load_weights(slots, bar, source=str(path), is_elsewhere=is_elsewhere)
 
 
 def checkpoint_tensors(path: Path, load_format: str, dtype: torch.dtype) -> Iterator[tuple[str, Stored]]:
@@ -58,33 +74,6 @@ def load_weights(
             f"{source}: the weights do not fit the config: {_account('missing', list(missing))}; "
             f"{_account('unexpected', unexpected)}"
         )
-
-
-def dummy_tensors(
-    slots: dict[str, Slot], seed: int, *, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Stored]]:
-    """Random weights of a size that keeps activations sane; norms are 1, biases 0."""
-    generator = torch.Generator(device)
-    for name, slot in slots.items():
-        yield name, _Dummy(name, slot.shape, seed, dtype, generator)
-
-
-@dataclass(frozen=True)
-class _Dummy:
-    """A tensor's values depend on its name and its whole shape, so every rank holds a part of the same model."""
-
-    name: str
-    shape: tuple[int, ...]
-    seed: int
-    dtype: torch.dtype
-    generator: torch.Generator
-
-    def read(self, part: Part = ()) -> Tensor:
-        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.generator.device)
-        if len(self.shape) == 1:
-            return tensor.fill_(0.0 if self.name.endswith(".bias") else 1.0)[part]
-        self.generator.manual_seed(zlib.crc32(f"{self.seed} {self.name}".encode()))
-        return tensor.normal_(0.0, 0.02, generator=self.generator)[part]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from nanovllm.attention.backend import CacheShape
 from nanovllm.attention.select import make_backend
-from nanovllm.checkpoint.loader import checkpoint_tensors, dummy_tensors, load_weights
+from nanovllm.checkpoint.dummy import load_dummy
 from nanovllm.config import Config
 from nanovllm.distributed.group import Parallel
 from nanovllm.layers.context import BuildContext
@@ -165,19 +164,18 @@ class ModelRunner:
     def _load(self, config: Config, path: Path) -> None:
         slots, dtype = self.model.slots(), self._context.dtype
         if config.load_format == "dummy":
-            tensors = dummy_tensors(slots, config.seed, dtype=dtype, device=self.device)
+            load_dummy(slots, config.seed, dtype=dtype, device=self.device)
         else:
-            tensors = checkpoint_tensors(path, config.load_format, dtype)
-        # disable=None: a bar on a terminal, nothing in a log; the other ranks are about as far as rank 0
-        bar = tqdm(
-            tensors,
-            desc="Loading weights",
-            unit="tensor",
-            total=len(slots),
-            leave=False,
-            disable=True if self._parallel.rank.index else None,
-        )
-        load_weights(slots, bar, source=str(path), is_elsewhere=self.model.is_elsewhere)
+            from nanovllm.checkpoint.loader import load_checkpoint
+
+            load_checkpoint(
+                path,
+                config.load_format,
+                slots,
+                dtype=dtype,
+                is_elsewhere=self.model.is_elsewhere,
+                shows_progress=self._parallel.rank.index == 0,  # the other ranks are about as far
+            )
         self.model.finish_loading()
 
     @contextmanager
