@@ -1,5 +1,6 @@
 """Check, compile and cache the grammars of structured outputs."""
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -7,6 +8,7 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
+from nanovllm.structured.closed_objects import close_objects
 from nanovllm.structured.compile_sandbox import CompileSandbox
 from nanovllm.structured.grammar import LIMITS, Grammar
 from nanovllm.structured.lark import check_lark
@@ -62,7 +64,7 @@ class Compiler:
 
     def _build(self, kind: str, text: str) -> Grammar:
         if kind == "json":
-            check_schema(text)
+            text = _exact_schema(text)
         if kind == "grammar":
             check_lark(text)
         translated = self._sandbox.translate(kind, text, ESCAPES)
@@ -97,6 +99,13 @@ class Compiler:
     def close(self) -> None:
         """End the compile process."""
         self._sandbox.close()
+
+
+def _exact_schema(text: str) -> str:
+    """The schema with its objects closed; a RequestError if it cannot be enforced exactly."""
+    schema = close_objects(json.loads(text))
+    check_schema(schema)
+    return json.dumps(schema)
 
 
 class GrammarCache:

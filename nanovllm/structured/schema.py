@@ -3,12 +3,12 @@
 llguidance itself refuses everything else that it does not support.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.errors import RequestError
+from nanovllm.structured.keywords import NOT_SCHEMAS, SCHEMAS_BY_NAME
 
 # The only escapes allowed in generated JSON strings. With \\uXXXX, an additional property could spell the name of a
 # declared one and so evade that property's schema.
@@ -17,13 +17,9 @@ _NEEDS_UNICODE_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _NEGATED_CLASS = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")
 _CONTROL_ESCAPE = re.compile(r"\\(?:0|v|a|c.|x[01]|x7f|x\{|u00[01]|u007f|u\{0*[01]?[0-9a-f]\})", re.IGNORECASE)
 
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_NOT_SCHEMAS = ("const", "enum", "default", "examples", "required", "$comment", "title", "description")
 
-
-def check_schema(text: str) -> None:
-    """Raise a RequestError if the schema, given as JSON text, cannot be enforced exactly."""
-    schema = json.loads(text)
+def check_schema(schema: dict[str, Any]) -> None:
+    """Raise a RequestError if the schema cannot be enforced exactly."""
     control = next((part for part in _strings(schema) if _NEEDS_UNICODE_ESCAPE.search(part)), None)
     if control is not None:
         raise RequestError(
@@ -66,9 +62,9 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
         elif isinstance(part, dict):
             yield part
             for key, value in part.items():
-                if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+                if key in SCHEMAS_BY_NAME and isinstance(value, dict):
                     stack += value.values()
-                elif key not in _NOT_SCHEMAS:
+                elif key not in NOT_SCHEMAS:
                     stack.append(value)
 
 

@@ -137,6 +137,40 @@ def test_every_kind(kind: str, server: ServerProcess) -> None:
         assert fits(text), text
 
 
+AGE = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["age"]}
+
+
+def test_objects_with_properties_are_closed(server: ServerProcess) -> None:
+    """The same schema through every field that takes one: the only key is generated once, and the answer ends."""
+    plain = {"messages": HELLO, "max_tokens": 150, "seed": 3}
+    schema = {"name": "x", "schema": AGE}
+    tool = {"name": "make", "parameters": AGE}
+    bodies = [
+        {**plain, "response_format": {"type": "json_schema", "json_schema": schema}},
+        {**plain, "response_format": {"type": "json_schema", "json_schema": {**schema, "strict": True}}},
+        {**plain, "structured_outputs": {"json": AGE}},
+        {**plain, "tools": [{"type": "function", "function": tool}], "tool_choice": "required"},
+        {**plain, "tools": [{"type": "function", "function": {**tool, "strict": True}}], "tool_choice": "required"},
+    ]
+    texts = []
+    for response in ask_all(server, CHAT, bodies):
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        calls = choice["message"].get("tool_calls")
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        texts.append(calls[0]["function"]["arguments"] if calls else choice["message"]["content"])
+    text_format = {"type": "json_schema", **schema}
+    (answer,) = ask_all(
+        server, RESPONSES, [{"input": "Hello", "max_output_tokens": 150, "text": {"format": text_format}}]
+    )
+    assert answer.json()["status"] == "completed"
+    texts.append(answer.json()["output"][0]["content"][0]["text"])
+    assert len(texts) == 6
+    for text in texts:
+        pairs = json.loads(text, object_pairs_hook=list)
+        assert [key for key, _ in pairs] == ["age"] and is_valid(text, AGE), text
+
+
 def test_the_responses_api(server: ServerProcess) -> None:
     form = {"text": {"format": {"type": "json_schema", "name": "x", "schema": PERSON}}}
     bodies = [{"input": f"Hello {number}", "max_output_tokens": 200, **form} for number in range(6)]

@@ -69,6 +69,32 @@ HOSTILE = {
             "$ref": "#/$defs/d0",
         }
     ),
+    "combined properties": StructuredOutputs(
+        json={"allOf": [{"properties": {f"property{i}": {"type": "integer"}}} for i in range(3000)]}
+    ),
+    "copied references": StructuredOutputs(
+        json={
+            "$defs": {"base": {"properties": {f"property{i}": {} for i in range(3000)}}},
+            "anyOf": [{"$ref": "#/$defs/base", "properties": {f"own{i}": {}}} for i in range(2000)],
+        }
+    ),
+    "chain of references": StructuredOutputs(
+        json={
+            "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)},
+            "$ref": "#/$defs/d0",
+            "properties": {"a": {}},
+        }
+    ),
+    "circular references": StructuredOutputs(
+        json={
+            "$defs": {
+                "a": {"properties": {"x": {}}, "allOf": [{"$ref": "#/$defs/b"}]},
+                "b": {"properties": {"y": {}}, "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#"}]},
+            },
+            "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "properties": {"z": {}},
+        }
+    ),
     "counters": StructuredOutputs(regex="(.{1,50}){1,50}&"),
     "stars": StructuredOutputs(regex="((((.*)*)*)*)*x" * 50),
     "optional": StructuredOutputs(regex="(a?){1000}a{1000}"),
@@ -199,7 +225,8 @@ def test_whitespace_is_bounded(compiler: Compiler, tokenizer: Tokenizer) -> None
 
 
 def test_additional_property_cannot_spell_a_declared_one(compiler: Compiler, tokenizer: Tokenizer) -> None:
-    spec = StructuredOutputs(json={"properties": {"a": {"type": "integer"}}, "type": "object"})
+    schema = {"properties": {"a": {"type": "integer"}}, "type": "object", "additionalProperties": True}
+    spec = StructuredOutputs(json=schema)
     assert compiler.compile(spec).guide().mask_after(tokenizer.encode('{"a":1,"b":"x"}', False)) is not None
     for text in ('{"a":1,"\\u0061":"x"', '{"a":1,"a":"x"'):
         assert compiler.compile(spec).guide().mask_after(tokenizer.encode(text, False)) is None
