@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.errors import NanoError
     from nanovllm.llm import LLM
-    from nanovllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+    from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
     from nanovllm.remote.async_llm import AsyncLLM
-    from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
+    from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
 _MODULES = {  # public name: the module that defines it, imported on first use
-    "LLM": "nanovllm.llm",
-    "AsyncLLM": "nanovllm.remote.async_llm",
-    "SamplingParams": "nanovllm.sampling_params",
-    "BeamSearchParams": "nanovllm.sampling_params",
-    "StructuredOutputs": "nanovllm.sampling_params",
-    "RequestOutput": "nanovllm.outputs",
-    "CompletionOutput": "nanovllm.outputs",
-    "BeamSearchOutput": "nanovllm.outputs",
-    "Logprob": "nanovllm.outputs",
-    "NanoError": "nanovllm.errors",
+    "LLM": "llm",
+    "AsyncLLM": "remote.async_llm",
+    "SamplingParams": "sampling_params",
+    "BeamSearchParams": "engine.beam_search",
+    "StructuredOutputs": "sampling_params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "BeamSearchOutput": "engine.beam_search",
+    "Logprob": "outputs",
+    "NanoError": "errors",
 }
 
 __all__ = [
@@ -50,4 +51,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(f"nanovllm.{_MODULES[name]}"), name)

@@ -1,12 +1,12 @@
 """Every option of the engine with its help text, its default and its checks."""
 
-import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.option import option
+from nanovllm.option import check_options, integer, number, of_type, one_of, option, refuse
 from nanovllm.state import BlockGroup, CacheLayout
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -16,25 +16,17 @@ ATTENTION_BACKENDS = ("auto", "sdpa", "triton")
 DISTRIBUTED_EXECUTOR_BACKENDS = ("mp", "ray")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS: tuple[str, ...] = ("int8",)  # weight formats that can be made while loading
-# Earlier spellings of options, still accepted by LLM(...), the command line, the Ray app and remote engines.
-OPTION_ALIASES = {"kvcache_block_size": "kv_cache_block_size", "num_kvcache_blocks": "num_kv_cache_blocks"}
+FRACTION = number(0, 1, open_low=True, text="must be a number in (0, 1]")
+SECONDS = number(0, math.inf, open_low=True, text="must be a number of seconds above 0")
+POSITIVE, FLAG = integer(1), of_type(bool)
 
 
 class AdjustableInt(int):
     """A default that is changed to fit if it contradicts an option that the user set."""
 
 
-def replace_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options under their current names. Two spellings with different values are refused."""
-    renamed: dict[str, Any] = {}
-    for given, value in options.items():
-        name = OPTION_ALIASES.get(given, given)
-        if name in renamed and renamed[name] != value:
-            spellings = [spelling for spelling in options if OPTION_ALIASES.get(spelling, spelling) == name]
-            both = " and ".join(f"{spelling}={options[spelling]!r}" for spelling in spellings)
-            raise ConfigError(f"{both}: two spellings of one option with different values; give {name} only")
-        renamed[name] = value
-    return renamed
+def _known_quantization(value: object) -> str | None:
+    return None if value in QUANTIZATIONS else f"must be {' or '.join(['None', *map(repr, QUANTIZATIONS)])}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +63,11 @@ class Config:
         None,
         "Folder with safetensors files, .gguf file, or Hugging Face hub id (org/name). Without it, the small default "
         "model is used.",
+        of_type(str),
     )
-    tokenizer: str | None = option(None, "Folder to read the tokenizer from. Without it, the model's own is used.")
+    tokenizer: str | None = option(
+        None, "Folder to read the tokenizer from. Without it, the model's own is used.", of_type(str)
+    )
     # limits
     # The default is 128 rows for each of an H200's 132 multiprocessors, which fills whole waves of matrix tiles.
     max_num_batched_tokens: int = option(
@@ -80,185 +75,142 @@ class Config:
         "Maximum number of tokens computed in one step, prompt and generated tokens together. Longer prompts are "
         "computed in chunks over several steps. A larger value speeds up prompts and takes more memory. The default is "
         "raised to max_num_seqs if that is larger.",
+        POSITIVE,
     )
     max_num_seqs: int = option(
         AdjustableInt(512),
         "Maximum number of sequences that run at the same time. Further requests wait in the queue. The default is "
         "lowered to max_num_batched_tokens if that is smaller.",
+        POSITIVE,
     )
     max_model_len: int = option(
         4096,
         "Maximum length of a sequence in tokens, prompt and output together. It is lowered to the model's own limit.",
+        POSITIVE,
     )
     # memory
     gpu_memory_utilization: float = option(
         0.9,
         "Fraction of the GPU's memory that may be in use, other programs' memory included. The KV cache gets what "
         "weights and activations leave of it.",
+        FRACTION,
     )
-    cpu_memory_utilization: float = option(0.25, "On a CPU: fraction of the free memory that the KV cache may take.")
+    cpu_memory_utilization: float = option(
+        0.25, "On a CPU: fraction of the free memory that the KV cache may take.", FRACTION
+    )
     kv_cache_memory_bytes: int | None = option(
         None,
         "Size of the KV cache in bytes (units K, M, G, T are understood on the command line). It overrides "
         "gpu_memory_utilization and cpu_memory_utilization.",
+        POSITIVE,
     )
     num_kv_cache_blocks: int = option(
         -1,
         "Number of KV cache blocks; in a model whose layers have different windows, of the layers that keep the most "
         "tokens. It overrides all other memory options; -1 means that they decide.",
+        integer(1, also=(-1,)),
     )
-    kv_cache_block_size: int = option(32, "Number of tokens in one KV cache block, a multiple of 16.")
+    kv_cache_block_size: int = option(32, "Number of tokens in one KV cache block, a multiple of 16.", POSITIVE)
     enable_prefix_caching: bool = option(
-        True, "Keep the KV cache blocks of earlier prompts and reuse them for prompts that begin with the same tokens."
+        True,
+        "Keep the KV cache blocks of earlier prompts and reuse them for prompts that begin with the same tokens.",
+        FLAG,
     )
     # device
-    device: str = option("auto", "Device to run on: cpu or cuda. auto means cuda if a GPU is available.")
+    device: str = option(
+        "auto", "Device to run on: cpu or cuda. auto means cuda if a GPU is available.", one_of(DEVICES)
+    )
     dtype: str = option(
         "auto",
         "Data type of weights and activations: float32, bfloat16 or float16. auto means the checkpoint's, or "
         "float32 on a CPU that cannot compute in 16 bits.",
+        one_of(DTYPES),
     )
     kv_cache_dtype: str = option(
         "auto",
         "Data type of the KV cache: float32, bfloat16, float16, or fp8 (GPU only, half the memory of bfloat16). "
         "auto means the data type of the activations.",
+        one_of(KV_CACHE_DTYPES),
     )
     attention_backend: str = option(
         "auto",
         "Attention implementation: sdpa (PyTorch only) or triton (nanovllm's own kernels, GPU only). auto means "
         "triton where it can run.",
+        one_of(ATTENTION_BACKENDS),
     )
     enforce_eager: bool = option(
-        False, "On a GPU: launch the kernels of a decode step one by one instead of replaying a CUDA graph."
+        False, "On a GPU: launch the kernels of a decode step one by one instead of replaying a CUDA graph.", FLAG
     )
     deterministic: bool = option(
         False,
         "On a GPU: compute a request's tokens bit for bit the same whatever else is in the batch. This is slower.",
+        FLAG,
     )
     overlap: bool | None = option(
         None,
         "Schedule the next step while the current one runs on the device. Without it: on for a GPU, off for a CPU.",
+        FLAG,
     )
     # several devices
-    tensor_parallel_size: int = option(1, "Number of devices that each layer is divided over.")
+    tensor_parallel_size: int = option(1, "Number of devices that each layer is divided over.", POSITIVE)
     pipeline_parallel_size: int = option(
-        1, "Number of pipeline stages. Each stage holds a part of the layers and uses tensor_parallel_size devices."
+        1,
+        "Number of pipeline stages. Each stage holds a part of the layers and uses tensor_parallel_size devices.",
+        POSITIVE,
     )
     distributed_executor_backend: str | None = option(
         None,
         "How the workers of several devices run: mp (processes on this host) or ray (Ray actors). Without it, mp is "
         "used if there is more than one device.",
+        one_of(DISTRIBUTED_EXECUTOR_BACKENDS),
     )
     worker_timeout: float = option(
-        60.0, "Seconds that a step may take in a worker before the engine treats the worker as hung and stops."
+        60.0, "Seconds that a step may take in a worker before the engine treats the worker as hung and stops.", SECONDS
     )
     # loading
     quantization: str | None = option(
         None,
         "Weight format made while loading: int8 = 8-bit weights with one scale per output row. Without it, weights are "
         "kept in the model's dtype.",
+        _known_quantization,
     )
     load_format: str = option(
         "auto",
         "Format of the weights: safetensors, gguf, or dummy (random weights, no files read but the config). auto "
         "means that the file name decides.",
+        one_of(LOAD_FORMATS),
     )
-    skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts and outputs are token ids only.")
-    seed: int = option(0, "Random seed of requests that set none, and of dummy weights.")
+    skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts and outputs are token ids only.", FLAG)
+    seed: int = option(0, "Random seed of requests that set none, and of dummy weights.", integer(0))
 
     @classmethod
     def from_options(cls, model: str | None, options: Mapping[str, Any]) -> "Config":
         """Make a Config from options by name; an earlier spelling counts as the current one."""
-        options = replace_aliases(options)
         known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known)}"
-                raise ConfigError(f"unknown option {name!r}{hint}")
+        if not options.keys() <= set(known):
+            from nanovllm.option_names import known_options
+
+            options = known_options(options, known)
         return cls(model=model, **options)
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer"):
-            if getattr(self, name) is not None:
-                self._check_type(name, str)
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kv_cache_block_size"):
-            self._check_int(name, 1)
-        for name in ("gpu_memory_utilization", "cpu_memory_utilization"):
-            self._check_fraction(name)
-        for name in ("enable_prefix_caching", "enforce_eager", "deterministic", "skip_tokenizer_init"):
-            self._check_type(name, bool)
-        if self.overlap is not None:
-            self._check_type("overlap", bool)
-        self._check_choice("device", DEVICES)
-        self._check_choice("dtype", DTYPES)
-        self._check_choice("kv_cache_dtype", KV_CACHE_DTYPES)
-        self._check_choice("attention_backend", ATTENTION_BACKENDS)
-        self._check_choice("load_format", LOAD_FORMATS)
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            self._refuse("quantization", f"must be {' or '.join(['None', *map(repr, QUANTIZATIONS)])}")
-        self._check_int("seed", 0)
-        self._check_parallel()
-        self._check_sizes()
-
-    def _check_parallel(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            self._check_int(name, 1)
-        if self.distributed_executor_backend is not None:
-            self._check_choice("distributed_executor_backend", DISTRIBUTED_EXECUTOR_BACKENDS)
-        timeout = self.worker_timeout
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
-            self._refuse("worker_timeout", "must be a number of seconds above 0")
-
-    def _check_sizes(self) -> None:
+        check_options(self, ConfigError)
         if self.kv_cache_block_size % 16:
-            self._refuse("kv_cache_block_size", "must be a multiple of 16")
-        if self.num_kv_cache_blocks != -1:
-            self._check_int("num_kv_cache_blocks", 1)
-        if self.kv_cache_memory_bytes is not None:
-            self._check_int("kv_cache_memory_bytes", 1)
-        self._fit_step_limits()
-
-    def _fit_step_limits(self) -> None:
-        """A step must have room for one token of each running sequence: change a default that contradicts this."""
+            refuse("kv_cache_block_size", self.kv_cache_block_size, "must be a multiple of 16", ConfigError)
+        # A step must have room for one token of each running sequence: change a default that contradicts this.
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if isinstance(seqs, AdjustableInt):
             seqs = min(seqs, tokens)
         elif isinstance(tokens, AdjustableInt):
             tokens = max(tokens, seqs)
         elif tokens < seqs:
-            self._refuse(
-                "max_num_batched_tokens",
+            rule = (
                 f"must be at least max_num_seqs={seqs}, because a step computes one token of each running sequence; "
-                "raise max_num_batched_tokens or lower max_num_seqs",
+                "raise max_num_batched_tokens or lower max_num_seqs"
             )
+            refuse("max_num_batched_tokens", tokens, rule, ConfigError)
         object.__setattr__(self, "max_num_batched_tokens", int(tokens))
         object.__setattr__(self, "max_num_seqs", int(seqs))
-
-    def _refuse(self, name: str, rule: str) -> None:
-        raise ConfigError(f"{name}={getattr(self, name)!r}: {rule}")
-
-    def _check_type(self, name: str, kind: type) -> None:
-        if not isinstance(getattr(self, name), kind):
-            self._refuse(name, f"must be {kind.__name__}")
-
-    def _check_int(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            self._refuse(name, f"must be an integer of at least {low}")
-
-    def _check_fraction(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
-            self._refuse(name, "must be a number in (0, 1]")
-
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value in choices:
-            return
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        self._refuse(name, f"must be one of {', '.join(choices)}{hint}")
 
     def cache_layout(self, *, windows: tuple[int | None, ...], max_model_len: int) -> CacheLayout:
         """The sizes of the KV cache. `windows`: the attention window of each paged group, None for full attention."""

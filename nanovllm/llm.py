@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import RequestError
-from nanovllm.outputs import BeamSearchOutput, RequestOutput
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, as_list, one_each, read_prompt
 from nanovllm.utils.collector import collector_calmed
 
 if TYPE_CHECKING:
+    from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.engine.memory_plan import MemoryPlan
     from nanovllm.text.chat_template import Message
     from nanovllm.utils.progress import Progress
@@ -115,7 +116,7 @@ class LLM:
             **(chat_template_kwargs or {}),
         )
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: "BeamSearchParams") -> "list[BeamSearchOutput]":
         """The `beam_width` best continuations of each prompt, best first."""
         from nanovllm.engine.beam_search import beam_search
 

@@ -61,21 +61,3 @@ class RequestOutput:
         raise KeyError(
             f"{key!r}: the keys are 'text' and 'token_ids'; everything else is an attribute of RequestOutput"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSearchSequence:
-    """A finished beam. As in vLLM, `tokens` has the prompt and the completion."""
-
-    tokens: list[int]
-    text: str
-    cum_logprob: float
-    finish_reason: FinishReason
-    stop_reason: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSearchOutput:
-    """The beams of one prompt, best first."""
-
-    sequences: list[BeamSearchSequence]

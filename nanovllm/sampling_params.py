@@ -1,16 +1,17 @@
 """The sampling parameters of a request, under vLLM's names. They are checked on construction."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any
 
-from nanovllm.checks import check_bool, check_float, check_int, refuse, strings, token_ids
-from nanovllm.option import option
+from nanovllm.option import check_options, integer, number, of_type, option, refuse
 
 MAX_N = 128
 MAX_LOGPROBS = 100
 GREEDY_BELOW = 1e-5  # lower temperatures mean greedy sampling: logits / temperature could overflow
+FLAG = of_type(bool, "True or False")
+LISTS = {"stop": (), "bad_words": (), "stop_token_ids": (), "allowed_token_ids": None, "logit_bias": None}  # if unset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,104 +51,93 @@ class SamplingParams:
     `temperature=0` is greedy sampling; `max_tokens=None` means up to the model's maximum length.
     """
 
-    n: int = option(1, "Number of completions for one prompt.")
+    n: int = option(1, "Number of completions for one prompt.", integer(1, MAX_N))
     temperature: float = option(
-        1.0, "Randomness of sampling: logits are divided by it. 0 always takes the most likely token (greedy)."
+        1.0,
+        "Randomness of sampling: logits are divided by it. 0 always takes the most likely token (greedy).",
+        number(0, inf),
     )
     top_p: float = option(
-        1.0, "Sample only from the most likely tokens whose probabilities sum up to at least this; 1 allows all tokens."
+        1.0,
+        "Sample only from the most likely tokens whose probabilities sum up to at least this; 1 allows all tokens.",
+        number(0, 1, open_low=True),
     )
-    top_k: int = option(0, "Sample only from this many most likely tokens; 0 or -1 allows all tokens.")
+    top_k: int = option(0, "Sample only from this many most likely tokens; 0 or -1 allows all tokens.", integer(-1))
     min_p: float = option(
-        0.0, "Sample only from tokens with at least this fraction of the most likely token's probability; 0 allows all."
+        0.0,
+        "Sample only from tokens with at least this fraction of the most likely token's probability; 0 allows all.",
+        number(0, 1),
     )
     presence_penalty: float = option(
-        0.0, "Value from -2 to 2 that is subtracted from the logits of tokens that the output already contains."
+        0.0,
+        "Value from -2 to 2 that is subtracted from the logits of tokens that the output already contains.",
+        number(-2, 2),
     )
     frequency_penalty: float = option(
-        0.0, "Value from -2 to 2 that is subtracted from a token's logit once for each time the output contains it."
+        0.0,
+        "Value from -2 to 2 that is subtracted from a token's logit once for each time the output contains it.",
+        number(-2, 2),
     )
     repetition_penalty: float = option(
-        1.0, "Factor that makes tokens of the prompt and the output less likely if it is above 1; 1 changes nothing."
+        1.0,
+        "Factor that makes tokens of the prompt and the output less likely if it is above 1; 1 changes nothing.",
+        number(0, inf, open_low=True),
     )
     seed: int | None = option(
-        None, "Random seed of this request. Without it, the engine derives one from its own seed."
+        None,
+        "Random seed of this request. Without it, the engine derives one from its own seed.",
+        integer(-(2**63), 2**64 - 1),
     )
     stop: str | Sequence[str] | None = option(
         None, "Text that ends the output when it is generated. May be given several times."
     )
     stop_token_ids: Sequence[int] | None = option(None, "Token ids that end the output when they are generated.")
-    include_stop_str_in_output: bool = option(False, "Keep the stop string at the end of the output.")
-    ignore_eos: bool = option(False, "Continue after the model's end-of-sequence token.")
-    max_tokens: int | None = option(64, "Maximum number of tokens to generate. None means up to max_model_len.")
+    include_stop_str_in_output: bool = option(False, "Keep the stop string at the end of the output.", FLAG)
+    ignore_eos: bool = option(False, "Continue after the model's end-of-sequence token.", FLAG)
+    max_tokens: int | None = option(
+        64, "Maximum number of tokens to generate. None means up to max_model_len.", integer(1, also=(None,))
+    )
     min_tokens: int = option(
-        0, "Minimum number of tokens. Before it no stop token is generated and stop strings are ignored."
+        0,
+        "Minimum number of tokens. Before it no stop token is generated and stop strings are ignored.",
+        integer(0),
     )
     logprobs: int | None = option(
         None,
         "Number of most likely tokens to report with their log probabilities at each position, in addition to the "
         "sampled token; 0 reports the sampled token only, None reports nothing.",
+        integer(0, MAX_LOGPROBS),
     )
-    prompt_logprobs: int | None = option(None, "The same as logprobs, for the tokens of the prompt.")
+    prompt_logprobs: int | None = option(
+        None, "The same as logprobs, for the tokens of the prompt.", integer(0, MAX_LOGPROBS)
+    )
     logit_bias: Mapping[int, float] | None = option(
         None, "Values from -100 to 100 that are added to the logits of these token ids."
     )
     allowed_token_ids: Sequence[int] | None = option(None, "The only token ids that may be generated. None allows all.")
     bad_words: Sequence[str] | None = option(None, "Texts that must not be generated.")
     structured_outputs: StructuredOutputs | None = option(
-        None, "The form that the output must have. Tokens that would break it cannot be generated."
+        None,
+        "The form that the output must have. Tokens that would break it cannot be generated.",
+        of_type(StructuredOutputs, "a StructuredOutputs"),
     )
-    skip_special_tokens: bool = option(True, "Leave special tokens such as the end-of-sequence token out of the text.")
-    detokenize: bool = option(True, "Produce text. With False the output consists of token ids only.")
+    skip_special_tokens: bool = option(
+        True, "Leave special tokens such as the end-of-sequence token out of the text.", FLAG
+    )
+    detokenize: bool = option(True, "Produce text. With False the output consists of token ids only.", FLAG)
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_lists()
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            check_bool(name, getattr(self, name))
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
-            refuse("structured_outputs", self.structured_outputs, "must be a StructuredOutputs")
-        if self.stop and not self.detokenize:
-            refuse("stop", self.stop, "stop strings need detokenization: set detokenize=True or use stop_token_ids")
+        check_options(self)
+        for name, value in LISTS.items():
+            if (given := getattr(self, name)) is not None:
+                from nanovllm.value_lists import checked_list
 
-    def _check_numbers(self) -> None:
-        check_int("n", self.n, 1, MAX_N)
-        check_float("temperature", self.temperature, 0.0, math.inf)
-        check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_int("top_k", self.top_k, -1)
-        check_float("min_p", self.min_p, 0.0, 1.0)
-        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        if self.seed is not None:
-            check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1)
-        check_int("min_tokens", self.min_tokens, 0)
+                value = checked_list(name, given)
+            object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"must not exceed max_tokens={self.max_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-
-    def _check_lists(self) -> None:
-        """Check the list-like fields and convert them to tuples, so that nothing in the frozen object can change."""
-        for name in ("stop", "bad_words"):
-            object.__setattr__(self, name, strings(name, getattr(self, name)))
-        object.__setattr__(self, "stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
-        if self.allowed_token_ids is not None:
-            allowed = token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not allowed:
-                refuse("allowed_token_ids", allowed, "must name at least one token, or be None to allow all")
-            object.__setattr__(self, "allowed_token_ids", allowed)
-        bias = self.logit_bias
-        if bias is not None:
-            if not isinstance(bias, Mapping):
-                refuse("logit_bias", bias, "must map token ids to numbers in [-100, 100]")
-            for token, value in bias.items():
-                check_int("logit_bias token", token, 0)
-                check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
-            object.__setattr__(self, "logit_bias", dict(bias))
+        if self.stop and not self.detokenize:
+            refuse("stop", self.stop, "stop strings need detokenization: set detokenize=True or use stop_token_ids")
 
     @property
     def greedy(self) -> bool:
@@ -166,19 +156,3 @@ class SamplingParams:
     def _is_default(self, name: str, default: object) -> bool:
         value = getattr(self, name)
         return value == default or (default is None and value == ())
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeamSearchParams:
-    """Beam search: keep the `beam_width` best beams by cumulative logprob / length ** length_penalty."""
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    length_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
-        check_int("max_tokens", self.max_tokens, 1)
-        check_bool("ignore_eos", self.ignore_eos)
-        check_float("length_penalty", self.length_penalty, -math.inf, math.inf)

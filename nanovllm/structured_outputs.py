@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.checks import check_bool, refuse, strings
+from nanovllm.option import refuse
+from nanovllm.value_lists import strings
 
 MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH = 256 * 1024, 64
 MAX_REGEX_BYTES = 8 * 1024
@@ -14,7 +15,8 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 
 def checked(form: Mapping[str, Any]) -> dict[str, Any]:
     """Check the fields of a `StructuredOutputs`; returns those that are stored in another form."""
-    check_bool("json_object", form["json_object"])
+    if not isinstance(form["json_object"], bool):
+        refuse("json_object", form["json_object"], "must be True or False")
     kinds = [name for name, value in form.items() if value not in (None, False)]
     if len(kinds) != 1:
         found = f"{', '.join(kinds)} are" if kinds else "nothing is"

@@ -12,11 +12,11 @@ from nanovllm.config import (
     DEVICES,
     DTYPES,
     LOAD_FORMATS,
-    OPTION_ALIASES,
     Config,
     SchedulerConfig,
 )
 from nanovllm.errors import ConfigError, NanoError
+from nanovllm.option_names import OPTION_ALIASES
 from nanovllm.state import BlockGroup
 
 NAN, INF = math.nan, math.inf

@@ -28,11 +28,12 @@ cli -> bench.server_overhead -> server, bench
 """
 # Every module may import these; they import only each other.
 FOUNDATION = {
-    "checks",
+    "option_names",
     "config",
     "option",
     "state",
     "structured_outputs",
+    "value_lists",
     "layers.spec",
     "models.spec",
     "sampling_params",

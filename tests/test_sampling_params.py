@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.sampling_params import MAX_LOGPROBS, MAX_N, BeamSearchParams, SamplingParams, StructuredOutputs
+from nanovllm.engine.beam_search import BeamSearchParams
+from nanovllm.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams, StructuredOutputs
 
 NAN, INF = math.nan, math.inf
 

@@ -283,6 +283,6 @@ def _write_dequantized(path: Path, folder: Path, dtype: "torch.dtype") -> None:
 
 
 def _name(engine: dict[str, Any]) -> str:
-    from nanovllm.utils.hub import DEFAULT_MODEL
+    from nanovllm.utils.default_model import DEFAULT_MODEL
 
     return Path(engine.get("model", DEFAULT_MODEL)).name

@@ -69,7 +69,7 @@ def medians_of(rows: list[Row]) -> Row:
 
 
 def _model_name(model: str | None) -> str:
-    from nanovllm.utils.hub import DEFAULT_MODEL
+    from nanovllm.utils.default_model import DEFAULT_MODEL
 
     return DEFAULT_MODEL if model is None else Path(model).name
 

@@ -13,9 +13,9 @@ from typing import Any, get_args, get_type_hints
 
 from nanovllm.bench.arguments import json_object
 from nanovllm.cli.parser import Parser
-from nanovllm.config import OPTION_ALIASES, Config, replace_aliases
+from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.option import option_help
+from nanovllm.option_names import OPTION_ALIASES, replace_aliases
 from nanovllm.sampling_params import SamplingParams
 
 # The fields that matter for one printed answer. `seed` is an engine option, which is used for the request too.
@@ -92,7 +92,7 @@ def add_fields(
     hints = get_type_hints(cls)
     for field in fields(cls):
         if field.name in names:
-            shown = _help(option_help(field), defaults.get(field.name, field.default))
+            shown = _help(field.metadata["help"], defaults.get(field.name, field.default))
             spellings = {field.name: shown} | {
                 alias: argparse.SUPPRESS for alias in aliases if aliases[alias] == field.name
             }

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.bench.arguments import count, positive_finite, whole_number
 from nanovllm.bench.shapes import shape_folder, shape_names
 from nanovllm.cli.options import add_fields, engine_options
-from nanovllm.config import OPTION_ALIASES, Config
+from nanovllm.config import Config
 from nanovllm.errors import ConfigError
+from nanovllm.option_names import OPTION_ALIASES
 from nanovllm.simulate import POLICIES
 from nanovllm.simulate.step_time import H200, H200_MEMORY, H200_OVERHEAD
 from nanovllm.state import BlockGroup

@@ -5,14 +5,50 @@ share their common prefix through the prefix cache: only the last, partly filled
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from math import inf
+from typing import TYPE_CHECKING
 
 from nanovllm.errors import RequestError
-from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.option import check_options, integer, number, option
+from nanovllm.outputs import FinishReason, RequestOutput
+from nanovllm.sampling_params import FLAG, MAX_LOGPROBS, SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.text.tokenizer import Tokenizer
 
 Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Beam search: keep the `beam_width` best beams by cumulative logprob / length ** length_penalty."""
+
+    beam_width: int = option(MISSING, "Number of beams that are kept.", integer(1, MAX_LOGPROBS // 2))
+    max_tokens: int = option(MISSING, "Maximum number of tokens to generate.", integer(1))
+    ignore_eos: bool = option(False, "Continue after the model's end-of-sequence token.", FLAG)
+    length_penalty: float = option(1.0, "Exponent of the length by which scores are divided.", number(-inf, inf))
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A finished beam. As in vLLM, `tokens` has the prompt and the completion."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +67,7 @@ def beam_search(
     params: BeamSearchParams,
     *,
     generate: Generate,
-    tokenizer: Tokenizer | None,
+    tokenizer: "Tokenizer | None",
     max_model_len: int,
     eos_token_ids: frozenset[int],
 ) -> list[BeamSearchOutput]:
@@ -81,7 +117,7 @@ def _best(beams: list[Beam], params: BeamSearchParams) -> list[Beam]:
     return sorted(beams, key=lambda beam: beam.score(params.length_penalty), reverse=True)[: params.beam_width]
 
 
-def _finish(beam: Beam, tokenizer: Tokenizer | None, num_prompt_tokens: int) -> BeamSearchSequence:
+def _finish(beam: Beam, tokenizer: "Tokenizer | None", num_prompt_tokens: int) -> BeamSearchSequence:
     text = "" if tokenizer is None else tokenizer.decode(list(beam.token_ids[num_prompt_tokens:]))
     return BeamSearchSequence(
         tokens=list(beam.token_ids),

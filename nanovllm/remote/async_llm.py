@@ -23,7 +23,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import Message
 from nanovllm.text.prompts import Prompt, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.utils.hub import DEFAULT_MODEL, resolve_model
+from nanovllm.utils.default_model import DEFAULT_MODEL
+from nanovllm.utils.hub import resolve_model
 
 LONG_TEXT = 4096  # characters from which on a text is tokenized in a thread: it takes about a millisecond
 

@@ -30,7 +30,8 @@ from nanovllm.remote.routing import Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import build_app
 from nanovllm.server.settings import ServerSettings
-from nanovllm.utils.hub import DEFAULT_MODEL, resolve_model
+from nanovllm.utils.default_model import DEFAULT_MODEL
+from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.logging import get_logger
 
 try:

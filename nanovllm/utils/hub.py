@@ -1,84 +1,21 @@
-"""Finds a model on this machine or downloads it: a local path, the default model, or a Hugging Face hub id.
-
-Imports nothing heavy: the hub client and zip handling are imported only for a download.
-"""
+"""Finds a model: a folder on this machine, or what else a name can mean (`find_model.py`)."""
 
 import os
-import re
 from pathlib import Path
-
-from nanovllm.errors import CheckpointError, ModelNotFoundError
-
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-HUB_ID = r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>\S+))?"
-PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 
 def resolve_model(model: str | os.PathLike[str] | None) -> Path:
-    """Return the .gguf file or the checkpoint folder of a model, downloading it if necessary.
-
-    `None` means the default model. Otherwise an existing file or folder is used, then the default model's name is
-    recognized, then a hub id ("org/name" or "org/name@revision").
-    """
-    if model is None:
-        return _default_model()
-    name = os.fspath(model)
-    path = Path(name).expanduser()
-    if path.is_file():
-        return _checked_file(path)
-    if name and path.is_dir():  # Path("") is the current folder
-        return _checked_folder(path)
-    if name == DEFAULT_MODEL:
-        return _default_model()
-    if (match := re.fullmatch(HUB_ID, name)) and path.suffix != ".gguf":
-        from nanovllm.utils.snapshot import download_snapshot
-
-        return _checked_folder(download_snapshot(name, match["repo"], match["revision"]))
-    raise ModelNotFoundError(
-        f"model={name!r}: no file or folder at {path.absolute()}, and it is not a hub id of the form 'org/name'; "
-        "check the path, or leave the model out to use the default one"
-    )
-
-
-def _default_model() -> Path:
-    from nanovllm.utils.default_model import default_model_path
-
-    return default_model_path()
-
-
-def _checked_file(path: Path) -> Path:
-    if path.suffix == ".gguf":
-        return path
-    if path.suffix in PICKLE_SUFFIXES:
-        raise CheckpointError(f"model={str(path)!r}: {_pickle_refusal([path])}")
-    raise CheckpointError(
-        f"model={str(path)!r}: a single file must be a .gguf; for safetensors pass the folder with its config.json"
-    )
-
-
-def _checked_folder(folder: Path) -> Path:
-    """The folder itself if it contains safetensors, or only a config for dummy weights; else its one .gguf file."""
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    has_config = any(file.name == "config.json" for file in files)
-    if any(file.suffix == ".safetensors" for file in files):
-        if has_config:
-            return folder
-        raise CheckpointError(f"model={str(folder)!r}: the folder contains safetensors but no config.json; add it")
-
-    ggufs = [file for file in files if file.suffix == ".gguf"]
-    if len(ggufs) == 1:
-        return ggufs[0]
-    if ggufs:
-        names = ", ".join(file.name for file in ggufs)
-        raise CheckpointError(f"model={str(folder)!r}: {len(ggufs)} .gguf files; choose one of them: {names}")
-
-    if pickles := [file for file in files if file.suffix in PICKLE_SUFFIXES]:
-        raise CheckpointError(f"model={str(folder)!r}: {_pickle_refusal(pickles)}")
-    if has_config:
+    """The checkpoint folder or .gguf file of a model, which is downloaded if necessary. None: the default model."""
+    if model and _is_checkpoint(folder := Path(model).expanduser()):
         return folder
-    raise ModelNotFoundError(f"model={str(folder)!r}: the folder contains neither a config.json nor a .gguf file")
+    from nanovllm.utils.find_model import find_model
+
+    return find_model(model)
 
 
-def _pickle_refusal(files: list[Path]) -> str:
-    names = ", ".join(file.name for file in files[:3])
-    return f"only pickle weights ({names}), which can run code and are never loaded; convert them to safetensors"
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether this is a folder with a config and safetensors, or with a config only: enough for dummy weights."""
+    if not (folder / "config.json").is_file():
+        return False
+    suffixes = {file.suffix for file in folder.iterdir()}
+    return ".safetensors" in suffixes or suffixes == {".json"}

@@ -12,7 +12,6 @@ import pytest
 from nanovllm import __version__
 from nanovllm.cli.main import _parser, main
 from nanovllm.config import Config
-from nanovllm.option import option_help
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.settings import ServerSettings
 
@@ -44,7 +43,7 @@ def is_sentence(text: str) -> bool:
 
 @pytest.mark.parametrize("cls", [Config, SamplingParams, ServerSettings])
 def test_every_field_has_a_help_sentence(cls: type) -> None:
-    assert [field.name for field in fields(cls) if not is_sentence(option_help(field))] == []
+    assert [field.name for field in fields(cls) if not is_sentence(field.metadata["help"])] == []
 
 
 def test_every_argument_of_every_command_has_a_help_sentence() -> None:
@@ -67,7 +66,7 @@ def test_serve_help_shows_what_an_option_does_and_its_default(capsys: pytest.Cap
     for cls in (Config, ServerSettings):
         for field in fields(cls):
             default = "" if field.default in (None, ()) else f" Default: {field.default}."
-            assert (option_help(field) + default).replace(" ", "") in text
+            assert (field.metadata["help"] + default).replace(" ", "") in text
     expected = "Maximum number of tokens computed in one step, prompt and generated tokens together."
     assert expected.replace(" ", "") in text
 

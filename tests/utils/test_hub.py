@@ -322,6 +322,6 @@ class TestResolveHub:
 
 
 def test_import_loads_nothing_heavy() -> None:
-    script = "import sys, nanovllm.utils.hub\nprint(*sys.modules)"
+    script = "import sys, nanovllm.utils.hub, nanovllm.utils.find_model\nprint(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True).split()
     assert not {"torch", "huggingface_hub", "tqdm", "numpy", "zipfile", "subprocess", "tempfile"} & set(loaded)
