@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MODEL = "nothing"
 MAX_MODEL_LEN = 1 << 20
 WORD = " token"
-EXTRA_FRAMES = 3  # the role, the finish reason, and [DONE]
+EXTRA_FRAMES = 2  # the role and [DONE]
 PATH = "/v1/chat/completions"
 STAMP = re.compile(rb'"content":"(\d+)"')
 CPU = re.compile(rb"^process_cpu_seconds_total (\S+)$", re.MULTILINE)

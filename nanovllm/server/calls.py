@@ -32,6 +32,15 @@ class Call:
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
+    def usage_of_prompt(self) -> dict[str, Any]:
+        """The token counts before the first token of the completions."""
+        return {
+            **self.usage(),
+            "completion_tokens": 0,
+            "total_tokens": self.num_prompt_tokens,
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
     def log_line(self, status: int) -> str:
         now = time.monotonic()
         first = "" if self.first_token_at is None else f" ttft={self.first_token_at - self.started:.3f}s"

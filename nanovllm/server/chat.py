@@ -30,6 +30,8 @@ from nanovllm.server.structured import constraint
 if TYPE_CHECKING:
     from nanovllm.engine.deltas import Delta
 
+# As in vLLM, a message has every field of the API. Those that are not used are null.
+UNUSED_MESSAGE_FIELDS = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "reasoning": None}
 MARK = b"\0"  # placeholder for the text in a chunk template; JSON cannot contain it
 
 
@@ -115,6 +117,7 @@ class ChatResponder:
         self._prepared = prepared
         self._formatter = formatter
         self._head = {"id": f"chatcmpl-{call.internal_id}", "created": call.created, "model": model}
+        self._fingerprint = service.fingerprint
         self._choices = [_Choice(prepared.parser.new_copy()) for _ in range(prepared.params.n)]
         self._deltas = service.generate(
             call, [prepared.token_ids], prepared.params, priority=request.priority or 0, cache_salt=request.cache_salt
@@ -133,27 +136,27 @@ class ChatResponder:
                 choice.token_ids += delta.token_ids
                 choice.logprobs += self._logprobs(delta) or []
                 prompt_scores = delta.prompt_logprobs or prompt_scores
-        response = {
+        return {
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(number, choice) for number, choice in enumerate(self._choices)],
+            "service_tier": None,
+            "system_fingerprint": self._fingerprint,
             "usage": self._call.usage(),
+            "prompt_logprobs": None if prompt_scores is None else prompt_logprobs(prompt_scores),
+            "prompt_token_ids": self._prepared.token_ids if self._request.return_token_ids else None,
+            "kv_transfer_params": None,
         }
-        if self._request.prompt_logprobs is not None:
-            response["prompt_logprobs"] = prompt_logprobs(prompt_scores)
-        if self._request.return_token_ids:
-            response["prompt_token_ids"] = self._prepared.token_ids
-        return response
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        body = {
+        return {
             "index": index,
             "message": _message(choice),
             "logprobs": {"content": choice.logprobs, "refusal": None} if self._request.logprobs else None,
             "finish_reason": choice.reported_finish_reason,
             "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self._request.return_token_ids else None,
         }
-        return {**body, "token_ids": choice.token_ids} if self._request.return_token_ids else body
 
     def _read(self, delta: "Delta") -> list[Event]:
         choice = self._choices[delta.index]
@@ -168,22 +171,24 @@ class ChatResponder:
     # --- as a stream --------------------------------------------------------------------------------------------------
 
     async def stream(self) -> EventStream:
-        """Yield the response's chunks. The first chunk of each choice has the role, the last one the finish reason."""
+        """Yield the response's chunks. The first chunk of each choice has the role, the last one the finish reason.
+
+        The roles of all choices are sent before the first token.
+        """
         request = self._request
         writer = ChunkWriter(
             {**self._head, "object": "chat.completion.chunk"},
             include_usage=request.include_usage,
             running_usage=self._call.usage if request.continuous_usage else None,
+            fingerprint=self._fingerprint,
         )
         templates = [self._template(writer, index) for index in range(len(self._choices))]
-        started: set[int] = set()
+        started = False
         async with aclosing(self._deltas) as deltas:
             async for _, delta in deltas:
                 index = delta.index
-                frames = b""
-                if index not in started:
-                    frames = self._first_frame(writer, index, first_of_all=not started)
-                    started.add(index)
+                frames = b"" if started else self._role_frames(writer)
+                started = True
                 template = templates[index]
                 only_text = delta.finish_reason is None and delta.text and self._choices[index].parser.rest_is_content
                 if template is not None and only_text:
@@ -196,11 +201,17 @@ class ChatResponder:
             yield writer.usage(self._call.usage())
         yield DONE
 
-    def _first_frame(self, writer: ChunkWriter, index: int, *, first_of_all: bool) -> bytes:
+    def _role_frames(self, writer: ChunkWriter) -> bytes:
+        """The first chunk of each choice. The first of all has what the request wants to know about the prompt."""
         extra = b""
-        if first_of_all and self._request.return_token_ids:
+        if self._request.return_token_ids:
             extra = b',"prompt_token_ids":' + orjson.dumps(self._prepared.token_ids)
-        return writer.chunk(_chunk_choice(index, b'{"role":"assistant","content":""}'), extra)
+        frames = b""
+        for index in range(len(self._choices)):
+            choice = _chunk_choice(index, b'{"role":"assistant","content":""}')
+            frames += writer.chunk(choice, extra, usage=self._call.usage_of_prompt())
+            extra = b""
+        return frames
 
     def _template(self, writer: ChunkWriter, index: int) -> tuple[bytes, bytes] | None:
         """The bytes of a chunk before and after its text, for chunks that have only text. This is the fast path.
@@ -220,18 +231,19 @@ class ChatResponder:
         else:
             chunk_deltas = [_event_delta(event) for event in events]
         logprobs, token_ids = self._logprobs(delta), delta.token_ids if self._request.return_token_ids else None
-        if not chunk_deltas and (logprobs or token_ids):
-            chunk_deltas = [b'{"content":""}']
+        if not chunk_deltas and (logprobs or token_ids or delta.finish_reason is not None):
+            chunk_deltas = [b'{"content":""}' if logprobs or token_ids else b"{}"]
         for number, chunk_delta in enumerate(chunk_deltas):
             if number:  # logprobs and token ids belong to the first chunk only
                 logprobs = token_ids = None
-            yield writer.chunk(_chunk_choice(delta.index, chunk_delta, logprobs, token_ids))
-        if delta.finish_reason is not None:
-            yield writer.chunk(_last_choice(delta.index, choice))
+            if delta.finish_reason is not None and number == len(chunk_deltas) - 1:
+                yield writer.last_chunk(_chunk_choice(delta.index, chunk_delta, logprobs, token_ids, choice))
+            else:
+                yield writer.chunk(_chunk_choice(delta.index, chunk_delta, logprobs, token_ids))
 
 
 def _message(choice: _Choice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.text), **UNUSED_MESSAGE_FIELDS}
     if choice.parser.is_content_only:
         return message
     parsed = collect(choice.events)
@@ -263,15 +275,20 @@ def _call_delta(event: ToolCallStart | ToolCallArguments) -> dict[str, Any]:
 
 
 def _chunk_choice(
-    index: int, delta: bytes, logprobs: list[dict[str, Any]] | None = None, token_ids: list[int] | None = None
+    index: int,
+    delta: bytes,
+    logprobs: list[dict[str, Any]] | None = None,
+    token_ids: list[int] | None = None,
+    finished: _Choice | None = None,  # the choice, if this is its last chunk, which has the finish reason
 ) -> bytes:
-    if logprobs is None and token_ids is None:
+    if logprobs is None and token_ids is None and finished is None:
         return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, delta)
     scores = b"null" if logprobs is None else orjson.dumps({"content": logprobs, "refusal": None})
     ids = b"" if token_ids is None else b',"token_ids":' + orjson.dumps(token_ids)
-    return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (index, delta, scores, ids)
-
-
-def _last_choice(index: int, choice: _Choice) -> bytes:
-    reasons = orjson.dumps(choice.reported_finish_reason), orjson.dumps(choice.stop_reason)
-    return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (index, *reasons)
+    reason = b"null"
+    if finished is not None:
+        reason = b'%b,"stop_reason":%b' % (
+            orjson.dumps(finished.reported_finish_reason),
+            orjson.dumps(finished.stop_reason),
+        )
+    return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}' % (index, delta, scores, reason, ids)

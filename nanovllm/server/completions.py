@@ -113,11 +113,20 @@ class CompletionResponder:
             "created": call.created,
             "model": model,
         }
-        self._choices = [_Choice(CompletionLogprobs(self._formatter)) for _ in range(params.n * len(prompts))]
+        self._fingerprint = service.fingerprint
+        self._choices = [_Choice(self._logprobs(token_ids, params)) for token_ids in prompts for _ in range(params.n)]
         self._prompt_scores: dict[int, list[TokenScores | None]] = {}  # by the prompt's number
         self._started: set[int] = set()  # choices that have begun
         self._deltas = service.generate(
             call, prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
+        )
+
+    def _logprobs(self, prompt_token_ids: list[int], params: SamplingParams) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            self._formatter,
+            self._tokenizer,
+            prompt_token_ids=prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
         )
 
     # --- as one object ------------------------------------------------------------------------------------------------
@@ -133,22 +142,28 @@ class CompletionResponder:
                     choice.token_ids += update.token_ids
                     choice.scores += [update.logprobs] if update.logprobs is not None else []
         choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {
+            **self._head,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": self._fingerprint,
+            "usage": self._usage(),
+            "kv_transfer_params": None,
+        }
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        body: dict[str, Any] = {
+        number, wants_ids = index // self._n, self._request.return_token_ids
+        wants_scores = self._request.prompt_logprobs is not None
+        return {
             "index": index,
             "text": "".join(choice.text),
             "logprobs": concatenated(choice.scores) if choice.scores else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            "prompt_logprobs": prompt_logprobs(self._prompt_scores.get(number)) if wants_scores else None,
+            "prompt_token_ids": self._prompts[number] if wants_ids else None,
+            "token_ids": choice.token_ids if wants_ids else None,
         }
-        number = index // self._n
-        if self._request.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self._prompt_scores.get(number))
-        if self._request.return_token_ids:
-            body |= {"prompt_token_ids": self._prompts[number], "token_ids": choice.token_ids}
-        return body
 
     # --- as a stream --------------------------------------------------------------------------------------------------
 
@@ -159,6 +174,7 @@ class CompletionResponder:
             self._head,
             include_usage=request.include_usage,
             running_usage=self._usage if request.continuous_usage else None,
+            fingerprint=self._fingerprint,
         )
         async with aclosing(self._deltas) as deltas:
             async for number, delta in deltas:
@@ -172,19 +188,21 @@ class CompletionResponder:
     def _frames(self, writer: ChunkWriter, number: int, delta: "Delta") -> Iterator[bytes]:
         index = number * self._n + delta.index
         first = index not in self._started
-        for update in self._updates(number, index, delta):
+        updates = list(self._updates(number, index, delta)) or [_Update("", [], None)]
+        for update in updates:
             ids = b""
             if self._request.return_token_ids:
                 ids = b',"token_ids":' + orjson.dumps(update.token_ids)
                 ids += b',"prompt_token_ids":' + orjson.dumps(self._prompts[number]) if first else b""
                 first = False
-            if update.text or update.logprobs or ids:
-                parts = (index, orjson.dumps(update.text), orjson.dumps(update.logprobs), ids)
-                yield writer.chunk(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}' % parts)
-        if delta.finish_reason is not None:
-            choice = self._choices[index]
-            reasons = (index, orjson.dumps(choice.finish_reason), orjson.dumps(choice.stop_reason))
-            yield writer.chunk(b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}' % reasons)
+            parts = (index, orjson.dumps(update.text), orjson.dumps(update.logprobs))
+            if delta.finish_reason is not None and update is updates[-1]:
+                choice = self._choices[index]
+                reasons = (orjson.dumps(choice.finish_reason), orjson.dumps(choice.stop_reason), ids)
+                choice_format = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}'
+                yield writer.last_chunk(choice_format % (*parts, *reasons))
+            elif update.text or update.logprobs or ids:
+                yield writer.chunk(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}' % (*parts, ids))
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
@@ -200,8 +218,10 @@ class CompletionResponder:
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         if not _echoes_only(self._request):
-            wants_logprobs = self._request.logprobs is not None and delta.token_ids
-            logprobs = choice.logprobs.format(delta.logprobs or []) if wants_logprobs else None
+            logprobs = None
+            if self._request.logprobs is not None:
+                finished = delta.finish_reason is not None
+                logprobs = choice.logprobs.format(delta.text, delta.logprobs or [], finished=finished)
             yield _Update(delta.text, delta.token_ids, logprobs)
 
     def _echo(self, number: int, choice: _Choice) -> _Update:
@@ -211,8 +231,7 @@ class CompletionResponder:
             text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
         logprobs = None
         if self._request.logprobs is not None:
-            first_token = self._formatter.token(token_ids[0])
-            logprobs = choice.logprobs.format(self._prompt_scores.get(number, []), first_token)
+            logprobs = choice.logprobs.echo(text, self._prompt_scores[number])
         return _Update(text, [], logprobs)
 
     def _usage(self) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Logprobs in the formats of the chat and the completions API."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.server.text_offsets import TextOffsets, prompt_offsets
 from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -12,24 +14,34 @@ MIN_LOGPROB = -9999.0  # stands for -infinity, which JSON cannot express
 
 
 class TokenFormatter:
-    """Shows tokens as text, or as "token_id:123" if the client asked for ids or there is no tokenizer."""
+    """Shows tokens as text, or as "token_id:123" if the client asked for ids or there is no tokenizer.
+
+    A token that is only a part of a character has no text. As in the OpenAI API it is shown as "bytes:" and its bytes:
+    ASCII as it is, the others as \\x and two digits.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
-        self._tokenizer = tokenizer
         self._pieces = None if tokenizer is None else tokenizer.pieces(skip_special_tokens=False)
         self._as_ids = as_ids
 
-    def text(self, scores: "TokenScores", position: int) -> str:
-        """The token at `position` of the scores: 0 is the sampled token, the others are the most likely ones."""
-        if self._as_ids or not scores.tokens:
-            return f"token_id:{scores.token_ids[position]}"
-        return scores.tokens[position]
-
     def token(self, token_id: int) -> str:
-        """A token that has no scores."""
-        if self._as_ids or self._tokenizer is None:
+        if self._as_ids or self._pieces is None:
             return f"token_id:{token_id}"
-        return self._tokenizer.decode_token(token_id)
+        piece = self._pieces[token_id]
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + piece.decode("ascii", "backslashreplace")
+
+    def distinct(self, token_ids: Sequence[int]) -> dict[int, str]:
+        """The tokens by id, all different: a token that looks like an earlier one is shown as its id."""
+        shown: dict[int, str] = {}
+        taken: set[str] = set()
+        for token_id in dict.fromkeys(token_ids):
+            token = self.token(token_id)
+            shown[token_id] = f"token_id:{token_id}" if token in taken else token
+            taken.add(shown[token_id])
+        return shown
 
     def bytes(self, token_id: int) -> list[int] | None:
         """The token's bytes, which may be only a part of a character."""
@@ -41,7 +53,7 @@ def chat_logprobs(entries: "Sequence[TokenScores]", formatter: TokenFormatter, n
 
     def one(scores: "TokenScores", position: int) -> dict[str, Any]:
         return {
-            "token": formatter.text(scores, position),
+            "token": formatter.token(scores.token_ids[position]),
             "logprob": max(scores.logprobs[position], MIN_LOGPROB),
             "bytes": formatter.bytes(scores.token_ids[position]),
         }
@@ -52,39 +64,84 @@ def chat_logprobs(entries: "Sequence[TokenScores]", formatter: TokenFormatter, n
     ]
 
 
+@dataclass(slots=True)
+class _Entry:
+    """One token in the format of /v1/completions."""
+
+    offset: int
+    token: str
+    logprob: float | None
+    top: dict[str, float] | None
+
+
 class CompletionLogprobs:
     """The logprobs of one completion in the format of /v1/completions: four parallel lists.
 
-    Text offsets continue from one call of `format` to the next.
+    A token's offset is where its text starts in the text of the completion, after the prompt if that is echoed. Tokens
+    of one character have the same offset. Tokens whose text is held back, because it may belong to a stop string, are
+    held back too: if it does, their text is cut off and they are at the end of the text.
     """
 
-    def __init__(self, formatter: TokenFormatter) -> None:
+    def __init__(
+        self,
+        formatter: TokenFormatter,
+        tokenizer: Tokenizer | None,
+        *,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+    ) -> None:
         self._formatter = formatter
-        self._offset = 0
+        self._tokenizer = tokenizer
+        self._prompt_token_ids = prompt_token_ids
+        self._offsets = TextOffsets(
+            tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=skip_special_tokens
+        )
+        self._text_length = 0  # of what has been returned
+        self._held: list[_Entry] = []
 
-    def format(self, entries: "Sequence[TokenScores | None]", first_token: str = "") -> dict[str, Any]:
-        """The four lists for the next tokens. None stands for the first token of the prompt, which has no scores."""
-        tokens: list[str] = []
-        logprobs: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
+    def echo(self, text: str, entries: "Sequence[TokenScores | None]") -> dict[str, Any]:
+        """The four lists for the prompt, which begins the completion as `text`. Its first token has no scores."""
+        self._text_length = self._offsets.offset = len(text)
+        starts = prompt_offsets(self._tokenizer, text, self._prompt_token_ids)
+        tokens = zip(starts, self._prompt_token_ids, entries, strict=True)
+        return _lists([self._entry(offset, token_id, scores) for offset, token_id, scores in tokens])
+
+    def format(self, text: str, entries: "Sequence[TokenScores]", *, finished: bool) -> dict[str, Any] | None:
+        """The four lists for the next tokens and the text that came with them; None if all are held back."""
+        self._text_length += len(text)
+        length = self._text_length
         for scores in entries:
-            token = first_token if scores is None else self._formatter.text(scores, 0)
-            tokens.append(token)
-            logprobs.append(None if scores is None else max(scores.logprobs[0], MIN_LOGPROB))
-            tops.append(None if scores is None else self._top(scores))
-            offsets.append(self._offset)
-            self._offset += len(token)
-        return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
+            token_id = scores.token_ids[0]
+            self._held.append(self._entry(self._offsets.take(token_id), token_id, scores))
+        released = [entry for entry in self._held if finished or entry.offset <= length]
+        del self._held[: len(released)]
+        for entry in released:
+            entry.offset = min(entry.offset, length)
+        return _lists(released) if released else None
+
+    def _entry(self, offset: int, token_id: int, scores: "TokenScores | None") -> _Entry:
+        if scores is None:
+            return _Entry(offset, self._formatter.token(token_id), None, None)
+        return _Entry(offset, self._formatter.token(token_id), max(scores.logprobs[0], MIN_LOGPROB), self._top(scores))
 
     def _top(self, scores: "TokenScores") -> dict[str, float]:
         """The most likely tokens, and the sampled token, which may not be one of them."""
         order = [*range(1, len(scores.token_ids)), 0]
-        return {self._formatter.text(scores, i): max(scores.logprobs[i], MIN_LOGPROB) for i in order}
+        shown = self._formatter.distinct([scores.token_ids[i] for i in order])
+        return {shown[scores.token_ids[i]]: max(scores.logprobs[i], MIN_LOGPROB) for i in order}
+
+
+def _lists(entries: Sequence[_Entry]) -> dict[str, Any]:
+    return {
+        "text_offset": [entry.offset for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "tokens": [entry.token for entry in entries],
+        "top_logprobs": [entry.top for entry in entries],
+    }
 
 
 def concatenated(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Concatenate results of `CompletionLogprobs.format`."""
+    """Concatenate results of `CompletionLogprobs.echo` and `format`."""
     return {name: [item for part in parts for item in part[name]] for name in parts[0]}
 
 

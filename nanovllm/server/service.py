@@ -12,6 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.calls import Call
 from nanovllm.server.engine import Engine
 from nanovllm.server.errors import ApiError, unavailable
+from nanovllm.server.fingerprint import system_fingerprint
 from nanovllm.server.merge import merge
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.settings import ServerSettings
@@ -33,6 +34,7 @@ class Service:
         self.draining = asyncio.Event()
         self.num_open_prompts = 0  # prompts that the engine has and has not finished
         self._engine = engine
+        self._fingerprint: str | None = None  # made for the first request
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
@@ -58,6 +60,13 @@ class Service:
     @property
     def model_names(self) -> tuple[str, ...]:
         return self.settings.served_model_name or (self.engine.model_name,)
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of responses: it changes with the version, the model and the engine's options."""
+        if self._fingerprint is None:
+            self._fingerprint = system_fingerprint(self.engine)
+        return self._fingerprint
 
     def check_model(self, name: str | None) -> str:
         """Check the model that a request names, and return the name for the response."""

@@ -12,6 +12,7 @@ from nanovllm.engine.deltas import Delta, TokenScores
 from nanovllm.errors import EngineClosedError, EngineError, RequestError
 from nanovllm.remote.messages import EngineStats, EngineView, RequestView, StepView
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.tokenizer import Tokenizer
 
 TOKENIZER = Path(__file__).parent.parent / "data" / "tokenizer"
@@ -90,10 +91,10 @@ class FakeEngine:
         limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
         by_length = limit <= len(answer)
         answer = answer[:limit]
+        texts = self._texts(answer, token_ids, params)
         deltas = []
-        for position, token_id in enumerate(answer):
+        for position, (token_id, text) in enumerate(zip(answer, texts, strict=True)):
             for index in range(params.n):
-                text = "" if tokenizer is None else tokenizer.decode([token_id])
                 scores = None if params.logprobs is None else [self._scores(token_id, params.logprobs)]
                 delta = Delta(request_id, index, text, [token_id], scores, num_cached_tokens=self.cached)
                 if position == index == 0:
@@ -105,6 +106,21 @@ class FakeEngine:
         for delta in deltas[-params.n :]:
             delta.finish_reason = "length" if by_length else self.ends_with
         return deltas
+
+    def _texts(self, answer: list[int], prompt: list[int], params: SamplingParams) -> list[str]:
+        """The text that each token of the answer adds: only complete characters."""
+        if self.tokenizer is None:
+            return [""] * len(answer)
+        detokenizer = Detokenizer(
+            self.tokenizer, prompt_token_ids=prompt, skip_special_tokens=params.skip_special_tokens
+        )
+        texts = []
+        for position, token_id in enumerate(answer):
+            detokenizer.append([token_id])
+            if position == len(answer) - 1:
+                detokenizer.finish()
+            texts.append(detokenizer.take_new())
+        return texts
 
     def _scores(self, token_id: int, num_top: int) -> TokenScores:
         token_ids = [token_id, *range(20, 20 + num_top)]

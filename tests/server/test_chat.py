@@ -1,6 +1,7 @@
 """/v1/chat/completions: the format of responses and streams, and what is passed to the engine."""
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -23,13 +24,19 @@ def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+def message_of(content: str) -> dict[str, Any]:
+    """A message with content only: the other fields of the API are null, as in vLLM."""
+    unused = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+    return {"role": "assistant", "content": content, **unused}
+
+
 async def test_a_full_response(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     engine.says, engine.cached = "Good day to you.", 3
     response = await client.post(PATH, json={"model": "fake", "messages": HELLO})
     answer = response.json()
     assert response.status_code == 200
     (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "Good day to you.", "refusal": None}
+    assert choice["message"] == message_of("Good day to you.")
     assert (choice["finish_reason"], choice["index"], answer["object"]) == ("stop", 0, "chat.completion")
     prompt, params, _ = engine.seen[0]
     expected = engine.tokenizer.encode_chat(HELLO)
@@ -47,13 +54,42 @@ async def test_a_full_response(engine: FakeEngine, client: httpx.AsyncClient) ->
 async def test_a_stream_has_role_content_reason_usage_and_done(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     engine.says = "One, two, three."
     body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
-    first, *middle, last, usage = chunks_of(await client.post(PATH, json=body))
+    first, *rest, usage = chunks_of(await client.post(PATH, json=body))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in middle) == "One, two, three."
-    assert all(chunk["choices"][0]["finish_reason"] is None and chunk["usage"] is None for chunk in middle)
-    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "stop"
-    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == len(middle)
-    assert len({chunk["id"] for chunk in (first, *middle, last, usage)}) == 1
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in rest) == "One, two, three."
+    assert all(chunk["usage"] is None for chunk in rest) and rest[-1]["choices"][0]["delta"]["content"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in rest] == [None] * (len(rest) - 1) + ["stop"]
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == len(rest)
+    assert len({chunk["id"] for chunk in (first, *rest, usage)}) == 1
+
+
+async def test_the_last_chunk_has_the_reason_even_without_text(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+    engine.says = "One<|im_end|>"
+    for path, request in ((PATH, {"messages": HELLO}), ("/v1/completions", {"prompt": "Hello"})):
+        chunks = chunks_of(await client.post(path, json={**request, "stream": True}))
+        (choice,) = chunks[-1]["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+        assert not choice.get("text") and not choice.get("delta", {}).get("content")
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+
+
+async def test_the_fingerprint_ends_a_stream(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+    """As in vLLM, one chunk has it: the last one, with the finish reason or with the usage."""
+    for path, request in ((PATH, {"messages": HELLO}), ("/v1/completions", {"prompt": "Hello"})):
+        fingerprint = (await client.post(path, json=request)).json()["system_fingerprint"]
+        assert re.fullmatch(r"nanovllm-[\w.+-]+-[0-9a-f]{8}", fingerprint)
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            chunks = chunks_of(await client.post(path, json={**request, "stream": True, **options}))
+            assert [chunk.get("system_fingerprint") for chunk in chunks] == [None] * (len(chunks) - 1) + [fingerprint]
+
+
+async def test_the_fingerprint_changes_with_the_options() -> None:
+    found = set()
+    for max_model_len in (512, 256, 512):
+        async with open_client(FakeEngine(max_model_len=max_model_len)) as client:
+            answer = await client.post(PATH, json={"messages": HELLO})
+            found.add(answer.json()["system_fingerprint"])
+    assert len(found) == 2
 
 
 async def test_usage_is_sent_only_on_request(engine: FakeEngine, client: httpx.AsyncClient) -> None:
@@ -62,7 +98,19 @@ async def test_usage_is_sent_only_on_request(engine: FakeEngine, client: httpx.A
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = chunks_of(await client.post(PATH, json={"messages": HELLO, "stream": True, "stream_options": options}))
     told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert told == sorted(told) and told[0] == 1 and len(set(told)) > 2
+    assert told == sorted(told) and told[0] == 0 and len(set(told)) > 2
+    assert chunks[0]["usage"]["total_tokens"] == chunks[0]["usage"]["prompt_tokens"]
+
+
+async def test_roles_of_all_choices_come_before_the_first_token(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": HELLO, "n": 3, "stream": True, "stream_options": options}
+    chunks = chunks_of(await client.post(PATH, json=body))
+    first, rest = chunks[:3], chunks[3:-1]
+    assert [chunk["choices"][0]["index"] for chunk in first] == [0, 1, 2]
+    assert all(chunk["choices"][0]["delta"]["role"] == "assistant" for chunk in first)
+    assert [chunk["usage"]["completion_tokens"] for chunk in first] == [0, 0, 0]
+    assert all("role" not in chunk["choices"][0]["delta"] for chunk in rest)
 
 
 async def test_every_sampling_field_reaches_the_engine(engine: FakeEngine, client: httpx.AsyncClient) -> None:
@@ -194,7 +242,7 @@ async def test_reasoning_can_be_left_out(engine: FakeEngine, client: httpx.Async
     engine.says = "<think>\nHm.\n</think>\n\nYes."
     body = {"messages": HELLO, "include_reasoning": False}
     message = (await client.post(PATH, json=body)).json()["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
+    assert message == message_of("Yes.")
 
 
 async def test_a_forced_call_is_held_to_its_schema(engine: FakeEngine, client: httpx.AsyncClient) -> None:
