@@ -221,10 +221,11 @@ def run(args: argparse.Namespace) -> "Report":
     from nanovllm.bench.http_stream import parse_server
     from nanovllm.bench.plot import draw
     from nanovllm.bench.serve_metrics import ServeReport, measure
+    from nanovllm.utils.open_files import allow_many_open_files
 
     requests = choose_requests(args)
     server = parse_server(args.base_url, args.api_key)
-    _allow_many_connections()
+    allow_many_open_files()
     target, outcomes = asyncio.run(_load(args, server, requests))
     row = measure(outcomes, dict(args.goodput))
     if not row["completed"]:
@@ -344,14 +345,6 @@ async def _first_model(server: "Server", ready_timeout: float | None) -> str:
                 reason = str(error) or "no answer in time"
                 raise NanoError(f"the server at {server.authority} is not ready: {reason}") from None
         await asyncio.sleep(SECONDS_BETWEEN_POLLS)
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files: each concurrent request needs a socket."""
-    import resource
-
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

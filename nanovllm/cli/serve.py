@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
 
     from nanovllm.server.lifecycle import listen, serve, url_of
+    from nanovllm.utils.open_files import allow_many_open_files
 
+    allow_many_open_files()
     with listen(settings) as listener:
         _warn_if_open(settings)
         print(f"Listening on {url_of(listener, settings)}", flush=True)

@@ -90,6 +90,7 @@ def web_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # only the annotation wants an int
         timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,

@@ -47,7 +47,15 @@ logger = get_logger(__name__)
 
 MAX_OPEN_REQUESTS = 1 << 16  # HTTP requests per ingress; the server itself responds with 429 long before this
 # Options that Ray Serve's own config sets, with `http_options` and its timeouts.
-RAY_SERVE_OPTIONS = {"host", "port", "ssl_certfile", "ssl_keyfile", "h11_max_incomplete_event_size", "shutdown_timeout"}
+RAY_SERVE_OPTIONS = {
+    "host",
+    "port",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "h11_max_incomplete_event_size",
+    "keep_alive_timeout",
+    "shutdown_timeout",
+}
 REPLICA_LOST = (RayActorError, RayServeException, EngineClosedError)  # one replica, all replicas, or a replica's engine
 
 _encode = msgspec.msgpack.Encoder().encode

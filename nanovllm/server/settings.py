@@ -50,6 +50,10 @@ class ServerSettings:
     request_timeout: float = option(1800.0, "Seconds after which a request that is still running is aborted.")
     header_timeout: float = option(30.0, "Seconds that a client has to send a request's headers.")
     body_timeout: float = option(60.0, "Seconds that a client has to send a request's body.")
+    keep_alive_timeout: float = option(
+        620.0,
+        "Seconds that an idle connection stays open. Should exceed the time that clients keep it in their pools.",
+    )
     shutdown_timeout: float = option(60.0, "Seconds that open requests have to finish after SIGTERM.")
 
     def __post_init__(self) -> None:
@@ -57,7 +61,8 @@ class ServerSettings:
             self._check(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("max_queued_requests", "max_stop_strings", "max_logit_bias"):
             self._check(name, getattr(self, name) >= 0, "must be at least 0")
-        for name in ("request_timeout", "header_timeout", "body_timeout", "shutdown_timeout"):
+        timeouts = ("request_timeout", "header_timeout", "body_timeout", "keep_alive_timeout", "shutdown_timeout")
+        for name in timeouts:
             self._check(name, math.isfinite(getattr(self, name)) and getattr(self, name) > 0, "must be above 0")
         self._check("port", 0 <= self.port < 1 << 16, "must be a port, 0 to 65535")
         if "" in self.api_key:

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from nanovllm.server.app import build_app
+from nanovllm.server.connection import Connection
 from nanovllm.server.lifecycle import web_config
 from nanovllm.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
@@ -55,6 +56,10 @@ class LiveServer:
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._server.serve(sockets=[self._socket]))
+
+    @property
+    def connections(self) -> list[Connection]:
+        return list(self._server.server_state.connections)
 
     def do(self, action: Callable[[], Any]) -> Any:
         """Run an action in the server's event loop."""
