@@ -5,8 +5,9 @@ import base64
 import struct
 from typing import Any
 
+from nanovllm.errors import RequestError
 from nanovllm.server.calls import Call
-from nanovllm.server.errors import refuse
+from nanovllm.server.errors import ApiError, refuse
 from nanovllm.server.prompts import read_prompts
 from nanovllm.server.protocol import EmbeddingRequest, parse_request
 from nanovllm.server.service import Service
@@ -33,6 +34,7 @@ async def embed(service: Service, call: Call, body: dict[str, Any]) -> dict[str,
         field="input",
         add_special_tokens=request.add_special_tokens is not False,
         max_prompts=service.settings.max_prompts_per_request,
+        is_completed=False,
     )
     call.num_prompt_tokens = sum(map(len, prompts))
     vectors = await _embed_all(service, prompts, pooling)
@@ -45,10 +47,17 @@ async def embed(service: Service, call: Call, body: dict[str, Any]) -> dict[str,
 
 
 async def _embed_all(service: Service, prompts: list[list[int]], pooling: str) -> list[list[float]]:
+    async def embed_one(number: int, token_ids: list[int]) -> list[float]:
+        try:
+            return await service.engine.embed(token_ids, pooling)
+        except RequestError as error:  # such as: more tokens than fit into the KV cache
+            name = "input" if len(prompts) == 1 else f"input[{number}]"
+            raise ApiError(400, f"{name}: {error}", param="input") from error
+
     try:
         with service.admit(len(prompts)):
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(service.engine.embed(token_ids, pooling)) for token_ids in prompts]
+                tasks = [group.create_task(embed_one(number, token_ids)) for number, token_ids in enumerate(prompts)]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

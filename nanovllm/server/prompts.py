@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -14,6 +15,7 @@ Result = TypeVar("Result")
 MAX_CHARS_ON_EVENT_LOOP = 8_000  # tokenized within a few milliseconds; longer text is processed in a thread
 CHARS_AROUND_MESSAGE = 32  # an estimate of what a template adds to each message
 MAX_TEMPLATE_KWARGS = 64
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CHARS_PER_TOKEN = 256  # a text with more characters per token of the context length is refused without tokenizing
 
 
@@ -33,18 +35,35 @@ async def run_in_thread_if_long(size: int, work: Callable[[], Result]) -> Result
 
 
 async def read_prompts(
-    engine: Engine, prompts: Any, *, field: str, add_special_tokens: bool, max_prompts: int
+    engine: Engine,
+    prompts: Any,
+    *,
+    field: str,
+    add_special_tokens: bool,
+    max_prompts: int,
+    is_completed: bool = True,
 ) -> list[list[int]]:
-    """The token ids of one prompt or several, each a string or a list of token ids. `field` is for error messages."""
+    """The token ids of one prompt or several, each a string or a list of token ids.
+
+    `field` is for error messages. `is_completed`: a prompt must leave room for a completion.
+    """
     items = as_list(prompts, field)
     if len(items) > max_prompts:
         raise refuse(field, f"{len(items)} prompts; a request may have at most {max_prompts}")
     size = sum(len(item) for item in items if isinstance(item, str))
-    read = await run_in_thread_if_long(
-        size, lambda: [_read_prompt(engine, item, field, add_special_tokens) for item in items]
-    )
-    for token_ids in read:
-        _check_tokens(engine, token_ids, field)
+    names = [field] if len(items) == 1 else [f"{field}[{number}]" for number in range(len(items))]
+    limit = PromptLimit(engine.max_model_len, is_completed=is_completed)
+
+    def read_all() -> list[list[int]]:
+        return [
+            _read_prompt(engine, item, limit, name, add_special_tokens) for item, name in zip(items, names, strict=True)
+        ]
+
+    read = await run_in_thread_if_long(size, read_all)
+    for token_ids, name in zip(read, names, strict=True):
+        if not token_ids:
+            raise ApiError(400, f"{name}: must not be empty", param=field)
+        limit.check_tokens(len(token_ids), name)
     return read
 
 
@@ -60,37 +79,37 @@ def as_list(prompts: Any, field: str) -> list[Any]:
     return list(prompts)
 
 
-def _read_prompt(engine: Engine, prompt: Any, field: str, add_special_tokens: bool) -> list[int]:
+def _read_prompt(engine: Engine, prompt: Any, limit: "PromptLimit", field: str, add_special_tokens: bool) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    check_length(engine, len(prompt), field)
+    limit.check_chars(len(prompt), field)
     return require_tokenizer(engine).encode(prompt, add_special_tokens)
 
 
-def _check_tokens(engine: Engine, token_ids: list[int], field: str) -> None:
-    if not token_ids:
-        raise refuse(field, "must not be empty")
-    check_context(engine, len(token_ids), field)
+@dataclass(frozen=True)
+class PromptLimit:
+    """How long a prompt may be. `is_completed`: at least one token must be left for its completion."""
 
+    max_model_len: int
+    is_completed: bool = True
 
-def check_length(engine: Engine, num_chars: int, field: str) -> None:
-    """Refuse a text that cannot fit into the context length, before it is tokenized."""
-    if num_chars > engine.max_model_len * MAX_CHARS_PER_TOKEN:
-        raise _too_long(engine, f"{num_chars} characters", field)
+    def check_chars(self, num_chars: int, field: str) -> None:
+        """Refuse a text that cannot fit into the context length, before it is tokenized."""
+        if num_chars > self.max_model_len * MAX_CHARS_PER_TOKEN:
+            raise self.too_long(f"{num_chars} characters", field)
 
+    def check_tokens(self, num_tokens: int, field: str) -> None:
+        if num_tokens > self.max_model_len - self.is_completed:
+            raise self.too_long(f"{num_tokens} tokens", field)
 
-def check_context(engine: Engine, num_tokens: int, field: str) -> None:
-    if num_tokens >= engine.max_model_len:
-        raise _too_long(engine, f"{num_tokens} tokens", field)
-
-
-def _too_long(engine: Engine, size: str, field: str) -> ApiError:
-    return ApiError(
-        400,
-        f"{field}: {size} leave no room for a completion within the maximum length of {engine.max_model_len} tokens",
-        param=field,
-        code="context_length_exceeded",
-    )
+    def too_long(self, size: str, field: str) -> ApiError:
+        problem = "leave no room for a completion within" if self.is_completed else "are longer than"
+        return ApiError(
+            400,
+            f"{field}: {size} {problem} the maximum length of {self.max_model_len} tokens",
+            param=field.partition("[")[0],
+            code="context_length_exceeded",
+        )
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
@@ -108,11 +127,12 @@ async def render_chat(
 ) -> tuple[str, list[int]]:
     """Render a conversation with the chat template; return the text and its token ids."""
     tokenizer = require_tokenizer(engine)
+    limit = PromptLimit(engine.max_model_len)
     if len(messages) > engine.max_model_len:
-        raise _too_long(engine, f"{len(messages)} messages", "messages")
+        raise limit.too_long(f"{len(messages)} messages", "messages")
     plain = normalize_messages(messages)
     size = sum(len(message["content"]) for message in plain)
-    check_length(engine, size, "messages")
+    limit.check_chars(size, "messages")
     extra = template_kwargs or {}
     if len(extra) > MAX_TEMPLATE_KWARGS:
         raise refuse("chat_template_kwargs", f"{len(extra)} entries; at most {MAX_TEMPLATE_KWARGS} are accepted")
@@ -128,13 +148,13 @@ async def render_chat(
             continue_final_message=continue_final_message,
             **extra,
         )
-        check_length(engine, len(text), "messages")
+        limit.check_chars(len(text), "messages")
         return text, tokenizer.encode(text, add_special_tokens)
 
     text, token_ids = await run_in_thread_if_long(size + CHARS_AROUND_MESSAGE * len(plain), render)
     if not token_ids:
         raise refuse("messages", "the chat template rendered them to an empty prompt")
-    check_context(engine, len(token_ids), "messages")
+    limit.check_tokens(len(token_ids), "messages")
     return text, token_ids
 
 
@@ -148,8 +168,9 @@ def normalize_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
 def _normalize_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     """`where` is the message's position in the request, for error messages."""
     role = message.get("role")
-    if not isinstance(role, str):
-        raise refuse("messages", f"{where} has no role")
+    if role not in ROLES:
+        found = "has no role" if role is None else f"has the role {role!r}"
+        raise refuse("messages", f"{where} {found}; it must be one of {', '.join(ROLES)}")
     plain = {name: value for name, value in message.items() if value is not None and name != "refusal"}
     plain["role"] = "system" if role == "developer" else role
     plain["content"] = _normalize_content(message.get("content"), where)

@@ -175,7 +175,19 @@ def parse_request(request: dict[str, Any], kind: type[Kind]) -> Kind:
         rule = str(error).partition(" - at ")[0]
         found = FIELD_IN_ERROR.search(str(error))
         param = None if found is None else found[1]
+        if param == "logit_bias":
+            rule = _invalid_bias(request["logit_bias"]) or rule
         raise ApiError(400, f"{param}: {rule}" if param else rule, param=param) from None
+
+
+def _invalid_bias(bias: Any) -> str | None:
+    """What is wrong with the first invalid entry of `logit_bias`, whose key msgspec does not name."""
+    for key, value in bias.items() if isinstance(bias, dict) else ():
+        if not (key.isascii() and key.isdigit() and int(key) < 2**31):
+            return f"the key {key!r} is not a token id"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"the value of the key {key!r} is not a number"
+    return None
 
 
 def check_unsupported_fields(request: Mapping[str, Any], unsupported: NeutralValues) -> None:

@@ -131,8 +131,10 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
         case {"role": "assistant", "content": content}:
             message = _assistant(messages)
             message["content"] = "\n".join(filter(None, [message["content"], _text(content, where)]))
-        case {"role": str(role), "content": content}:
+        case {"role": "user" | "system" | "developer" as role, "content": content}:
             messages.append({"role": role, "content": _text(content, where)})
+        case {"role": role, "content": _}:
+            raise refuse("input", f"{where} has the role {role!r}; it must be user, assistant, system or developer")
         case _:
             raise refuse("input", f"{where}: an item of type {item.get('type')!r} is not supported, or lacks a field")
 

@@ -5,7 +5,7 @@ from typing import Any
 from nanovllm.server.calls import Call
 from nanovllm.server.errors import refuse
 from nanovllm.server.parsers import check_tools
-from nanovllm.server.prompts import check_length, render_chat, require_tokenizer, run_in_thread_if_long
+from nanovllm.server.prompts import PromptLimit, render_chat, require_tokenizer, run_in_thread_if_long
 from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest, parse_request
 from nanovllm.server.service import Service
 
@@ -33,7 +33,7 @@ async def tokenize(service: Service, call: Call, body: dict[str, Any]) -> dict[s
         )
     else:
         text = request.prompt or ""
-        check_length(engine, len(text), "prompt")
+        PromptLimit(engine.max_model_len).check_chars(len(text), "prompt")
         token_ids = await run_in_thread_if_long(
             len(text), lambda: tokenizer.encode(text, request.add_special_tokens is not False)
         )

@@ -284,6 +284,27 @@ async def test_formats_reach_the_engine(
     assert json.loads(found) == json.loads(expected) if kind == "json" else found == expected
 
 
+async def test_an_unknown_role_is_refused_with_the_known_ones(client: httpx.AsyncClient) -> None:
+    for message, found in (({"role": "robot"}, "has the role 'robot'"), ({}, "has no role")):
+        for path in (PATH, "/tokenize"):
+            body = {"messages": [*HELLO, {"content": "Hello", **message}]}
+            refused = (await client.post(path, json=body)).json()["error"]
+            roles = "it must be one of system, developer, user, assistant, tool"
+            assert refused["message"] == f"messages: messages[1] {found}; {roles}" and refused["param"] == "messages"
+    body = {"input": [{"role": "robot", "content": "Hello"}]}
+    refused = (await client.post("/v1/responses", json=body)).json()["error"]
+    assert refused["param"] == "input" and "'robot'" in refused["message"] and "developer" in refused["message"]
+
+
+async def test_an_invalid_bias_is_named(client: httpx.AsyncClient) -> None:
+    cases = {"foo": 1, "-1": 1, "1.5": 1, str(2**40): 1, "7": "x", "8": True, "": 0}
+    for key, value in cases.items():
+        response = await client.post(PATH, json={"messages": HELLO, "logit_bias": {"5": 1, key: value}})
+        refused = response.json()["error"]
+        assert response.status_code == 400 and refused["param"] == "logit_bias"
+        assert refused["message"].startswith("logit_bias: ") and repr(key) in refused["message"], refused
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -244,11 +244,10 @@ EXPLOITS = [
         lambda text: {"messages": [{"role": "user", "content": text}]},
         lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
         lambda text: {"messages": [{"role": "system", "content": text}, *HELLO["messages"]]},
-        lambda text: {"messages": [{"role": text, "content": "Hello"}]},
         lambda text: {**HELLO, "chat_template_kwargs": {"enable_thinking": text}},
         lambda text: {**HELLO, "tools": [{"type": "function", "function": {"name": "f", "description": text}}]},
     ],
-    ids=["content", "part", "system", "role", "template option", "tool"],
+    ids=["content", "part", "system", "template option", "tool"],
 )
 async def test_a_template_in_a_message_is_text(
     place: Callable[[str], dict[str, Any]], exploit: str, engine: FakeEngine, client: httpx.AsyncClient
@@ -261,6 +260,14 @@ async def test_a_template_in_a_message_is_text(
     first, second = (engine.tokenizer.decode(seen[0], skip_special_tokens=False) for seen in engine.seen)
     written = json.dumps(exploit)[1:-1] if "tools" in place(exploit) else exploit
     assert second == first.replace(harmless, written)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("exploit", EXPLOITS)
+async def test_a_template_as_a_role_is_refused(exploit: str, engine: FakeEngine, client: httpx.AsyncClient) -> None:
+    response = await client.post(CHAT, json={"messages": [{"role": exploit, "content": "Hello"}]})
+    assert response.status_code == 400 and repr(exploit) in response.json()["error"]["message"]
+    assert not engine.seen
 
 
 def test_the_tools_of_a_template_are_kept_from_messages() -> None:

@@ -279,5 +279,16 @@ async def test_embeddings(engine: FakeEngine, client: httpx.AsyncClient) -> None
     assert last["data"][0]["embedding"] == [0.8, 0.8, 2.0]
     for fields in ({"dimensions": 2}, {"encoding_format": "int8"}, {"pooling": "max"}, {"input": []}):
         assert (await client.post("/v1/embeddings", json={"input": "a", **fields})).status_code == 400, fields
-    engine.refuses = "pooling: no"
-    assert (await client.post("/v1/embeddings", json={"input": ["a", "b"]})).status_code == 400
+    engine.refuses = "the input has 600 tokens: at least 1 and at most 500 can be embedded"
+    refused = await client.post("/v1/embeddings", json={"input": ["a"]})
+    assert refused.status_code == 400 and refused.json()["error"]["message"] == f"input: {engine.refuses}"
+
+
+async def test_an_embedding_input_that_is_too_long_is_named(client: httpx.AsyncClient) -> None:
+    for given, named in (([5] * 513, "input"), ([[5], [5] * 513], "input[1]")):
+        refused = (await client.post("/v1/embeddings", json={"input": given})).json()["error"]
+        assert refused["message"] == f"{named}: 513 tokens are longer than the maximum length of 512 tokens"
+        assert (refused["param"], refused["code"]) == ("input", "context_length_exceeded")
+    assert (await client.post("/v1/embeddings", json={"input": [5] * 512})).status_code == 200
+    refused = (await client.post("/v1/embeddings", json={"input": ["a", ""]})).json()["error"]
+    assert (refused["message"], refused["param"]) == ("input[1]: must not be empty", "input")
