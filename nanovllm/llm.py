@@ -132,13 +132,9 @@ class LLM:
     def embed(self, token_ids: list[int], pooling: str = "last") -> list[float]:
         """The hidden state of the last token ("last") or the mean of all ("mean"), scaled to length 1; None while the
         KV cache has too few free blocks."""
-        name = self.llm_engine.add_embedding(token_ids, pooling)
-        try:
-            while (vector := self.llm_engine.take_embedding(name)) is None:
-                self.llm_engine.step_for(())
-        finally:
-            self.abort(name)  # what is left after an error or Ctrl-C
-        return vector
+        from nanovllm.engine.pooling import embed
+
+        return embed(self.llm_engine, token_ids, pooling)
 
     # --- answers as they grow -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.pooling import Embeddings
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import StructuredOutputs
 from tests.helpers import FAMILIES, TEXT_MODEL, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
@@ -80,14 +81,14 @@ def test_proposed_tokens_and_embeddings(overlap: bool, how: str) -> None:
     """Steps that verify proposals or pool run beside decode steps and change none of their tokens."""
     proposer = TwoTokens()
     with open_on_gpu("qwen3", overlap=overlap, enforce_eager=how == "eager", proposer=proposer) as llm:
-        engine = llm.llm_engine
+        embeddings = Embeddings(llm.llm_engine)
         for _ in range(2):  # the second round has proposals
-            name = engine.add_embedding(PROMPTS[0], "mean")
+            name = embeddings.add(PROMPTS[0], "mean")
             outputs = llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
             for prompt, output in zip(PROMPTS, outputs, strict=True):
                 assert_greedy("qwen3", prompt, output["token_ids"])
             proposer.texts = texts_of(outputs)
-            vector = torch.tensor(engine.take_embedding(name))
+            vector = torch.tensor(embeddings.take(name))
             torch.testing.assert_close(vector, expected_vector("qwen3", PROMPTS[0], "mean"), atol=1e-2, rtol=1e-2)
         scheduler_of(llm).check()
 

@@ -1,7 +1,6 @@
 """Requests, checked against the model and turned into sequences for the scheduler."""
 
 import random
-import threading
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.sequence import Sequence
@@ -11,32 +10,37 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import all_below
 
 if TYPE_CHECKING:
-    from nanovllm.structured.compiler import Compiler, Grammar
-    from nanovllm.text.tokenizer import Tokenizer
+    from nanovllm.engine.text_params import TextParams
+    from nanovllm.structured.compiler import Compiler
 
 
 class Intake:
     def __init__(
         self,
-        tokenizer: "Tokenizer | None",
         model_config: ModelSpec,
+        text_params: "TextParams | None",  # None without a tokenizer
         *,
         max_num_tokens: int,  # of a sequence, prompt and completion together
         num_cache_tokens: int,  # that the KV cache holds
         seed: int,  # of the generator of seeds for requests without one
     ) -> None:
-        self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
         self._eos = frozenset(model_config.eos_token_ids)
+        self._text_params = text_params
         self._max_num_tokens = max_num_tokens
         self._num_cache_tokens = num_cache_tokens
         self._random = random.Random(seed)
-        self._compiler: Compiler | None = None
-        self._compiler_lock = threading.Lock()
 
     def close(self) -> None:
-        if self._compiler is not None:
-            self._compiler.close()
+        if self._text_params is not None:
+            self._text_params.close()
+
+    @property
+    def compiler(self) -> "Compiler":
+        """The compiler of structured outputs."""
+        if self._text_params is None:
+            raise RequestError("structured_outputs need a tokenizer, and skip_tokenizer_init=True leaves none")
+        return self._text_params.compiler
 
     def check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
         named = {
@@ -49,13 +53,8 @@ class Intake:
             if ids and not all_below(self._vocab_size, ids):
                 bad = next(token for token in ids if not 0 <= token < self._vocab_size)
                 raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {self._vocab_size} tokens")
-        if self._tokenizer is None and (params.stop or params.bad_words):
+        if self._text_params is None and (params.stop or params.bad_words):
             raise RequestError("stop and bad_words are text, and skip_tokenizer_init=True leaves none: use token ids")
-
-    @property
-    def max_pooled_tokens(self) -> int:
-        """The longest text that can be embedded."""
-        return min(self._max_num_tokens, self._num_cache_tokens)
 
     def make_seqs(
         self,
@@ -68,7 +67,7 @@ class Intake:
         cache_salt: str | None,
     ) -> list[Sequence]:
         """Make `n` sequences. All but the first wait for it, so that they find its prompt in the prefix cache."""
-        grammar = self._grammar(params)
+        grammar = None if params.structured_outputs is None else self.compiler.compile(params.structured_outputs)
         eos = frozenset() if params.ignore_eos and grammar is None else self._eos  # a complete grammar ends even so
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         room = min(self._max_num_tokens, self._num_cache_tokens + 1)
@@ -85,37 +84,13 @@ class Intake:
                 priority=priority,
                 arrival=arrival,
                 cache_salt=cache_salt,
-                bad_words=self._bad_words(params),
+                bad_words=self._text_params.bad_words(params) if self._text_params and params.bad_words else (),
                 guide=None if grammar is None else grammar.guide(ignore_eos=params.ignore_eos),
             )
             for index in range(params.n)
         ]
         seqs[0].followers = seqs[1:]
         return seqs
-
-    def _grammar(self, params: SamplingParams) -> "Grammar | None":
-        return None if params.structured_outputs is None else self.compiler.compile(params.structured_outputs)
-
-    @property
-    def compiler(self) -> "Compiler":
-        """The compiler of structured outputs; made for the first request that has some, in any thread."""
-        with self._compiler_lock:
-            if self._compiler is None:
-                from nanovllm.structured.compiler import Compiler
-
-                if self._tokenizer is None:
-                    raise RequestError("structured_outputs need a tokenizer, and skip_tokenizer_init=True leaves none")
-                self._compiler = Compiler(self._tokenizer, vocab_size=self._vocab_size, eos_token_ids=self._eos)
-            return self._compiler
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as tokens, at the start of a text and after a space."""
-        if self._tokenizer is None:
-            return ()
-        spellings = [form for word in params.bad_words or () for form in (word, " " + word.lstrip())]
-        words = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in spellings)
-        # the tokenizer may have tokens that are not in the model's vocabulary
-        return tuple(dict.fromkeys(word for word in words if word and max(word) < self._vocab_size))
 
 
 def _signed64(value: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.engine.intake import Intake
-from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import ConfigError, EngineClosedError, EngineError, RequestError
@@ -21,6 +21,7 @@ from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
+    from nanovllm.engine.growing_text import GrowingText
     from nanovllm.engine.proposer import Proposer
     from nanovllm.structured.compiler import Compiler
     from nanovllm.text.tokenizer import Tokenizer
@@ -42,24 +43,27 @@ class LLMEngine:
             head_start(self.config, path)
         self.model_config = description.config
         self.max_model_len = min(self.config.max_model_len, self.model_config.max_position)
+        self.eos_token_ids = frozenset(self.model_config.eos_token_ids)
         self.tokenizer: Tokenizer | None = None
+        text_params = None
         if not self.config.skip_tokenizer_init:
             from nanovllm.engine.load_tokenizer import load_tokenizer
+            from nanovllm.engine.text_params import TextParams
 
             self.tokenizer = load_tokenizer(path, description, self.config.tokenizer)
+            text_params = TextParams(
+                self.tokenizer, vocab_size=self.model_config.vocab_size, eos_token_ids=self.eos_token_ids
+            )
         self._core: EngineCore = self._build_core(path, proposer)
         self._requests: dict[str, Request] = {}
         self._of_seq: dict[Sequence, Request] = {}
-        self._watched: dict[Sequence, Completion] = {}  # completions whose text is read after every step
+        self._watched: dict[Sequence, GrowingText] = {}  # texts that are read after every step
         self._undelivered: dict[str, RequestOutput] = {}  # outputs of other callers' requests, for their next step()
-        self._embeddings: dict[str, list[float]] = {}  # finished ones, until they are taken
-        self.eos_token_ids = frozenset(self.model_config.eos_token_ids)
-        sizes = self._core.scheduler.config
-        self._intake = Intake(
-            self.tokenizer,
+        self.intake = Intake(
             self.model_config,
+            text_params,
             max_num_tokens=self.max_model_len,
-            num_cache_tokens=sizes.max_cached_tokens,
+            num_cache_tokens=self.scheduler.config.max_cached_tokens,
             seed=self.config.seed,
         )
         self._num_added = 0
@@ -100,54 +104,39 @@ class LLMEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}: must be a SamplingParams")
-        request_id = self._new_id(request_id)
+        request_id, arrival = self.new_id(request_id)
         text, token_ids, salt = read_prompt(prompt, self.tokenizer)
-        self._intake.check_tokens(token_ids, params)
-        seqs = self._intake.make_seqs(
-            request_id, token_ids, params, arrival=self._num_added, priority=priority, cache_salt=salt
-        )
-        self._core.scheduler.add(seqs[0])
-        request = Request(request_id, text, seqs, params, self.tokenizer, stream=stream)
-        self._requests[request_id] = request
-        for completion in request.completions:
-            self._of_seq[completion.seq] = request
-            if stream or completion.detokenizer is not None:
-                self._watched[completion.seq] = completion
+        self.intake.check_tokens(token_ids, params)
+        seqs = self.intake.make_seqs(request_id, token_ids, params, arrival=arrival, priority=priority, cache_salt=salt)
+        self.queue(Request(request_id, text, seqs, params, self.tokenizer, stream=stream))
         return request_id
 
-    def add_embedding(
-        self, token_ids: list[int], pooling: str = "last", *, request_id: str | None = None, priority: int = 0
-    ) -> str:
-        """Queue a text to be embedded and return the request's id, with which `take_embedding` returns the vector.
-
-        The vector is the hidden state of the last token ("last") or the mean of all ("mean"), at unit length.
-        """
-        from nanovllm.engine.pooling import make_pooling_seq
-
-        self.check_open()
-        request_id = self._new_id(request_id)
-        seq = make_pooling_seq(self._intake, request_id, token_ids, pooling, arrival=self._num_added, priority=priority)
-        self._core.scheduler.add(seq)
-        self._requests[request_id] = self._of_seq[seq] = Request(
-            request_id, None, [seq], seq.params, None, stream=False
-        )
-        return request_id
-
-    def take_embedding(self, request_id: str) -> list[float] | None:
-        """Return a finished embedding, once; None while it is not finished."""
-        return self._embeddings.pop(request_id, None)
-
-    def _new_id(self, request_id: str | None) -> str:
+    def new_id(self, request_id: str | None) -> tuple[str, int]:
+        """The id of a new request, made if it is None, and how many requests came before it."""
+        arrival = self._num_added
         self._num_added += 1
-        request_id = request_id or str(self._num_added - 1)
+        request_id = request_id or str(arrival)
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r}: a request of this name is still running")
-        return request_id
+        return request_id, arrival
+
+    def queue(self, request: Request) -> None:
+        """Queue a request that was checked, or refuse one that could never run."""
+        scheduler = self._core.scheduler
+        scheduler.add(request.seqs[0])
+        self._requests[request.request_id] = request
+        for completion in request.completions:
+            self._of_seq[completion.seq] = request
+            if request.stream or request.params.stop:
+                from nanovllm.engine.growing_text import GrowingText
+
+                completion.growing = GrowingText(completion.seq, completion.tokenizer, finish=scheduler.finish)
+                self._watched[completion.seq] = completion.growing
 
     @property
     def compiler(self) -> "Compiler":
         """The compiler of structured outputs. `add_request` reuses what another thread has compiled with it."""
-        return self._intake.compiler
+        return self.intake.compiler
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests without an output. Unknown and finished ones are ignored."""
@@ -158,7 +147,6 @@ class LLMEngine:
                     self._core.scheduler.abort(seq)
                 self._forget(request)
             self._undelivered.pop(name, None)
-            self._embeddings.pop(name, None)
 
     def is_finished(self) -> bool:
         return not self._requests and not self._undelivered
@@ -245,30 +233,14 @@ class LLMEngine:
                 metrics.first_token_time = now
 
     def _changed(self, ended: list[Sequence]) -> list[Request]:
-        grown = self._read_watched()
+        grown = [seq for seq, text in self._watched.items() if text.read_new_tokens()]
         changed = list(dict.fromkeys([self._of_seq[seq] for seq in grown + ended]))
         now = time.monotonic()
         for request in changed:
             if request.finished:
                 request.metrics.finished_time = now
                 self._forget(request)
-                if request.seqs[0].pooling is not None:
-                    self._embeddings[request.request_id] = request.seqs[0].pooled
         return [request for request in changed if request.seqs[0].pooling is None]
-
-    def _read_watched(self) -> list[Sequence]:
-        """Update the texts and end sequences at their stop strings; returns the sequences that have new tokens."""
-        grown = []
-        for seq, completion in self._watched.items():
-            if seq.num_completion_tokens == completion.num_read:
-                continue
-            grown.append(seq)
-            stop = completion.read_new_tokens()
-            if stop is not None:
-                if not seq.finished:
-                    self._core.scheduler.finish(seq, "stop", stop)
-                completion.stop_at(stop)
-        return grown
 
     # --- open and close -----------------------------------------------------------------------------------------------
 
@@ -283,7 +255,7 @@ class LLMEngine:
         try:
             self._core.executor.close()
         finally:
-            self._intake.close()
+            self.intake.close()
             unfreeze_objects()
             del self._core
 
@@ -318,7 +290,6 @@ class LLMEngine:
         self._of_seq.clear()
         self._watched.clear()
         self._undelivered.clear()
-        self._embeddings.clear()
 
     def check_open(self) -> None:
         """Raise EngineClosedError if the engine was closed."""

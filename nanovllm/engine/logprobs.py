@@ -1,8 +1,23 @@
-"""The log probabilities of a position, in the form of a request's output."""
+"""The log probabilities of a request's tokens, in the form of its output."""
 
-from nanovllm.outputs import Logprob
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import CompletionOutput, Logprob
 from nanovllm.plan import TokenLogprobs
 from nanovllm.text.tokenizer import Tokenizer
+
+
+def add_logprobs(
+    output: CompletionOutput, seq: Sequence, tokenizer: Tokenizer | None, *, known: list[dict[int, Logprob]]
+) -> None:
+    """Add the logprobs of all tokens to a completion's output. `known`: those of its first tokens; it is extended."""
+    known += [to_logprobs(entry, tokenizer) for entry in seq.logprobs[len(known) :]]
+    output.logprobs = list(known)
+    output.cumulative_logprob = sum(entry.logprobs[0] for entry in seq.logprobs)
+
+
+def prompt_logprobs(seq: Sequence, tokenizer: Tokenizer | None) -> list[dict[int, Logprob] | None]:
+    """The logprobs of the prompt's tokens, None for the first, which nothing predicts."""
+    return [None, *(to_logprobs(entry, tokenizer) for entry in seq.prompt_logprobs)]
 
 
 def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

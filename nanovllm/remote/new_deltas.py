@@ -13,7 +13,8 @@ from nanovllm.text.tokenizer import Tokenizer
 def new_deltas(request: Request, eos_token_ids: frozenset[int]) -> list[Delta]:
     """What is new of each completion since the last call."""
     parts = request.completions
-    is_first = not parts[0].num_sent_tokens and not any([part.num_sent_tokens or part.end_sent for part in parts])
+    texts = [part.growing for part in parts if part.growing is not None]
+    is_first = not texts[0].num_sent_tokens and not any([text.num_sent_tokens or text.end_sent for text in texts])
     found = [delta for part in parts if (delta := _new_delta(part, eos_token_ids)) is not None]
     for delta in found:
         delta.num_cached_tokens = parts[0].seq.num_cached_tokens
@@ -23,19 +24,20 @@ def new_deltas(request: Request, eos_token_ids: frozenset[int]) -> list[Delta]:
 
 
 def _new_delta(completion: Completion, eos_token_ids: frozenset[int]) -> Delta | None:
-    seq, num_sent = completion.seq, completion.num_sent_tokens
-    if completion.end_sent or (not seq.finished and seq.num_completion_tokens == num_sent):
+    seq, growing = completion.seq, completion.growing
+    assert growing is not None, "the request is streamed"
+    num_sent = growing.num_sent_tokens
+    if growing.end_sent or (not seq.finished and seq.num_completion_tokens == num_sent):
         return None
-    completion.show_held_text()
     scores = None
     if seq.params.logprobs is not None:
         scores = [_scores(entry, completion.tokenizer) for entry in seq.logprobs[num_sent:]]
-    completion.num_sent_tokens = seq.num_completion_tokens
-    completion.end_sent = seq.finished
+    growing.num_sent_tokens = seq.num_completion_tokens
+    growing.end_sent = seq.finished
     return Delta(
         request_id=seq.request_id,
         index=seq.index,
-        text="" if completion.detokenizer is None else completion.detokenizer.take_new(),
+        text=growing.take_new(),
         token_ids=seq.token_ids[seq.num_prompt_tokens + num_sent :],
         logprobs=scores,
         finish_reason=seq.finish_reason,

@@ -13,6 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.pooling import Embeddings
 from nanovllm.errors import RequestError
 from nanovllm.remote.compile_pool import CompilePool
 from nanovllm.remote.messages import (
@@ -77,7 +78,8 @@ class Service:
         self._connection = connection
         self._open = True
         self._compile_pool = CompilePool(when_done=connection.wake)
-        self._embeddings: dict[str, int] = {}  # calls to answer, by request id
+        self._embeddings = Embeddings(engine)
+        self._embed_calls: dict[str, int] = {}  # calls to answer, by request id
         self._views: ViewRecorder | None = None  # while somebody watches
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
@@ -161,17 +163,17 @@ class Service:
     def _embed(self, command: Embed) -> None:
         name = f"embedding {command.call}"
         try:
-            self._engine.add_embedding(command.token_ids, command.pooling, request_id=name)
+            self._embeddings.add(command.token_ids, command.pooling, request_id=name)
         except RequestError as error:
             self._connection.send(Answer(command.call, refusal=str(error)))
         else:
-            self._embeddings[name] = command.call
+            self._embed_calls[name] = command.call
 
     def _answer_embeddings(self) -> None:
-        for name, call in list(self._embeddings.items()):
-            embedding = self._engine.take_embedding(name)
+        for name, call in list(self._embed_calls.items()):
+            embedding = self._embeddings.take(name)
             if embedding is not None:
-                del self._embeddings[name]
+                del self._embed_calls[name]
                 self._connection.send(Answer(call, embedding=embedding))
 
     def _stats(self) -> EngineStats:

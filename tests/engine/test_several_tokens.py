@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from nanovllm.engine.growing_text import GrowingText
 from nanovllm.engine.request import Completion
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -132,10 +133,15 @@ def test_a_grammar_follows_every_one_of_them() -> None:
 # --- stop strings -----------------------------------------------------------------------------------------------------
 
 
+def finish(seq: Sequence, reason: str, stop_reason: str | int | None) -> None:
+    seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, reason, stop_reason
+
+
 def text_completion(tokenizer: Tokenizer, text: str, **settings: object) -> Completion:
     """A completion that is given the whole of `text` in one step."""
     seq = Sequence("0", [5], SamplingParams(logprobs=0, **settings), max_num_tokens=100)
-    completion = Completion(seq, tokenizer, incremental=True)
+    completion = Completion(seq, tokenizer)
+    completion.growing = GrowingText(seq, tokenizer, finish=finish)
     seq.status = SequenceStatus.RUNNING
     seq.token_ids += tokenizer.encode(text, add_special_tokens=False)
     seq.logprobs = [TokenLogprobs((token,), (-1.0,), 1) for token in seq.completion_token_ids]
@@ -150,13 +156,11 @@ def test_a_stop_string_in_the_middle_cuts_tokens_and_logprobs(last: str | None) 
     seq = completion.seq
     num_given = seq.num_completion_tokens
     if last is not None:
-        seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, last, 7 if last == "stop" else None
-    stop = completion.read_new_tokens()
-    assert stop == "two"
-    completion.stop_at(stop)
-    seq.status = SequenceStatus.FINISHED
+        finish(seq, last, 7 if last == "stop" else None)
+    assert completion.growing is not None and completion.growing.read_new_tokens()
+    assert seq.finished
     output = completion.output(frozenset())
     assert output.text == "one " and (output.finish_reason, output.stop_reason) == ("stop", "two")
     assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs) < num_given
     assert tokenizer.decode(list(output.token_ids)).startswith("one two")
-    assert completion.num_read == len(output.token_ids), "nothing is left to be read"
+    assert not completion.growing.read_new_tokens(), "nothing is left to be read"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanovllm.engine.pooling import Embeddings
 from nanovllm.errors import RequestError
 from tests.helpers import assert_greedy, greedy_params, open_llm, prompt_of, reference, scheduler_of
 from tests.kernels.support import DEVICE
@@ -32,15 +33,13 @@ def test_embeddings_are_scheduled_like_completions(overlap: bool) -> None:
     family, texts = "qwen3", [prompt_of(length) for length in (40, 33, 7, 64)]
     options = {"overlap": overlap, "max_num_batched_tokens": 6, "num_kv_cache_blocks": 7, "max_num_seqs": 4}
     with open_llm(family, **options) as llm:
-        engine = llm.llm_engine
+        engine, embeddings = llm.llm_engine, Embeddings(llm.llm_engine)
         llm.generate(texts[0], greedy_params(4), use_tqdm=False)  # leaves the first text's blocks in the cache
         names = [engine.add_request(text, greedy_params(30)) for text in texts[:2]]
         pools = {
-            engine.add_embedding(text, pooling, priority=1): (text, pooling)
-            for text in texts
-            for pooling in ("last", "mean")
+            embeddings.add(text, pooling, priority=1): (text, pooling) for text in texts for pooling in ("last", "mean")
         }
-        engine.abort(engine.add_embedding(texts[0]))
+        engine.abort(embeddings.add(texts[0]))
         outputs = {}
         while not engine.is_finished():
             outputs |= {output.request_id: output for output in engine.step()}
@@ -48,8 +47,8 @@ def test_embeddings_are_scheduled_like_completions(overlap: bool) -> None:
         for name, text in zip(names, texts, strict=False):
             assert_greedy(family, text, outputs[name]["token_ids"])
         for name, (text, pooling) in pools.items():
-            vector = engine.take_embedding(name)
-            assert vector is not None and engine.take_embedding(name) is None
+            vector = embeddings.take(name)
+            assert vector is not None and embeddings.take(name) is None
             torch.testing.assert_close(
                 torch.tensor(vector), expected_vector(family, text, pooling), atol=1e-4, rtol=1e-4
             )
