@@ -13,7 +13,6 @@ UNEVEN = 6  # the longest sequence of an uneven batch has more than this many ti
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -43,14 +42,17 @@ class BatchGeometry:
     device_blocks: Mapping[int | None, Tensor]  # by window: [rows of the request table, max_blocks]
 
 
-@dataclass(frozen=True)
-class QKNorm:
-    """Weights of the norm that is applied to a layer's queries and keys before they are rotated."""
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """How one layer attends. With norms, queries and keys are normalized before they are rotated."""
 
-    q: Tensor  # [head_dim]
-    k: Tensor  # [head_dim]
-    both: Tensor  # [heads + kv_heads, head_dim]: both weights repeated for each head, so that one operation does both
-    eps: float
+    scale: float  # of the scores before the softmax
+    window: int | None = None  # positions a token attends to, itself included; None = all
+    rope: int = 0  # which of the backend's rotary tables
+    q_norm: Tensor | None = None  # [head_dim]
+    k_norm: Tensor | None = None
+    both_norms: Tensor | None = None  # [heads + kv_heads, head_dim]: repeated, so that one operation does both
+    norm_eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def forward(self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, step: Any, window: int | None) -> Tensor:
+    def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: Any) -> Tensor:
         """Normalize and rotate queries and keys, store keys and values in the cache, and attend.
 
         `qkv` is the output of the projection, [num_tokens, heads + 2 * kv_heads, head_dim], and may be overwritten.

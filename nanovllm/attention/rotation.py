@@ -1,13 +1,42 @@
-"""Norm and rotary embedding of queries and keys in plain torch.
+"""Rotary position embedding in the half-split form of Hugging Face checkpoints, and the norm of queries and keys.
 
 Queries, keys and values of a token are adjacent in one tensor. One operation rotates all of them: values by angle 0.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.backend import CacheShape, QKNorm
+from nanovllm.attention.backend import CacheShape
+from nanovllm.layers.spec import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:  # [head_dim / 2]
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    if rope.rope_type == "gguf_factors":
+        return frequencies / torch.tensor(rope.factors)
+    if rope.rope_type == "llama3":
+        return _llama3(frequencies, rope)
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / frequencies
+    turns = rope.original_max_position / wavelength
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def rotary_table(rope: RopeSpec, *, head_dim: int, max_position: int, device: torch.device) -> Tensor:
+    """Cosines, then sines, of every position: [max_position, head_dim] float32."""
+    angles = torch.outer(torch.arange(max_position).float(), inverse_frequencies(rope, head_dim))
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
 
 
 class Rotation:
@@ -38,7 +67,8 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:  # [num_tokens,
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
-def norm_heads(qkv: Tensor, norm: QKNorm) -> Tensor:  # [num_tokens, heads of q, k, v, head_dim]
-    num_normed = norm.both.shape[0]
-    normed = F.rms_norm(qkv[:, :num_normed], (qkv.shape[-1],), None, norm.eps) * norm.both
+def norm_heads(qkv: Tensor, weights: Tensor, eps: float) -> Tensor:  # [num_tokens, heads of q, k, v, head_dim]
+    """`weights`: [heads of q and k, head_dim]; values are kept as they are."""
+    num_normed = weights.shape[0]
+    normed = F.rms_norm(qkv[:, :num_normed], (qkv.shape[-1],), None, eps) * weights
     return torch.cat([normed, qkv[:, num_normed:]], dim=1)

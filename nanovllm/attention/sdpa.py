@@ -8,7 +8,7 @@ With a window, only blocks that the window touches are gathered: earlier ones ma
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm
+from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
 from nanovllm.attention.rotation import Rotation, norm_heads, rotate
 
 NEVER = float("-inf")
@@ -51,22 +51,27 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
+class WindowStep:
+    """A step in the layers of one window."""
+
+    slots: Tensor  # [num_tokens * 2 * kv_heads] rows of the cache as [k|v * block * kv_head * position, head_dim]
+    decodes: list[DecodeGroup]
+    chunks: list[PrefillChunk]
+
+
+@dataclass(frozen=True)
 class SdpaStep:
-    cos_sin: tuple[Tensor, Tensor]  # cosines and sines of each token's position
+    cos_sin: list[tuple[Tensor, Tensor]]  # by rotary table: cosines and sines of each token's position
     num_decodes: int
-    # by window
-    # [num_tokens * 2 * kv_heads] rows of the cache as [k|v * block * kv_head * position, head_dim]
-    slots: dict[int | None, Tensor]
-    decodes: dict[int | None, list[DecodeGroup]]
-    chunks: dict[int | None, list[PrefillChunk]]
+    windows: dict[int | None, WindowStep]
 
 
 class SdpaBackend:
     plans_on_device = False
 
-    def __init__(self, shape: CacheShape, rotary_table: Tensor) -> None:
+    def __init__(self, shape: CacheShape, rotary_tables: Sequence[Tensor]) -> None:  # [max_position, head_dim] each
         self.shape = shape
-        self._rotation = Rotation(shape, rotary_table)
+        self._rotations = [Rotation(shape, table) for table in rotary_tables]
         self.block_size = shape.block_size
         self._windows = set(shape.windows)
         self._heads = np.arange(shape.num_kv_heads)
@@ -85,13 +90,14 @@ class SdpaBackend:
     # --- once per step ------------------------------------------------------------------------------------------------
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> SdpaStep:
-        num_decodes = geometry.num_decodes
+        positions = self._tensor(geometry.positions)
         return SdpaStep(
-            cos_sin=self._rotation.gather(self._tensor(geometry.positions)),
-            num_decodes=num_decodes,
-            slots={w: self._slots(geometry, w) for w in self._windows},
-            decodes={w: self._decode_groups(geometry, w) if num_decodes else [] for w in self._windows},
-            chunks={w: self._chunks(geometry, w) for w in self._windows},
+            cos_sin=[rotation.gather(positions) for rotation in self._rotations],
+            num_decodes=geometry.num_decodes,
+            windows={
+                w: WindowStep(self._slots(geometry, w), self._decode_groups(geometry, w), self._chunks(geometry, w))
+                for w in self._windows
+            },
         )
 
     def decode_step(
@@ -107,6 +113,8 @@ class SdpaBackend:
         return self._tensor(np.concatenate([keys, keys + self._num_pages[window] * size], axis=1).reshape(-1))
 
     def _decode_groups(self, geometry: BatchGeometry, window: int | None) -> list[DecodeGroup]:
+        if not geometry.num_decodes:
+            return []
         kv_len = geometry.starts[: geometry.num_decodes] + 1
         first = np.maximum(kv_len - window, 0) if window else np.zeros_like(kv_len)
         first_block = first // self.shape.block_size
@@ -130,10 +138,7 @@ class SdpaBackend:
         columns = first_block[rows, None] + np.arange(num_blocks)
         columns = np.minimum(columns, (kv_len[rows, None] - 1) // size)  # padding repeats the sequence's last block
         offset = first_block[rows] * size
-        begin, end = (
-            first[rows] - offset,
-            kv_len[rows] - offset,
-        )  # positions that are read, counted from the gathered ones
+        begin, end = first[rows] - offset, kv_len[rows] - offset  # what is read, counted from the gathered ones
         max_len = int(end.max())
         everything = not begin.any() and bool((end == max_len).all())
         positions = np.arange(max_len)
@@ -183,23 +188,23 @@ class SdpaBackend:
 
     # --- once per layer -----------------------------------------------------------------------------------------------
 
-    def forward(
-        self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, step: SdpaStep, window: int | None
-    ) -> Tensor:
-        s, kv = self.shape, cache.kv
-        qkv = rotate(qkv if norm is None else norm_heads(qkv, norm), step.cos_sin)
+    def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: SdpaStep) -> Tensor:
+        s, kv, scale = self.shape, cache.kv, layer.scale
+        if layer.both_norms is not None:
+            qkv = norm_heads(qkv, layer.both_norms, layer.norm_eps)
+        qkv = rotate(qkv, step.cos_sin[layer.rope])
+        here = step.windows[layer.window]
         new = qkv[:, s.num_heads :].reshape(-1, s.head_dim)  # of each token the keys, then the values
-        kv.view(-1, s.head_dim).index_copy_(0, step.slots[window], new.to(s.cache_dtype))
-        groups, chunks = step.decodes[window], step.chunks[window]
-        if len(groups) == 1 and not chunks:
-            return self._decode(qkv, kv, groups[0])
+        kv.view(-1, s.head_dim).index_copy_(0, here.slots, new.to(s.cache_dtype))
+        if len(here.decodes) == 1 and not here.chunks:
+            return self._decode(qkv, kv, here.decodes[0], scale)
         out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
-        for group in groups:
+        for group in here.decodes:
             rows = slice(0, step.num_decodes) if group.rows is None else group.rows
-            out[rows] = self._decode(qkv[rows], kv, group)
-        for chunk in chunks:
+            out[rows] = self._decode(qkv[rows], kv, group, scale)
+        for chunk in here.chunks:
             rows = slice(chunk.first, chunk.first + chunk.num_new)
-            out[rows] = self._prefill(qkv[rows], kv, chunk)
+            out[rows] = self._prefill(qkv[rows], kv, chunk, scale)
         return out
 
     def _gather(self, kv: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
@@ -209,14 +214,14 @@ class SdpaBackend:
             return pages.keys, pages.values
         return pages.keys.to(self.shape.dtype), pages.values.to(self.shape.dtype)
 
-    def _decode(self, qkv: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
+    def _decode(self, qkv: Tensor, kv: Tensor, group: DecodeGroup, scale: float) -> Tensor:
         s = self.shape
         keys, values = self._gather(kv, group.pages)
         queries = qkv[:, : s.num_heads].view(-1, s.num_kv_heads, s.num_heads // s.num_kv_heads, s.head_dim)
-        out = attend(queries, keys, values, group.mask)
+        out = attend(queries, keys, values, group.mask, scale)
         return out.reshape(out.shape[0], -1)  # from [seqs, kv_heads, heads of a kv_head, head_dim]
 
-    def _prefill(self, qkv: Tensor, kv: Tensor, chunk: PrefillChunk) -> Tensor:
+    def _prefill(self, qkv: Tensor, kv: Tensor, chunk: PrefillChunk, scale: float) -> Tensor:
         s = self.shape
         heads = qkv.transpose(0, 1).unsqueeze(0)  # [1, heads of q, k, v, num_new, head_dim]
         queries, keys, values = heads.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
@@ -231,16 +236,18 @@ class SdpaBackend:
             values,
             attn_mask=chunk.mask,
             is_causal=chunk.mask is None,
+            scale=scale,
             enable_gqa=self._shares_heads,
         )  # [1, heads, num_new, head_dim]
         return out[0].transpose(0, 1).reshape(chunk.num_new, -1)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """On a CPU, call the kernel directly: for a few rows, torch's choice of a kernel takes a large part of the time."""
     if queries.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, attn_mask=mask)[0]
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(queries, keys, values, attn_mask=mask, scale=scale)[0]
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
 
 
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,17 +1,54 @@
 """Chooses the attention backend for a model and a device."""
 
-from torch import Tensor
+from collections.abc import Sequence
+
+import torch
 
 from nanovllm.attention.backend import AttentionBackend, CacheShape
+from nanovllm.attention.rotation import rotary_table
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.device import dependent_launch, usable
+from nanovllm.layers.spec import AttentionSpec, RopeSpec
 
 MAX_GROUP = 16  # query heads per KV head that our kernels support
+# Shape of the backend in a model, or a pipeline stage, without attention layers; it is never called
+NO_ATTENTION = AttentionSpec(hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, rope=RopeSpec(theta=10000.0))
 
 
-def make_backend(config: Config, shape: CacheShape, rotary_table: Tensor) -> AttentionBackend:
+def ropes_of(layers: Sequence[AttentionSpec]) -> tuple[RopeSpec, ...]:
+    """The different ones, in the order of the backend's rotary tables."""
+    return tuple(dict.fromkeys(layer.rope for layer in layers))
+
+
+def make_backend(
+    config: Config,
+    layers: Sequence[AttentionSpec],  # the attention layers of this rank, with the heads that it computes
+    *,
+    max_position: int,
+    dtype: torch.dtype,  # of activations
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionBackend:
+    first = layers[0] if layers else NO_ATTENTION
+    sizes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    if len(sizes) > 1:
+        raise ConfigError(f"attention layers of different (heads, KV heads, head_dim) are not implemented: {sizes}")
+    shape = CacheShape(
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        block_size=config.kv_cache_block_size,
+        windows=tuple(layer.window for layer in layers),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        device=device,
+    )
+    tables = [
+        rotary_table(rope, head_dim=first.head_dim, max_position=max_position, device=device)
+        for rope in ropes_of(layers)
+    ]
     name = config.attention_backend
     obstacle = _obstacle(shape)
     if name == "auto":
@@ -25,12 +62,12 @@ def make_backend(config: Config, shape: CacheShape, rotary_table: Tensor) -> Att
                     f"{option}={getattr(config, option)!r}: only the triton backend can do this, and "
                     f"{obstacle or 'another was chosen'}"
                 )
-        return SdpaBackend(shape, rotary_table)
+        return SdpaBackend(shape, tables)
     from nanovllm.attention.triton import TritonBackend
 
     return TritonBackend(
         shape,
-        rotary_table,
+        tables,
         max_num_seqs=config.max_num_seqs,
         deterministic=config.deterministic,
         pdl=dependent_launch(),

@@ -11,14 +11,14 @@ With a window, kernels start at the tile that holds the first position of the wi
 their entries in the block tables may be stale but are always valid block numbers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerCache, QKNorm, uneven
+from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache, uneven
 from nanovllm.kernels.attention.decode import paged_decode
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, decode_config, plan_decode
 from nanovllm.kernels.attention.decode_tables import decode_tables
@@ -66,7 +66,7 @@ class TritonBackend:
     def __init__(
         self,
         shape: CacheShape,
-        rotary_table: Tensor,
+        rotary_tables: Sequence[Tensor],  # [max_position, head_dim] each
         *,
         max_num_seqs: int,
         deterministic: bool = False,
@@ -74,7 +74,7 @@ class TritonBackend:
     ) -> None:
         self.shape = shape
         self.block_size = shape.block_size
-        self._rotary_table = rotary_table
+        self._rotary_tables = rotary_tables
         self._deterministic = deterministic
         self._pdl = pdl
         group = shape.num_heads // shape.num_kv_heads
@@ -193,21 +193,19 @@ class TritonBackend:
 
     # --- once per layer -----------------------------------------------------------------------------------------------
 
-    def forward(
-        self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, step: TritonStep, window: int | None
-    ) -> Tensor:
+    def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep) -> Tensor:
         s = self.shape
         out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
-        if step.tables is not None and window is None:
-            self._decode_small_batch(qkv, norm, cache, step.positions, step.tables, out)
+        if step.tables is not None and layer.window is None:
+            self._decode_small_batch(qkv, layer, cache, step.positions, step.tables, out)
         elif step.num_decodes:
-            self._decode(qkv[: step.num_decodes], norm, cache, step, window, out[: step.num_decodes])
+            self._decode(qkv[: step.num_decodes], layer, cache, step, out[: step.num_decodes])
         if step.chunks is not None:
-            self._prefill(qkv, norm, cache, step, step.chunks, window, out)
+            self._prefill(qkv, layer, cache, step, step.chunks, out)
         return out
 
     def _decode_small_batch(
-        self, qkv: Tensor, norm: QKNorm | None, cache: LayerCache, positions: Tensor, tables: Tensor, out: Tensor
+        self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, positions: Tensor, tables: Tensor, out: Tensor
     ) -> None:
         small_batch_decode(
             qkv,
@@ -215,24 +213,18 @@ class TritonBackend:
             positions=positions,
             tables=tables,
             workspace=self._workspace,
-            q_norm=None if norm is None else norm.q,
-            k_norm=None if norm is None else norm.k,
-            eps=0.0 if norm is None else norm.eps,
-            cos_sin=self._rotary_table,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=layer.norm_eps,
+            cos_sin=self._rotary_tables[layer.rope],
+            scale=layer.scale,
             out=out,
             splits=small_batch_splits(len(tables) * self.shape.num_kv_heads),
             pdl=self._pdl,
         )
 
-    def _decode(
-        self,
-        qkv: Tensor,
-        norm: QKNorm | None,
-        cache: LayerCache,
-        step: TritonStep,
-        window: int | None,
-        out: Tensor,
-    ) -> None:
+    def _decode(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep, out: Tensor) -> None:
+        window = layer.window
         n = step.num_decodes
         config = self._decode_config(n, stream_k=step.stream_k)
         prefix = step.planned.get(window)
@@ -248,25 +240,19 @@ class TritonBackend:
             blocks=step.blocks[window],
             prefix=prefix,
             workspace=self._workspace,
-            q_norm=None if norm is None else norm.q,
-            k_norm=None if norm is None else norm.k,
-            eps=0.0 if norm is None else norm.eps,
-            cos_sin=self._rotary_table,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=layer.norm_eps,
+            cos_sin=self._rotary_tables[layer.rope],
             window=window,
+            scale=layer.scale,
             out=out,
             config=config,
             pdl=self._pdl and self._starts_early(n),
         )
 
     def _prefill(
-        self,
-        qkv: Tensor,
-        norm: QKNorm | None,
-        cache: LayerCache,
-        step: TritonStep,
-        chunks: Chunks,
-        window: int | None,
-        out: Tensor,
+        self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep, chunks: Chunks, out: Tensor
     ) -> None:
         s, first = self.shape, step.num_decodes
         rope_store(
@@ -275,10 +261,10 @@ class TritonBackend:
             cache.scales,
             rows=step.rows[first:],
             positions=step.positions[first:],
-            blocks=step.blocks[window],
-            k_norm=None if norm is None else norm.k,
-            eps=0.0 if norm is None else norm.eps,
-            cos_sin=self._rotary_table,
+            blocks=step.blocks[layer.window],
+            k_norm=layer.k_norm,
+            eps=layer.norm_eps,
+            cos_sin=self._rotary_tables[layer.rope],
             num_heads=s.num_heads,
             num_kv_heads=s.num_kv_heads,
             pdl=self._pdl,
@@ -287,18 +273,19 @@ class TritonBackend:
             qkv,
             cache.kv,
             cache.scales,
-            q_norm=None if norm is None else norm.q,
-            eps=0.0 if norm is None else norm.eps,
-            cos_sin=self._rotary_table,
+            q_norm=layer.q_norm,
+            eps=layer.norm_eps,
+            cos_sin=self._rotary_tables[layer.rope],
             chunk_rows=chunks.rows,
             chunk_starts=chunks.starts,
             chunk_first_tokens=chunks.first_tokens,
             chunk_num_new=chunks.num_new,
             tiles=chunks.tiles,
-            blocks=step.blocks[window],
+            blocks=step.blocks[layer.window],
             num_heads=s.num_heads,
             num_kv_heads=s.num_kv_heads,
-            window=window,
+            window=layer.window,
+            scale=layer.scale,
             out=out,
             config=self._prefill_config,
             pdl=self._pdl,

@@ -8,6 +8,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.distributed.group import ALONE, Group
 from nanovllm.kernels.device import dependent_launch, gluon_usable, usable
+from nanovllm.layers.spec import RopeSpec
 from nanovllm.weights.dense import DenseFormat
 from nanovllm.weights.format import WeightFormat
 
@@ -17,6 +18,7 @@ class BuildContext:
     dtype: torch.dtype  # the model computes in
     device: torch.device
     attention: AttentionBackend
+    ropes: tuple[RopeSpec, ...] = ()  # of the model's layers, in the order of the backend's rotary tables
     group: Group = ALONE  # tensor parallel ranks, which divide each layer
     weight_format: WeightFormat = DenseFormat()  # of linears and experts
     deterministic: bool = False  # a row's result must not depend on how many others there are

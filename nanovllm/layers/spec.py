@@ -175,6 +175,7 @@ class AttentionSpec:
     head_dim: int
     rope: RopeSpec
     window: int | None = None  # positions a token attends to, itself included; None = all
+    scale: float | None = None  # of the scores before the softmax; None = head_dim ** -0.5
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm_eps: float | None = None  # None = queries and keys are not normalized
@@ -182,6 +183,10 @@ class AttentionSpec:
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def on_ranks(self, num_ranks: int) -> "AttentionSpec":
         """With the heads that each of `num_ranks` tensor parallel ranks computes."""

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backend import CacheShape
-from nanovllm.attention.select import make_backend
+from nanovllm.attention.select import make_backend, ropes_of
 from nanovllm.checkpoint.dummy import load_dummy
 from nanovllm.config import Config
 from nanovllm.distributed.group import Parallel
 from nanovllm.layers.context import BuildContext
-from nanovllm.layers.rotary_embedding import rotary_table
-from nanovllm.layers.spec import AttentionSpec, RopeSpec
+from nanovllm.layers.spec import AttentionSpec
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
 
 Sent = TypeVar("Sent")
 ALL_IN_ONE = Parallel.alone()
-# Shape of the attention backend in a model, or a pipeline stage, without attention layers; it is never called
-NO_ATTENTION = AttentionSpec(hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, rope=RopeSpec(theta=10000.0))
 
 
 class ModelRunner:
@@ -97,25 +93,20 @@ class ModelRunner:
         dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         shard = shard_of(model_config, self._parallel.rank)
         attention = [layer.mixer for layer in shard.layer_specs if isinstance(layer.mixer, AttentionSpec)]
-        own = (attention or [NO_ATTENTION])[0].on_ranks(shard.tensor_parallel_size)
         self._keeps_row_state = model_config.keeps_row_state
-        shape = CacheShape(
-            num_layers=len(attention),
-            num_heads=own.num_heads,
-            num_kv_heads=own.num_kv_heads,
-            head_dim=own.head_dim,
-            block_size=config.kv_cache_block_size,
-            windows=tuple(spec.window for spec in attention),
+        self.backend = make_backend(
+            config,
+            [spec.on_ranks(shard.tensor_parallel_size) for spec in attention],
+            max_position=max_model_len,
             dtype=dtype,
             cache_dtype=resolve_cache_dtype(config.kv_cache_dtype, dtype),
             device=self.device,
         )
-        table = rotary_table(own.rope, head_dim=own.head_dim, max_position=max_model_len, device=self.device)
-        self.backend = make_backend(config, shape, table)
         self._context = BuildContext.on(
             self.device,
             dtype=dtype,
             attention=self.backend,
+            ropes=ropes_of(attention),
             group=self._parallel.tensor,
             deterministic=config.deterministic,
             weight_format=weight_format(config.quantization),

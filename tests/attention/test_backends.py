@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.backend import AttentionBackend, BatchGeometry, CacheShape, LayerCache
+from nanovllm.attention.backend import AttentionBackend, BatchGeometry, CacheShape, LayerAttention, LayerCache
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.device import dependent_launch
@@ -19,6 +19,7 @@ BACKENDS = {
     "triton deterministic": partial(TritonBackend, max_num_seqs=8, deterministic=True, pdl=PDL),
 }
 HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 16, 16, 64
+SCALE = 0.3
 POISONED = NUM_BLOCKS - 1  # a block of NaN
 
 # (tokens already computed, new tokens) of each sequence; decodes first
@@ -45,7 +46,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
         first = 0 if window is None else max(0, position - window + 1)
         for head in range(q.shape[1]):
             keys, values = (x[first : position + 1, head // group].double() for x in (k, v))
-            weights = (keys @ q[i, head].double() / HEAD_DIM**0.5).softmax(dim=0)
+            weights = (keys @ q[i, head].double() * SCALE).softmax(dim=0)
             out[i, head] = weights @ values
     return out.reshape(len(q), -1).float()
 
@@ -98,7 +99,6 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
     num_heads, num_kv_heads = heads
     backend: AttentionBackend = BACKENDS[backend_name](
         CacheShape(
-            num_layers=1,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=HEAD_DIM,
@@ -108,7 +108,7 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
             cache_dtype=torch.float32,
             device=torch.device(DEVICE),
         ),
-        unrotated(HEAD_DIM),
+        [unrotated(HEAD_DIM)],
     )
     (layer,) = backend.make_cache({window: NUM_BLOCKS})
     cache = layer.kv
@@ -129,7 +129,8 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
         expected.append(plain_attention(q, k, v, window))
     before = cache.clone()
     geometry = geometry_of(parts, tables, window)
-    out = backend.forward(torch.cat(news).to(DEVICE), None, layer, backend.prepare(geometry, as_int32), window)
+    how = LayerAttention(scale=SCALE, window=window)
+    out = backend.forward(torch.cat(news).to(DEVICE), how, layer, backend.prepare(geometry, as_int32))
     torch.testing.assert_close(out.cpu(), torch.cat(expected), atol=1e-5, rtol=1e-5)
 
     written = (cache != before)[:, :POISONED].any(dim=-1)  # [k|v, block, kv_head, position]
@@ -165,7 +166,6 @@ def test_a_decode_step_that_only_the_device_knows(
         monkeypatch.setattr("nanovllm.attention.triton.small_batch_splits", lambda pairs: 3)
     parts = [(40, 1), (3, 1), (100, 1)]
     shape = CacheShape(
-        num_layers=1,
         num_heads=num_heads,
         num_kv_heads=2,
         head_dim=head_dim,
@@ -175,14 +175,15 @@ def test_a_decode_step_that_only_the_device_knows(
         cache_dtype=dtype,
         device=torch.device(DEVICE),
     )
-    backend = BACKENDS[backend_name](shape, unrotated(head_dim))
+    backend = BACKENDS[backend_name](shape, [unrotated(head_dim)])
     tables = block_tables_of(parts)
     (layer,) = backend.make_cache({None: NUM_BLOCKS})
     layer.kv.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
     qkv = torch.randn(3, num_heads + 4, head_dim, generator=torch.Generator().manual_seed(2)).to(dtype).to(DEVICE)
     expected_cache = LayerCache(layer.kv.clone())
     step = backend.prepare(geometry_of(parts, tables, None), as_int32)
-    expected = backend.forward(qkv.clone(), None, expected_cache, step, None)
+    how = LayerAttention(scale=SCALE)
+    expected = backend.forward(qkv.clone(), how, expected_cache, step)
 
     rows, known = as_int32(np.array([1, 0, 2, 3, 0])), as_int32(np.array([40, -1, 3, 100, -1]))
     blocks = as_int32(np.concatenate([np.zeros_like(tables[:1]), tables]))
@@ -197,7 +198,7 @@ def test_a_decode_step_that_only_the_device_knows(
     else:
         assert step.tables is None
     positions.copy_(known)
-    out = backend.forward(padded, None, layer, step, None)
+    out = backend.forward(padded, how, layer, step)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out[real], expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(layer.kv, expected_cache.kv, atol=1e-6, rtol=0)

@@ -76,11 +76,12 @@ class Inputs:
         self.k_norm = 1 + normal(case.head_dim) / 4 if case.norm else None
         angles = torch.rand(NUM_POSITIONS, case.head_dim // 2, generator=generator) * 6.3
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE)
+        self.scale = 1.25 * case.head_dim**-0.5  # not the usual one
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that all attention functions take."""
         names = ("positions", "q_norm", "k_norm", "cos_sin")
-        return {name: getattr(self, name) for name in names} | {"eps": 1e-6}
+        return {name: getattr(self, name) for name in names} | {"eps": 1e-6, "scale": self.scale}
 
     def newest_slots(self, case: Sequences) -> Tensor:  # [2, num_blocks, kv_heads, block_size]
         found = torch.zeros(self.cache.shape[:-1], dtype=torch.bool)

@@ -112,6 +112,7 @@ def attend(model: Model, memory: Memory, chunks: list[Chunk], qkv: Tensor, confi
         "num_heads": model.heads,
         "num_kv_heads": model.kv_heads,
         "window": model.window,
+        "scale": 1.25 * model.head_dim**-0.5,  # not the usual one
         "out": out,
     }
     if config is None:

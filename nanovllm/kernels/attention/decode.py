@@ -37,6 +37,7 @@ def paged_decode_reference(
     eps: float,
     cos_sin: torch.Tensor,  # [max_position, head_dim] float32
     window: int | None,
+    scale: float,
 ) -> torch.Tensor:  # [batch, heads * head_dim]
     """Store the new keys and values, then attend as prefill does with chunks of one token."""
     batch, kv_heads = qkv.shape[0], cache.shape[2]
@@ -70,6 +71,7 @@ def paged_decode_reference(
         num_heads=heads,
         num_kv_heads=kv_heads,
         window=window,
+        scale=scale,
         out=out,
     )
     return out
@@ -101,6 +103,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,  # of the scores before the softmax
     TILE: tl.constexpr,
     WHOLE: tl.constexpr,  # one split: compile no merge, which saves registers
     BATCH_COLS: tl.constexpr,
@@ -144,7 +147,7 @@ def _decode_kernel(
             acc, maximum, total_weight = attend_segment(
                 q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, cos_sin, eps,
                 head, first, position, tile_begin, tile_end, end == tiles, scale_offset,
-                KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED, DOT_ROWS,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SCALE, TILE, INTERPRETED, DOT_ROWS,
             )  # fmt: skip
             first_partial = pair * splits
             finish(
@@ -189,7 +192,7 @@ def _decode_kernel(
                     q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, cos_sin, eps,
                     head, first, position, (first_tile + segment_begin - head_begin) * TILE,
                     (first_tile + segment_end - head_begin) * TILE, segment_end == head_end, scale_offset,
-                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, TILE, INTERPRETED, DOT_ROWS,
+                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SCALE, TILE, INTERPRETED, DOT_ROWS,
                 )  # fmt: skip
                 prefetch_segment(
                     cache, value_offset, table, first_tile * TILE, (first_tile + seq_end - segment_end) * TILE,
@@ -223,6 +226,7 @@ def paged_decode(
     eps: float,
     cos_sin: torch.Tensor,  # [max_position, head_dim] float32
     window: int | None,
+    scale: float,  # of the scores before the softmax
     out: torch.Tensor,  # [batch, heads * head_dim]; padding rows are not written
     config: DecodeConfig,
     pdl: bool,
@@ -268,6 +272,7 @@ def paged_decode(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
+        SCALE=scale,
         TILE=config.tile,
         # only for fp8: 16-bit caches are read at memory bandwidth without it
         WHOLE=config.splits == 1 and scales is not None,

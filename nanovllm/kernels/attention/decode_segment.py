@@ -80,6 +80,7 @@ def attend_segment(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     DOT_ROWS: tl.constexpr,
@@ -97,7 +98,7 @@ def attend_segment(
     # fp8 is loaded as 16-bit pairs of columns: the compiler loads fragments of 16-bit items with wide loads, not bytes.
     LOAD_DIM: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
     LOAD_COLS: tl.constexpr = COLS // 2 if FP8 else COLS
-    LOG2_SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+    LOG2_SCALE: tl.constexpr = 1.4426950408889634 * SCALE
 
     col = tl.arange(0, COLS)
     partner = (col + HALF) % HEAD_DIM

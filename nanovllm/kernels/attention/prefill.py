@@ -81,9 +81,10 @@ def paged_prefill_reference(
     num_heads: int,
     num_kv_heads: int,
     window: int | None,
+    scale: float,
     out: Tensor,  # [num_tokens, heads * head_dim]
 ) -> None:
-    head_dim, block_size = cache.shape[4], cache.shape[3]
+    block_size = cache.shape[3]
     columns = (chunk_rows, chunk_starts, chunk_first_tokens, chunk_num_new)
     for row, start, first, num_new in zip(*(column.tolist() for column in columns), strict=True):
         if start < 0:
@@ -96,7 +97,7 @@ def paged_prefill_reference(
         k, v = kv.repeat_interleave(num_heads // num_kv_heads, dim=2).unbind(1)  # [positions, heads, head_dim]
         cos, sin = cos_sin[start : start + num_new].unsqueeze(1).chunk(2, dim=-1)
         q = norm_rotate_reference(q_source[first : first + num_new, :num_heads], q_norm, eps, cos, sin).double()
-        scores = torch.einsum("qhd,khd->hqk", q, k) * head_dim**-0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         distance = positions[start:, None] - positions[None, :]  # [num_new, positions]
         unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
         probabilities = scores.masked_fill(unseen, -math.inf).softmax(-1)
@@ -125,7 +126,7 @@ def _prefill_kernel(
     eps,
     max_blocks,
     num_blocks,
-    score_scale,  # head_dim**-0.5 * log2(e), for exp2
+    score_scale,  # times log2(e), for exp2
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -259,6 +260,7 @@ def paged_prefill(
     num_heads: int,
     num_kv_heads: int,
     window: int | None,
+    scale: float,  # of the scores before the softmax
     out: Tensor,  # [num_tokens, heads * head_dim]; only the chunks' tokens are written
     config: PrefillConfig,
     pdl: bool = False,
@@ -286,7 +288,7 @@ def paged_prefill(
         eps,
         blocks.stride(0),
         cache.shape[1],
-        head_dim**-0.5 * math.log2(math.e),
+        scale * math.log2(math.e),
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

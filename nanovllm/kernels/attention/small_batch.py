@@ -156,10 +156,11 @@ def _attend(
     acc,  # [HEAD_DIM, QUERIES]
     dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add one tile to the softmax state."""
-    LOG2_SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+    LOG2_SCALE: tl.constexpr = 1.4426950408889634 * SCALE
     scores = tl.dot(_keys(keys, dtype, HEAD_DIM, INTERPRETED), q) * LOG2_SCALE
     scores = tl.where((tile_at + tl.arange(0, TILE) < position)[:, None], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 0))
@@ -192,6 +193,7 @@ def _small_batch_attention_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALE: tl.constexpr,  # of the scores before the softmax
     HELD: tl.constexpr,  # tiles in flight or in registers
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -199,7 +201,7 @@ def _small_batch_attention_kernel(
     # The number of queries, outside of the products.
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
     dtype: tl.constexpr = cache.dtype.element_ty
-    LOG2_SCALE: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+    LOG2_SCALE: tl.constexpr = 1.4426950408889634 * SCALE
     HALF: tl.constexpr = HEAD_DIM // 2
     pair = tl.program_id(0)
     split = tl.program_id(1)
@@ -283,7 +285,7 @@ def _small_batch_attention_kernel(
                 tile_at = group_at + i * stride
                 maximum, weight_sums, acc = _attend(
                     q_dot, keys[i], values[i], tile_at, position, maximum, weight_sums, acc,
-                    dtype, HEAD_DIM, INTERPRETED,
+                    dtype, HEAD_DIM, SCALE, INTERPRETED,
                 )  # fmt: skip
                 next_at = tile_at + HELD * stride
                 tile_keys, tile_values = _load_tile(
@@ -316,6 +318,7 @@ def small_batch_decode(
     k_norm: Tensor | None,  # [head_dim]
     eps: float,
     cos_sin: Tensor,  # [max_position, head_dim] float32
+    scale: float,  # of the scores before the softmax
     out: Tensor,  # [batch, heads * head_dim]; padding rows are not written
     splits: int,
     pdl: bool,
@@ -355,6 +358,7 @@ def small_batch_decode(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        SCALE=scale,
         # two are faster for groups of 2, one for groups of 4, measured on an H200
         HELD=2 if group <= 2 else 1,
         INTERPRETED=not isinstance(_small_batch_attention_kernel, triton.JITFunction),

@@ -8,8 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.attention.backend import CacheShape
-from nanovllm.attention.rotation import Rotation, rotate
-from nanovllm.layers.rotary_embedding import inverse_frequencies, rotary_table
+from nanovllm.attention.rotation import Rotation, inverse_frequencies, rotary_table, rotate
 from nanovllm.models.spec import read_rope
 
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
@@ -37,7 +36,6 @@ def test_equals_transformers(name: str, head_dim: int) -> None:
 
     positions = torch.tensor([0, 1, 17, 1000, 4095])
     shape = CacheShape(
-        num_layers=1,
         num_heads=4,
         num_kv_heads=2,
         head_dim=head_dim,
