@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNEVEN = 6  # the longest sequence of an uneven batch has more than this many times the mean length
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
@@ -66,7 +64,7 @@ class LayerCache:
 class AttentionBackend(Protocol):
     shape: CacheShape
     block_size: int
-    plans_on_device: bool  # `decode_step` is implemented: a step of decodes needs no data from the host
+    plans_on_device: bool  # it is a `DeviceBackend`
 
     def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
         """A cache for each layer, with as many blocks as its window's group has."""
@@ -80,17 +78,6 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def decode_step(
-        self, rows: Tensor, positions: Tensor, *, blocks: Mapping[int | None, Tensor], lengths: Tensor, stream_k: bool
-    ) -> Any:
-        """The same as `prepare` for a step of decodes alone, whose positions only the device knows.
-
-        `rows` and `positions` are [n]; `blocks` and `lengths` are those of all rows of the request table; `stream_k`
-        if the lengths are `uneven`. A position is the length of its row - 1, so it is -1 for padding. The caller writes
-        the positions between this call and `forward`. If kernels read them earlier than that, this call writes them.
-        """
-        ...
-
     def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: Any) -> Tensor:
         """Normalize and rotate queries and keys, store keys and values in the cache, and attend.
 
@@ -98,8 +85,3 @@ class AttentionBackend(Protocol):
         `step` comes from `prepare` or `decode_step`. Returns [num_tokens, heads * head_dim].
         """
         ...
-
-
-def uneven(lengths: np.ndarray) -> bool:
-    """Whether some sequences are so much longer than the others that the whole step would wait for them."""
-    return len(lengths) > 0 and lengths.max() * len(lengths) > UNEVEN * max(lengths.sum(), 1)

@@ -100,11 +100,6 @@ class SdpaBackend:
             },
         )
 
-    def decode_step(
-        self, rows: Tensor, positions: Tensor, *, blocks: Mapping[int | None, Tensor], lengths: Tensor, stream_k: bool
-    ) -> SdpaStep:
-        raise NotImplementedError("this backend decides on the host which blocks to gather")
-
     def _slots(self, geometry: BatchGeometry, window: int | None) -> Tensor:
         size = self.shape.block_size
         positions = geometry.positions

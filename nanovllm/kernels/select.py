@@ -50,6 +50,7 @@ class LinearKernel:
     norm: bool = False  # computes the norm before the product itself
     gate: bool = False  # computes the activation itself
     add: bool = False  # adds to the residual itself
+    splits: bool = False  # gives partial sums, which the next norm adds to the residual
     serves: Callable[[LinearCase], bool] = lambda case: True
     compiled_for: tuple[int, ...] = ()  # numbers of rows up to which it is compiled separately
     symbol: str | None = None  # of our kernel, as profilers show it
@@ -120,6 +121,7 @@ LINEAR_KERNELS = (
         min_rows=2,
         max_rows=HUNDREDS_OF_ROWS,
         add=True,
+        splits=True,
         serves=_split_k,
         compiled_for=TILE_ROWS,
         symbol="_tiled_kernel",

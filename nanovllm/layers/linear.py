@@ -56,10 +56,22 @@ class Linear:
         self._group = group if divided else ALONE  # whose ranks' results are summed
         self._computations: dict[tuple, Callable[..., Any]] = {}  # by class of rows and keywords
         self._row_class: Callable[[int], int] | None = None  # None = on torch, where the number of rows decides nothing
+        self._choose_kernel: Callable[..., Any] | None = None
+        self._silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
         if context.kernels:
+            from nanovllm.kernels.elementwise import silu_and_mul as gate
+            from nanovllm.kernels.linear.choose import choose_kernel
             from nanovllm.kernels.select import row_class
 
             self._row_class = row_class
+            self._choose_kernel = partial(
+                choose_kernel,
+                dtype=context.dtype,
+                deterministic=context.deterministic,
+                gluon=context.gluon,
+                pdl=context.pdl,
+            )
+            self._silu_and_mul = partial(gate.silu_and_mul, pdl=context.pdl)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -133,43 +145,14 @@ class Linear:
             return lambda x, norm, add_to: product(x, norm)
         return lambda x, norm, add_to: run(x)
 
-    def _silu_and_mul(self, y: Tensor) -> Tensor:
-        if not self._context.kernels:
-            return silu_and_mul(y)
-        from nanovllm.kernels.elementwise import silu_and_mul as kernels
-
-        return kernels.silu_and_mul(y, pdl=self._context.pdl)
-
     def _select(self, rows: int, activation: Activation | None, added: bool) -> Operation:
-        if not self._context.kernels:
-            return self._plain(added)
-        from nanovllm.kernels.linear.run import runner
-        from nanovllm.kernels.select import LinearCase, select_linear
-
-        context, shape = self._context, self.weight.shape
-        kernel = select_linear(
-            LinearCase(
-                format=self.weight.format_name,
-                rows=rows,
-                outputs=shape[0],
-                inputs=shape[1],
-                half=context.dtype.itemsize == 2,
-                bfloat16=context.dtype == torch.bfloat16,
-                bias=self.bias is not None,
-                gated=activation is not None,
-                added=added,
-                whole=self._group.size == 1,
-                deterministic=context.deterministic,
-                gluon=context.gluon,
-            )
-        )
-        if kernel is None:
-            return self._plain(added)
-        run = runner(kernel.name, self.weight.kernel_arguments(), self.bias, pdl=context.pdl)
-        return Operation(run, kernel.norm, kernel.gate, kernel.add and added, splits=kernel.name == "split_k")
-
-    def _plain(self, added: bool) -> Operation:
-        """The format's own product on torch; some formats have one call for product and residual."""
+        if self._choose_kernel is not None:
+            whole, gated = self._group.size == 1, activation is not None
+            chosen = self._choose_kernel(self.weight, self.bias, rows=rows, gated=gated, added=added, whole=whole)
+            if chosen is not None:
+                kernel = chosen.kernel
+                return Operation(chosen.run, kernel.norm, kernel.gate, kernel.add and added, kernel.splits)
+        # the format's own product on torch; some formats have one call for product and residual
         add = getattr(self.weight, "matmul_add", None)
         if added and add is not None:
             return Operation(partial(add, bias=self.bias), norm=False, gate=False, add=True)

@@ -11,9 +11,9 @@ from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.residual import Residual
 from nanovllm.layers.slots import slots_of
-from nanovllm.layers.spec import MoeSpec
 from nanovllm.weights.format import StoredWeight
 
 

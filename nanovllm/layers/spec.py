@@ -6,7 +6,7 @@ divide them, the number of parameters, the bytes of weights and KV cache, and wh
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from nanovllm.errors import ConfigError
 from nanovllm.state import DTYPE_BYTES, PagedState, RowState
@@ -226,31 +226,6 @@ class MlpSpec:
         down = linear_weights(("down_proj",), (hidden,), columns, bias=self.bias)
         found = {f"gate_up_{name}": weight for name, weight in gate_up.items()}
         return found | {f"down_{name}": weight for name, weight in down.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoeSpec:
-    """A mixture of experts: each token passes the `num_experts_per_token` that a router picks."""
-
-    hidden_size: int
-    intermediate_size: int  # of one expert
-    num_experts: int
-    num_experts_per_token: int
-    norm_topk_prob: bool
-
-    def weights(self) -> dict[str, Weight]:
-        hidden, columns = Dim(self.hidden_size), Dim(self.intermediate_size, divided="columns of an expert")
-        experts: dict[str, Any] = {
-            "num_experts": self.num_experts,
-            "num_active": self.num_experts_per_token,
-            "packable": True,
-        }
-        gate_up = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight")
-        return {
-            "router": Weight(("gate.weight",), (Dim(self.num_experts),), hidden),
-            "gate_up": Weight(gate_up, (columns, columns), hidden, **experts),
-            "down": Weight(("experts.{}.down_proj.weight",), (hidden,), columns, **experts),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)

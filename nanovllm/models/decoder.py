@@ -5,12 +5,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nanovllm.checkpoint.stored import Slot
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.mlp import MLP
 from nanovllm.layers.residual import Residual
-from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, norm_weight
+from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, norm_weight
 from nanovllm.layers.step import Step
 from nanovllm.models.shard import Shard
 
@@ -36,20 +38,15 @@ class FeedForward(Part, Protocol):
 
 def build_part(spec: Any, context: BuildContext) -> Any:
     """A mixer or feed-forward from its spec; one that is not ours builds itself."""
-    match spec:
-        case AttentionSpec():
-            from nanovllm.layers.attention import Attention
+    if isinstance(spec, AttentionSpec):
+        return Attention(spec, context)
+    if isinstance(spec, MlpSpec):
+        return MLP(spec, context)
+    if hasattr(spec, "build"):
+        return spec.build(context)
+    from nanovllm.layers.moe import MoE
 
-            return Attention(spec, context)
-        case MlpSpec():
-            from nanovllm.layers.mlp import MLP
-
-            return MLP(spec, context)
-        case MoeSpec():
-            from nanovllm.layers.moe import MoE
-
-            return MoE(spec, context)
-    return spec.build(context)
+    return MoE(spec, context)
 
 
 class DecoderLayer:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nanovllm.models.spec import ModelSpec, layer_windows, llama_shaped
+from nanovllm.models.qwen2 import layer_windows
+from nanovllm.models.spec import ModelSpec, llama_shaped
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.layers.spec import MoeSpec
+from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
 
@@ -10,7 +10,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     num_layers, bias = raw["num_hidden_layers"], bool(raw.get("attention_bias", False))
     num_experts = count(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")  # newer, older name
     step = count({"decoder_sparse_step": 1} | raw, "decoder_sparse_step")
-    dense = set(raw.get("mlp_only_layers") or ()) | {i for i in range(num_layers) if (i + 1) % step}
+    dense = set(raw.get("mlp_only_layers") or ())
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     moe = MoeSpec(
         hidden_size=count(raw, "hidden_size"),
@@ -19,5 +19,6 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
         num_experts_per_token=count(raw, "num_experts_per_tok", most=num_experts),
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
     )
-    layers: dict[str, Any] = {"windows": (window,) * num_layers, "moe": moe, "dense_layers": frozenset(dense)}
-    return llama_shaped(raw, qk_norm=True, qkv_bias=bias, o_bias=bias, **layers)
+    experts = {i: moe for i in range(num_layers) if (i + 1) % step == 0 and i not in dense}
+    windows = (window,) * num_layers
+    return llama_shaped(raw, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=windows, experts=experts)

@@ -4,9 +4,10 @@
 `torch_dtype`. What this decoder would compute differently from the reference is refused here, never ignored.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.errors import CheckpointError
@@ -15,7 +16,6 @@ from nanovllm.layers.spec import (
     Dim,
     LayerSpec,
     MlpSpec,
-    MoeSpec,
     PartSpec,
     RopeSpec,
     Weight,
@@ -110,8 +110,7 @@ def llama_shaped(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    moe: MoeSpec | None = None,
-    dense_layers: frozenset[int] = frozenset(),  # layers with an MLP instead of experts
+    experts: Mapping[int, PartSpec] = MappingProxyType({}),  # feed-forward of the layers that have no MLP
 ) -> ModelSpec:
     """The spec of a Llama-shaped model, from the part of its config that all such families spell alike."""
     architecture = raw["architectures"][0]
@@ -139,9 +138,8 @@ def llama_shaped(
     mlp = MlpSpec(hidden_size=hidden_size, intermediate_size=count(raw, "intermediate_size"), bias=mlp_bias)
 
     def layer(index: int) -> LayerSpec:
-        feed_forward: PartSpec = mlp if moe is None or index in dense_layers else moe
         mixer = replace(attention, window=None if windows is None else windows[index])
-        return LayerSpec(hidden_size=hidden_size, mixer=mixer, feed_forward=feed_forward, norm_eps=eps)
+        return LayerSpec(hidden_size=hidden_size, mixer=mixer, feed_forward=experts.get(index, mlp), norm_eps=eps)
 
     return ModelSpec(
         architecture=architecture,
@@ -174,19 +172,6 @@ def read_rope(raw: dict[str, Any], *, max_position: int) -> RopeSpec:
         original_max_position=int(parameters.get("original_max_position_embeddings", max_position)),
         factors=tuple(float(f) for f in parameters.get("factors", ())),
     )
-
-
-def layer_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's way to say which layers have a sliding window: `layer_types`, or all from `max_window_layers` on."""
-    num_layers = raw["num_hidden_layers"]
-    window = raw.get("sliding_window")
-    if not window or not raw.get("use_sliding_window", False):
-        return (None,) * num_layers
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = raw.get("max_window_layers", num_layers)
-        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def token_id_list(value: Any) -> tuple[int, ...]:

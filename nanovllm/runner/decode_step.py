@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backend import AttentionBackend, uneven
+from nanovllm.attention.device_backend import DeviceBackend, uneven
 from nanovllm.kernels.select import compiled_sizes, graph_sizes
 from nanovllm.layers.step import Sequences, Step
 from nanovllm.plan import StepPlan
@@ -63,7 +63,7 @@ class DecodeStep:
     def __init__(
         self,
         stage: PipelineStage,
-        backend: AttentionBackend,
+        backend: DeviceBackend,
         table: RequestTable,
         sampler: KernelSampler,
         *,

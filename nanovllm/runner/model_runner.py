@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from nanovllm.runner.upload import Upload
 from nanovllm.weights.formats import weight_format
 
 if TYPE_CHECKING:
+    from nanovllm.attention.device_backend import DeviceBackend
     from nanovllm.runner.decode_step import DecodeStep
     from nanovllm.runner.kernel_sampler import KernelSampler
     from nanovllm.runner.pooling import Pooler
@@ -140,7 +141,7 @@ class ModelRunner:
         if self.backend.plans_on_device:
             self._decode = DecodeStep(
                 self._stage,
-                self.backend,
+                cast("DeviceBackend", self.backend),
                 self.table,
                 sampler,
                 max_num_seqs=config.max_num_seqs,

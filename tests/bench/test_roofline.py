@@ -8,7 +8,7 @@ import torch
 from nanovllm.bench.roofline import Machine, Roofline, kv_dtype, measure
 from nanovllm.bench.shapes import shape_folder
 from nanovllm.bench.workload import make_workload
-from nanovllm.layers.spec import MoeSpec
+from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.models.registry import describe
 from nanovllm.models.spec import ModelSpec, llama_shaped
 from nanovllm.weights.int8 import Int8Format

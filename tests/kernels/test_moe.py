@@ -12,7 +12,7 @@ from nanovllm.kernels.moe.grouped import group, grouped_forward
 from nanovllm.kernels.moe.tiles import Tile, Tiles, choose_tiles
 from nanovllm.kernels.moe.weights import ExpertWeights
 from nanovllm.layers.moe import MoE, choose_experts
-from nanovllm.layers.spec import MoeSpec
+from nanovllm.layers.moe_spec import MoeSpec
 from tests.kernels.support import DEVICE
 from tests.layers.build import context
 

@@ -126,7 +126,7 @@ def test_which_kernel_serves(
         used.append(name)
         return lambda x, **_: x.new_empty(x.shape[0], weight["weight"].shape[0])
 
-    monkeypatch.setattr("nanovllm.kernels.linear.run.runner", runner)
+    monkeypatch.setattr("nanovllm.kernels.linear.choose.runner", runner)
     linear = make_linear(inputs, outputs, context(torch.bfloat16, torch.device("meta"), kernels=True))
     x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
     linear(x)

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.layers.moe import MoE
+from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.residual import Residual
-from nanovllm.layers.spec import MoeSpec
 from tests.layers.build import context, make_norm
 
 

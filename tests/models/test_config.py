@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.spec import MlpSpec, MoeSpec
+from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.layers.spec import MlpSpec
 from nanovllm.models.registry import describe, parse_config
 from tests.helpers import FAMILIES, model_dir, reference
 

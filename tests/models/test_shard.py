@@ -11,7 +11,8 @@ import nanovllm
 from nanovllm.checkpoint.json_file import read_json
 from nanovllm.distributed.group import Rank
 from nanovllm.errors import ConfigError
-from nanovllm.layers.spec import AttentionSpec, Dim, MlpSpec, MoeSpec
+from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.layers.spec import AttentionSpec, Dim, MlpSpec
 from nanovllm.models.registry import describe, parse_config
 from nanovllm.models.shard import Shard, shard_of
 from nanovllm.models.spec import ModelSpec

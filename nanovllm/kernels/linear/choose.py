@@ -1,0 +1,58 @@
+"""Chooses the kernel that runs a linear, by the table in kernels/select.py, and binds the weight to it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.linear.run import runner
+from nanovllm.kernels.select import LinearCase, LinearKernel, select_linear
+
+
+class PackedWeight(Protocol):
+    format_name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # [outputs, inputs]
+    def kernel_arguments(self) -> dict[str, Any]: ...
+
+
+class Chosen(NamedTuple):
+    run: Callable[..., Tensor]  # (x), with `norm`, `gated` and `residual` where the kernel takes them
+    kernel: LinearKernel
+
+
+def choose_kernel(
+    weight: PackedWeight,
+    bias: Tensor | None,
+    *,
+    rows: int,
+    gated: bool,
+    added: bool,
+    whole: bool,
+    dtype: torch.dtype,
+    deterministic: bool,
+    gluon: bool,
+    pdl: bool,
+) -> Chosen | None:
+    """None if the plain product on torch is to be used. See `LinearCase` for the arguments."""
+    kernel = select_linear(
+        LinearCase(
+            format=weight.format_name,
+            rows=rows,
+            outputs=weight.shape[0],
+            inputs=weight.shape[1],
+            half=dtype.itemsize == 2,
+            bfloat16=dtype == torch.bfloat16,
+            bias=bias is not None,
+            gated=gated,
+            added=added,
+            whole=whole,
+            deterministic=deterministic,
+            gluon=gluon,
+        )
+    )
+    if kernel is None:
+        return None
+    return Chosen(runner(kernel.name, weight.kernel_arguments(), bias, pdl=pdl), kernel)
