@@ -12,6 +12,9 @@ whatever delayed it (--max-concurrency together with a rate, or a client that is
 without a due time count from sending. Each request opens a new connection, which is included. Failed requests are
 counted by kind and not retried.
 
+With several rates (--request-rate 8,16,32) each one is measured for itself, with prompts of its own, after the requests
+of the one before have ended. The report has a row for each; --plot draws TTFT, ITL and goodput against the rate.
+
 Prompts are token ids (words with --text-prompts or in a chat). --trace replays a recorded trace with its arrival times,
 its lengths and, if it has them, its shared prefixes; --trace-speedup inf ignores the arrival times.
 
@@ -19,7 +22,8 @@ its lengths and, if it has them, its shared prefixes; --trace-speedup inf ignore
   TPOT                  time from the first piece to the last, divided by the tokens after the first; one per request
   ITL                   time between two pieces, one value per piece, which shows stalls
   E2EL                  time to the last piece
-  Request goodput       requests per second that met all limits of --goodput
+  Request goodput       requests per second that met all limits of --goodput; the limit of itl applies to a request's
+                        longest ITL
   P99 send delay        how much later than due requests were sent; 0 in a closed loop
 """
 
@@ -27,19 +31,22 @@ import argparse
 import json
 import math
 import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
-from nanovllm.bench.arguments import count, json_object, number, positive, whole_number
+from nanovllm.bench.arguments import count, json_object, number, positive, positive_finite, whole_number
 from nanovllm.errors import ConfigError, NanoError
 
 if TYPE_CHECKING:
     from nanovllm.bench.http_stream import Server
     from nanovllm.bench.load import Outcome, Target
-    from nanovllm.bench.report import Report
+    from nanovllm.bench.report import Report, Row
     from nanovllm.bench.traces import Request
 
+GOODPUT_NAMES = ("ttft", "tpot", "itl", "e2el")
 DATASETS = ("random", "published", "custom")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NUM_RANDOM, NUM_PUBLISHED = 1000, 256
@@ -62,10 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="Count the requests that meet all of these limits in milliseconds, such as ttft:200 tpot:50 e2el:5000.",
+        help="Count the requests that meet all of these limits in milliseconds, such as ttft:200 itl:50. Names: "
+        f"{', '.join(GOODPUT_NAMES)}.",
     )
     output.add_argument(
-        "--plot", type=Path, metavar="FILE", help="Draw latencies over time and their distribution into this SVG file."
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="Draw latencies over time and their distribution into this SVG file; with several request rates, "
+        "latencies and goodput against the rate.",
     )
 
 
@@ -97,7 +109,11 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--request-rate", type=positive, metavar="R", help="Open loop: requests per second. Default: inf, all at once."
+        "--request-rate",
+        type=rates,
+        metavar="R[,R...]",
+        help="Open loop: requests per second. Several rates are measured one after the other. Default: inf, all at "
+        "once.",
     )
     group.add_argument(
         "--burstiness",
@@ -205,10 +221,17 @@ def ratio(text: str) -> float:
     return value
 
 
+def rates(text: str) -> list[float]:
+    """Numbers above 0, separated by commas. A single one may be inf."""
+    parts = text.split(",")
+    return [positive(text)] if len(parts) == 1 else [positive_finite(part) for part in parts]
+
+
 def limit(text: str) -> tuple[str, float]:
     name, _, milliseconds = text.partition(":")
-    if name not in ("ttft", "tpot", "e2el"):
-        raise argparse.ArgumentTypeError(f"{text!r}: write ttft:MS, tpot:MS or e2el:MS")
+    if name not in GOODPUT_NAMES:
+        *others, last = (f"{known}:MS" for known in GOODPUT_NAMES)
+        raise argparse.ArgumentTypeError(f"{text!r}: write {', '.join(others)} or {last}")
     return name, positive(milliseconds)
 
 
@@ -216,30 +239,64 @@ def limit(text: str) -> tuple[str, float]:
 
 
 def run(args: argparse.Namespace) -> "Report":
-    import asyncio
-
     from nanovllm.bench.http_stream import parse_server
-    from nanovllm.bench.plot import draw
-    from nanovllm.bench.serve_metrics import ServeReport, measure
+    from nanovllm.bench.serve_metrics import ServeReport
     from nanovllm.utils.open_files import allow_many_open_files
 
-    requests = choose_requests(args)
+    _check_combination(args)
     server = parse_server(args.base_url, args.api_key)
     allow_many_open_files()
-    target, outcomes = asyncio.run(_load(args, server, requests))
-    row = measure(outcomes, dict(args.goodput))
-    if not row["completed"]:
-        raise NanoError("no request succeeded: " + "; ".join(row["failure_examples"].values()))
+    measured = [_measure(load, server) for load in _loads(args)]
+    if not any(one.row["completed"] for one in measured):
+        raise NanoError("no request succeeded: " + "; ".join(measured[0].row["failure_examples"].values()))
     if args.plot is not None:
-        args.plot.write_text(draw(outcomes, f"{target.model}, {_load_in_words(args)}"), encoding="utf-8")
-    return ServeReport("serve", _environment(target), _settings(args, requests), [row])
+        args.plot.write_text(_draw(args, measured), encoding="utf-8")
+    first = measured[0]
+    settings = _settings(args, num_requests=len(first.outcomes))
+    return ServeReport("serve", _environment(first.target), settings, [one.row for one in measured])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result for one request rate."""
+
+    target: "Target"
+    outcomes: "list[Outcome]"
+    row: "Row"
+
+
+def _loads(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The arguments for each request rate. Each has a seed of its own: a prefix cache would know repeated prompts."""
+    return [
+        argparse.Namespace(**{**vars(args), "request_rate": rate, "seed": args.seed + index})
+        for index, rate in enumerate(args.request_rate or [math.inf])
+    ]
+
+
+def _measure(load: argparse.Namespace, server: "Server") -> Measured:
+    import asyncio
+
+    from nanovllm.bench.serve_metrics import measure
+
+    target, outcomes = asyncio.run(_load(load, server, choose_requests(load)))
+    rate = {"request_rate": load.request_rate} if math.isfinite(load.request_rate) else {}
+    return Measured(target, outcomes, {**rate, **measure(outcomes, dict(load.goodput))})
+
+
+def _draw(args: argparse.Namespace, measured: Sequence[Measured]) -> str:
+    from nanovllm.bench.plot import draw
+    from nanovllm.bench.rate_plot import draw_rates
+
+    if len(measured) == 1:
+        return draw(measured[0].outcomes, f"{measured[0].target.model}, {_load_in_words(args)}")
+    caption = f"{measured[0].target.model}, {len(measured[0].outcomes)} requests per rate"
+    return draw_rates([one.row for one in measured], caption, dict(args.goodput))
 
 
 def choose_requests(args: argparse.Namespace) -> "list[Request]":
-    """The requests that the arguments describe, with their arrival times."""
+    """The requests that the arguments of one rate describe, with their arrival times."""
     from nanovllm.bench import traces
 
-    _check_combination(args)
     if args.trace is not None:
         return traces.trace_requests(
             args.trace,
@@ -268,10 +325,9 @@ def choose_requests(args: argparse.Namespace) -> "list[Request]":
             seed=args.seed,
             vocab_size=args.vocab_size,
         )
-    rate = args.request_rate or math.inf
-    if math.isinf(rate):
+    if math.isinf(args.request_rate):
         return requests
-    times = traces.arrivals(len(requests), rate=rate, burstiness=args.burstiness, seed=args.seed)
+    times = traces.arrivals(len(requests), rate=args.request_rate, burstiness=args.burstiness, seed=args.seed)
     return traces.scheduled(requests, times)
 
 
@@ -293,7 +349,7 @@ def _check_combination(args: argparse.Namespace) -> None:
         raise ConfigError("--text-prompts cannot be used with --dataset-name custom: its prompts are sent as they are")
     if args.plot is not None and not args.plot.resolve().parent.is_dir():
         raise ConfigError(f"--plot {args.plot}: there is no folder {args.plot.parent}")
-    if args.burstiness != 1 and math.isinf(args.request_rate or math.inf):
+    if args.burstiness != 1 and args.request_rate in (None, [math.inf]):
         raise ConfigError("--burstiness needs --request-rate: without a rate all requests are sent at once")
 
 
@@ -360,9 +416,9 @@ def _environment(target: "Target") -> dict[str, Any]:
     }
 
 
-def _settings(args: argparse.Namespace, requests: "list[Request]") -> dict[str, Any]:
+def _settings(args: argparse.Namespace, *, num_requests: int) -> dict[str, Any]:
     return {
-        "requests": len(requests),
+        "requests": num_requests,
         "dataset": f"trace {args.trace.name}" if args.trace else args.dataset_name or "random",
         "load": _load_in_words(args),
         "seed": args.seed,
@@ -373,11 +429,11 @@ def _settings(args: argparse.Namespace, requests: "list[Request]") -> dict[str, 
 
 def _load_in_words(args: argparse.Namespace) -> str:
     bound = f"at most {args.max_concurrency} at a time" if args.max_concurrency else ""
-    rate = args.request_rate or math.inf
     if args.trace is not None and math.isfinite(args.trace_speedup):
         pace = f"arrivals of the trace, {args.trace_speedup:g} times as fast"
-    elif math.isfinite(rate):
-        pace = f"{rate:g} requests/s, burstiness {args.burstiness:g}"
+    elif args.request_rate not in (None, [math.inf]):
+        listed = ", ".join(f"{rate:g}" for rate in args.request_rate)
+        pace = f"{listed} requests/s, burstiness {args.burstiness:g}"
     else:
         pace = "" if bound else "all at once"
     return ", ".join(part for part in (pace, bound) if part)

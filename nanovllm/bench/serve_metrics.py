@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm.bench.load import Outcome
-from nanovllm.bench.report import Report, Row
+from nanovllm.bench.report import Report, Row, table
 
 TITLES = {
     "completed": "Successful requests",
@@ -29,13 +29,25 @@ LATENCIES = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
+RATE_COLUMNS = {
+    "rate": "request_rate",
+    "completed": "completed",
+    "failed": "failed",
+    "req/s": "request_throughput",
+    "good req/s": "request_goodput",
+    "tok/s": "output_throughput",
+    "TTFT p50 ms": "median_ttft_ms",
+    "TTFT p99 ms": "p99_ttft_ms",
+    "ITL p50 ms": "median_itl_ms",
+    "ITL p99 ms": "p99_itl_ms",
+}
 WIDTH, TITLE_WIDTH = 50, 40  # as in vLLM's summary
 
 
 def measure(outcomes: Sequence[Outcome], goodput: Mapping[str, float] | None = None) -> Row:
     """The metrics by name. Tokens and latencies count complete answers only; failures are counted by kind.
 
-    `goodput` maps latency names to limits in milliseconds.
+    `goodput` maps latency names to limits in milliseconds; see `is_good`.
     """
     whole = [outcome for outcome in outcomes if outcome.failure is None]
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
@@ -82,8 +94,11 @@ def latencies(whole: Iterable[Outcome]) -> dict[str, list[float]]:
 
 
 def is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
-    """Whether the request met every limit. With one output token the limit per output token is met."""
-    seconds = _single(outcome)
+    """Whether the request met every limit; the limit of `itl` applies to its longest time between two pieces.
+
+    With one output token the limits of `tpot` and `itl` are met.
+    """
+    seconds = _single(outcome) | {"itl": max(outcome.gaps, default=None)}
     return all((seconds[name] or 0.0) * 1e3 <= limit for name, limit in limits.items())
 
 
@@ -113,12 +128,12 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
 
 @dataclass(frozen=True)
 class ServeReport(Report):
-    """Prints its result in vLLM's format, so that tools for that format can read it."""
+    """Prints one result in vLLM's format, so that tools for that format can read it, and several as a table."""
 
     def __str__(self) -> str:
-        (row,) = self.results
         head = str(Report(self.benchmark, self.environment, self.settings, [{"": ""}])).rstrip()
-        return f"{head}\n\n{summary(row)}"
+        body = summary(self.results[0]) if len(self.results) == 1 else rate_table(self.results)
+        return f"{head}\n\n{body}"
 
 
 def summary(row: Row) -> str:
@@ -135,6 +150,15 @@ def summary(row: Row) -> str:
     lines.append("=" * WIDTH)
     lines += [f"failed: {example}" for example in row["failure_examples"].values()]
     return "\n".join(lines)
+
+
+def rate_table(rows: Sequence[Row]) -> str:
+    """The main metrics with one line per request rate. The JSON document has all of them."""
+    shown = [{title: row.get(name) for title, name in RATE_COLUMNS.items()} for row in rows]
+    columns = [title for title in RATE_COLUMNS if any(row[title] is not None for row in shown)]
+    lines = [table([{title: "-" if row[title] is None else row[title] for title in columns} for row in shown])]
+    examples = {kind: example for row in rows for kind, example in row["failure_examples"].items()}
+    return "\n".join([*lines, *(f"failed: {example}" for example in examples.values())])
 
 
 def _line(title: str, value: float | None) -> str:

@@ -14,6 +14,8 @@ from nanovllm.bench.serve_metrics import ServeReport, is_good, measure, peak_con
 
 SVG = "{http://www.w3.org/2000/svg}"
 
+LATENCIES_OF_ONE = ["100.00", "100.00", "150.00", "150.00"]  # TTFT and ITL of one request in a table
+
 
 def outcome_of(begin: float, *pieces: float, tokens: int | None = None, sent: float | None = None) -> Outcome:
     return Outcome(
@@ -59,7 +61,15 @@ def test_goodput_takes_every_limit() -> None:
     assert is_good(outcome, {"ttft": 101, "tpot": 101, "e2el": 301})
     assert not is_good(outcome, {"ttft": 99})
     assert not is_good(outcome, {"ttft": 101, "e2el": 299})
-    assert is_good(outcome_of(0.0, 0.1), {"tpot": 1})  # there is no second token
+    assert is_good(outcome_of(0.0, 0.1), {"tpot": 1, "itl": 1})  # there is no second token
+
+
+def test_goodput_takes_the_longest_time_between_two_pieces() -> None:
+    stalled = outcome_of(0.0, 0.1, 0.11, 0.12, 0.22)
+    assert is_good(stalled, {"tpot": 41, "itl": 101})
+    assert not is_good(stalled, {"tpot": 41, "itl": 99})
+    row = measure([stalled, outcome_of(0.0, 0.1, 0.15, 0.2)], {"ttft": 150.0, "itl": 60.0})
+    assert row["request_goodput"] == pytest.approx(1 / row["duration"])
 
 
 def test_peak_concurrency() -> None:
@@ -85,6 +95,23 @@ def test_report_has_vllms_names() -> None:
         assert line in text.splitlines(), line
     document = json.loads(report.to_json())
     assert (document["benchmark"], document["results"][0]["mean_ttft_ms"]) == ("serve", pytest.approx(100))
+
+
+def test_report_of_several_rates_is_a_table() -> None:
+    outcomes = [outcome_of(0.0, 0.1, 0.25)]
+    rows = [
+        {"request_rate": 4.0, **measure(outcomes, {"itl": 200.0})},
+        {"request_rate": 8.0, **measure([*outcomes, failed_outcome(0.0, 0.5)], {"itl": 100.0})},
+        {"request_rate": 16.0, **measure([failed_outcome(0.0, 0.5)], {"itl": 100.0})},
+    ]
+    *_, head, first, second, third, failure = str(ServeReport("serve", {"model": "tiny"}, {}, rows)).splitlines()
+    assert [head.split()[0], *first.split()] == ["rate", "4.00", "1", "0", "4.00", "4.00", "8.00", *LATENCIES_OF_ONE]
+    assert second.split() == ["8.00", "1", "1", "2.00", "0.000", "4.00", *LATENCIES_OF_ONE]
+    assert third.split() == ["16.00", "0", "1", "0.000", "0.000", "0.000", "-", "-", "-", "-"]
+    assert failure == "failed: HTTP 429: busy"
+    assert "good req/s" in head and "good" not in str(
+        ServeReport("serve", {"model": "tiny"}, {}, [measure(outcomes)] * 2)
+    )
 
 
 # --- the plot ---------------------------------------------------------------------------------------------------------

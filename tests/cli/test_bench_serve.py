@@ -101,6 +101,29 @@ def test_document_and_picture(cli: Cli, server: TinyServer, tmp_path: Path) -> N
     assert all(request["ignore_eos"] is True and len(request["prompt"]) == 8 for request in server.requests)
 
 
+def test_several_rates(server: TinyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "rates.svg"
+    options = ["--request-rate", "50,100,200", "--goodput", "ttft:60000", "itl:60000", "--plot", str(picture)]
+    assert main(["bench", "serve", "--base-url", server.url, *SMALL, *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["load"] == "50, 100, 200 requests/s, burstiness 1"
+    assert found["settings"]["goodput"] == {"ttft": 60000, "itl": 60000}
+    assert [(row["request_rate"], row["completed"]) for row in found["results"]] == [(50, 6), (100, 6), (200, 6)]
+    assert all(row["request_goodput"] == row["request_throughput"] for row in found["results"])
+    prompts = {tuple(request["prompt"]) for request in server.requests}
+    assert len(prompts) == 18  # a prefix cache knows none of them
+    titles = [text.text for text in ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert "first-model, 6 requests per rate" in titles and "time to first token, ms" in titles
+
+
+def test_rates_that_fail_do_not_hide_the_others(server: TinyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.refused_from = 6
+    assert main(["bench", "serve", "--base-url", server.url, *SMALL, "--request-rate", "100,200"]) == 0
+    first, second, failure = capsys.readouterr().out.splitlines()[-3:]
+    assert first.split()[:3] == ["100.00", "6", "0"] and second.split()[:3] == ["200.00", "0", "6"]
+    assert failure == "failed: HTTP 429: busy"
+
+
 def test_failures_are_shown_and_do_not_end_the_run(cli: Cli, server: TinyServer) -> None:
     server.refused_from = 4
     done = cli("bench", "serve", "--base-url", server.url, "--max-concurrency", "1", *SMALL)
@@ -185,7 +208,10 @@ def test_ready_timeout_waits_for_the_server(server: TinyServer, capsys: pytest.C
         (["--random-range-ratio", "1"], "'1' must be at least 0 and below 1"),
         (["--temperature", "inf"], "'inf' must be a number of at least 0"),
         (["--seed", "-1"], "'-1' must be an integer of at least 0"),
-        (["--goodput", "itl:5"], "'itl:5': write ttft:MS, tpot:MS or e2el:MS"),
+        (["--request-rate", "4,0"], "'0' must be a number above 0"),
+        (["--request-rate", "4,inf"], "'inf' must be a finite number above 0"),
+        (["--request-rate", "4,"], "'' is not a number"),
+        (["--goodput", "latency:5"], "'latency:5': write ttft:MS, tpot:MS, itl:MS or e2el:MS"),
         (["--goodput", "ttft:soon"], "'soon' is not a number"),
         (["--extra-body", "[1]"], "'[1]' is not a JSON object"),
         (["--endpoint", "/v1/embeddings"], "invalid choice"),
