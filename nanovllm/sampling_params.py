@@ -121,6 +121,11 @@ class SamplingParams:
         "The form that the output must have. Tokens that would break it cannot be generated.",
         of_type(StructuredOutputs, "a StructuredOutputs"),
     )
+    thinking_token_budget: int | None = option(
+        None,
+        "Maximum number of tokens of reasoning. After them the model must end its reasoning with </think>.",
+        integer(0),
+    )
     skip_special_tokens: bool = option(
         True, "Leave special tokens such as the end-of-sequence token out of the text.", FLAG
     )

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a grammar that a completion must follow."""
+"""What the scheduler asks of a guide, which limits the next token of a completion."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -8,10 +8,15 @@ from nanovllm.engine.sequence import Sequence
 
 
 class Guide(Protocol):
-    """Decides which tokens may come next in a completion that must follow a grammar.
+    """Decides which tokens may come next in a completion: it must follow a grammar, or its reasoning is limited.
 
     A mask has one bit per token, low bits first.
     """
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all tokens are allowed from here on, so that the completion needs no guide any more."""
+        ...
 
     @property
     def num_tokens(self) -> int:

@@ -10,8 +10,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import all_below
 
 if TYPE_CHECKING:
+    from nanovllm.engine.guide import Guide
     from nanovllm.engine.text_params import TextParams
-    from nanovllm.structured.compiler import Compiler
+    from nanovllm.structured.compiler import Compiler, Grammar
 
 
 class Intake:
@@ -85,12 +86,21 @@ class Intake:
                 arrival=arrival,
                 cache_salt=cache_salt,
                 bad_words=self._text_params.bad_words(params) if self._text_params and params.bad_words else (),
-                guide=None if grammar is None else grammar.guide(ignore_eos=params.ignore_eos),
+                guide=self._guide(params, grammar, token_ids),
             )
             for index in range(params.n)
         ]
         seqs[0].followers = seqs[1:]
         return seqs
+
+    def _guide(self, params: SamplingParams, grammar: "Grammar | None", token_ids: list[int]) -> "Guide | None":
+        if grammar is not None:
+            return grammar.guide(ignore_eos=params.ignore_eos)
+        if params.thinking_token_budget is None:
+            return None
+        if self._text_params is None:
+            raise RequestError("thinking_token_budget: needs a tokenizer, and skip_tokenizer_init=True leaves none")
+        return self._text_params.thinking_guide(params.thinking_token_budget, token_ids)
 
 
 def _signed64(value: int) -> int:

@@ -310,10 +310,14 @@ class Scheduler:
         step = self._in_flight[-1]
         guided = set(step.plan.guided_rows)
         proposed = {row.seq: row.step.proposed for row in step.rows if row.step.proposed}
-        masks, given_up = masks_of([seq for seq in self.decoding if seq.row in guided], proposed)
+        seqs = [seq for seq in self.decoding if seq.row in guided]
+        masks, given_up = masks_of(seqs, proposed)
         self._num_masks.update({seq: len(masks[seq.row]) for seq in proposed if seq.row in masks})
         for seq in given_up:
             self.finish(seq, "error")
+        for seq in seqs:
+            if seq.guide is not None and seq.guide.is_over:
+                seq.guide, self._num_guided, self._steady = None, self._num_guided - 1, None
         return masks, given_up
 
     # --- update -------------------------------------------------------------------------------------------------------

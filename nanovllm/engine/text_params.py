@@ -1,4 +1,4 @@
-"""Sampling parameters that are text, made into tokens and grammars: bad words and structured outputs."""
+"""Sampling parameters that need the tokenizer: bad words, structured outputs and the budget of reasoning."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.engine.thinking import ThinkingBudget
     from nanovllm.structured.compiler import Compiler
     from nanovllm.text.tokenizer import Tokenizer
 
@@ -33,6 +34,12 @@ class TextParams:
                     self._tokenizer, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
                 )
             return self._compiler
+
+    def thinking_guide(self, budget: int, token_ids: list[int]) -> "ThinkingBudget":
+        """A guide that limits the reasoning of one completion of this prompt."""
+        from nanovllm.engine.thinking import ThinkingBudget, thinking_tokens
+
+        return ThinkingBudget(thinking_tokens(self._tokenizer, self._vocab_size), budget, token_ids)
 
     def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each word as tokens, at the start of a text and after a space."""

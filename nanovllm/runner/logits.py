@@ -159,7 +159,8 @@ class Masks:
     ) -> None:
         num_before = _num_before(rows)
         masked = [index for index, row in enumerate(rows) if num_before[index] < len(masks.get(row, ()))]
-        bits = [np.frombuffer(masks[rows[index]][num_before[index]], dtype=np.uint8) for index in masked]
+        num_bytes = (vocab_size + 7) // 8  # a mask may be longer
+        bits = [np.frombuffer(masks[rows[index]][num_before[index]], np.uint8, num_bytes) for index in masked]
         self.rows = _to_device(np.array(masked), device)  # [masked]
         in_byte = torch.arange(8, dtype=torch.uint8, device=device)
         flags = (_to_device(np.stack(bits), device)[:, :, None] >> in_byte) & 1  # [masked, bytes, 8]

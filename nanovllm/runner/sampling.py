@@ -23,7 +23,7 @@ NOT_PROCESSED = frozenset(
     (
         *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "ignore_eos", "logprobs"),
         *("prompt_logprobs", "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
-        *("detokenize", "structured_outputs"),
+        *("detokenize", "structured_outputs", "thinking_token_budget"),
     )
 )
 # The others, with their values that ask for nothing; an empty one is None here

@@ -21,6 +21,7 @@ class Guide:
         self._matcher = matcher
         self._ignore_eos = ignore_eos
         self._tokens: list[int] = []
+        self.is_over = False  # a grammar restricts all tokens to the end
 
     @property
     def num_tokens(self) -> int:

@@ -33,6 +33,7 @@ class OnlyThese:
     token_ids: list[int]
     vocab_size: int
     num_tokens: int = 0
+    is_over: bool = False
 
     def mask_after(self, new_tokens: list[int]) -> bytes:
         self.num_tokens += len(new_tokens)

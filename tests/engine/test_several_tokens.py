@@ -104,6 +104,8 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
 
 
 class RecordingGuide:
+    is_over = False
+
     def __init__(self) -> None:
         self.tokens: list[int] = []
 

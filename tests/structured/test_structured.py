@@ -326,6 +326,8 @@ def test_refused_without_a_tokenizer() -> None:
 class FailingGuide:
     """A guide that can compute no mask after a number of tokens."""
 
+    is_over = False
+
     def __init__(self, last: int) -> None:
         self.num_tokens = 0
         self._last = last
