@@ -26,6 +26,7 @@ from nanovllm.server.scores import TokenFormatter, chat_logprobs, prompt_logprob
 from nanovllm.server.service import Service
 from nanovllm.server.sse import DONE, ChunkWriter
 from nanovllm.server.structured import constraint
+from nanovllm.server.thinking import effort_variables
 
 if TYPE_CHECKING:
     from nanovllm.engine.deltas import Delta
@@ -67,7 +68,7 @@ def _conversation(request: ChatRequest, service: Service) -> Conversation:
         add_generation_prompt=not continued if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=continued,
         add_special_tokens=bool(request.add_special_tokens),
-        template_kwargs=request.chat_template_kwargs or {},
+        template_kwargs=effort_variables(request.reasoning_effort) | (request.chat_template_kwargs or {}),
     )
 
 

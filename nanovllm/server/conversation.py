@@ -23,7 +23,8 @@ from nanovllm.server.service import Service
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.structured import structured_outputs
 
-# Token -> parser: the first of these tokens that is in the vocabulary selects the parser, unless an option names one.
+# Tag -> parser: the first of these tags in the chat template, or else in the vocabulary, selects the parser, unless an
+# option names one.
 TOOL_PARSER_TOKENS = {"<tool_call>": "hermes", "<|python_tag|>": "llama3_json"}
 REASONING_PARSER_TOKENS = {"</think>": "qwen3"}
 
@@ -107,22 +108,14 @@ class OutputParser:
 
 async def prepare(service: Service, chat: Conversation) -> PreparedChat:
     """Check the tools, render and tokenize the prompt, and make the sampling parameters and the parser."""
-    check_tools(chat.tools)
+    check_tools(chat.tools)  # before a schema is made of them
     forced = chat.tool_choice not in (None, "auto", "none")
     constraint = chat.constraint
     if forced and constraint:
         raise refuse("tool_choice", "a forced tool call cannot be combined with structured outputs; use one of them")
     if forced:
         constraint = {"json": forced_call_schema(chat.tools, chat.tool_choice)}
-    text, token_ids = await render_chat(
-        service.engine,
-        chat.messages,
-        tools=None if chat.tool_choice == "none" else chat.tools,
-        add_generation_prompt=chat.add_generation_prompt,
-        continue_final_message=chat.continue_final_message,
-        add_special_tokens=chat.add_special_tokens,
-        template_kwargs=chat.template_kwargs,
-    )
+    text, token_ids = await render_prompt(service.engine, chat)
     parser = _parser(service, chat, text, constrained=bool(constraint))
     structured = {"structured_outputs": structured_outputs(constraint)} if constraint else {}
     return PreparedChat(
@@ -134,6 +127,20 @@ async def prepare(service: Service, chat: Conversation) -> PreparedChat:
             parallel_calls=chat.parallel_tool_calls,
             tags=(_token_id(service.engine, THINK_OPEN), _token_id(service.engine, THINK_CLOSE)),
         ),
+    )
+
+
+async def render_prompt(engine: Engine, chat: Conversation) -> tuple[str, list[int]]:
+    """Check the tools and render the prompt; return its text and its token ids."""
+    check_tools(chat.tools)
+    return await render_chat(
+        engine,
+        chat.messages,
+        tools=None if chat.tool_choice == "none" else chat.tools,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        add_special_tokens=chat.add_special_tokens,
+        template_kwargs=chat.template_kwargs,
     )
 
 
@@ -158,8 +165,14 @@ def check_settings(settings: ServerSettings) -> None:
 
 
 def tool_parser(settings: ServerSettings, engine: Engine) -> str | None:
-    """The name of the tool parser: the option, else by the vocabulary."""
-    return settings.tool_call_parser or _parser_by_vocabulary(engine, TOOL_PARSER_TOKENS)
+    """The name of the tool parser: the option, else by the tag in the chat template or in the vocabulary.
+
+    None if there is neither: then a call is the JSON object that forced calls are.
+    """
+    if settings.tool_call_parser is not None or engine.tokenizer is None:
+        return settings.tool_call_parser
+    by_template = (name for tag, name in TOOL_PARSER_TOKENS.items() if engine.tokenizer.chat_template_has(tag))
+    return next(by_template, None) or _parser_by_vocabulary(engine, TOOL_PARSER_TOKENS)
 
 
 def reasoning_parser(settings: ServerSettings, engine: Engine) -> str | None:
@@ -169,6 +182,11 @@ def reasoning_parser(settings: ServerSettings, engine: Engine) -> str | None:
 
 def _parser_by_vocabulary(engine: Engine, parsers: dict[str, str]) -> str | None:
     return next((name for token, name in parsers.items() if _token_id(engine, token) is not None), None)
+
+
+def can_end_reasoning(engine: Engine) -> bool:
+    """True if </think> is a token, with which the engine ends the reasoning when its budget is used."""
+    return _token_id(engine, THINK_CLOSE) is not None
 
 
 def _token_id(engine: Engine, token: str) -> int | None:

@@ -7,13 +7,21 @@ import orjson
 
 from nanovllm.server.blocks import BlockDelta, BlockEnd, BlockStart, ContentBlock, ResponseEnd, block_events
 from nanovllm.server.calls import Call
-from nanovllm.server.conversation import Conversation, PreparedChat, prepare
+from nanovllm.server.conversation import (
+    Conversation,
+    PreparedChat,
+    can_end_reasoning,
+    prepare,
+    reasoning_parser,
+    render_prompt,
+)
 from nanovllm.server.errors import ApiError, refuse
 from nanovllm.server.http import ErrorFormat, EventStream
 from nanovllm.server.protocol import ApiRequest, Int, NeutralValues, parse_request
 from nanovllm.server.sampling import check_stop
 from nanovllm.server.service import Service
 from nanovllm.server.sse import named_event
+from nanovllm.server.thinking import output_effort, read_thinking
 
 ERROR_TYPES = {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 413: "request_too_large"}
 
@@ -25,7 +33,6 @@ class MessagesRequest(ApiRequest, kw_only=True):
         "container": (),
         "context_management": (),
         "output_format": (),
-        "output_config": (),
         "speed": ("standard",),
     }
 
@@ -41,6 +48,7 @@ class MessagesRequest(ApiRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
     priority: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -62,7 +70,7 @@ async def create_message(service: Service, call: Call, body: dict[str, Any]) -> 
     request = parse_request(body, MessagesRequest)
     model = service.check_model(request.model)
     check_stop(request.stop_sequences, service.settings, "stop_sequences")
-    prepared = await prepare(service, _conversation(request))
+    prepared = await prepare(service, _conversation(request, service))
     if request.stream:
         return _stream_response(service, call, request, prepared, model)
     return await _full_response(service, call, request, prepared, model)
@@ -71,36 +79,34 @@ async def create_message(service: Service, call: Call, body: dict[str, Any]) -> 
 async def count_message_tokens(service: Service, call: Call, body: dict[str, Any]) -> dict[str, Any]:
     request = parse_request(body, CountRequest)
     service.check_model(request.model)
-    return {"input_tokens": len((await prepare(service, _conversation(request))).token_ids)}
+    _, token_ids = await render_prompt(service.engine, _conversation(request, service))
+    return {"input_tokens": len(token_ids)}
 
 
 # --- reading the request ----------------------------------------------------------------------------------------------
 
 
-def _conversation(request: MessagesRequest) -> Conversation:
+def _conversation(request: MessagesRequest, service: Service) -> Conversation:
+    thinking = read_thinking(
+        request.thinking, model_thinks=reasoning_parser(service.settings, service.engine) is not None
+    )
     sampling: dict[str, Any] = {"max_tokens": request.max_tokens, "stop": request.stop_sequences}
     for name in ("temperature", "top_p", "top_k"):
         if getattr(request, name) is not None:
             sampling[name] = getattr(request, name)
+    if thinking.budget is not None and can_end_reasoning(service.engine):
+        sampling["thinking_token_budget"] = thinking.budget
     choice, parallel = _tool_choice(request.tool_choice)
+    variables = thinking.template_kwargs | output_effort(request.output_config)
     return Conversation(
         messages=_messages(request),
         sampling=sampling,
         tools=[_tool(tool) for tool in request.tools or []],
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        template_kwargs={**_thinking(request.thinking), **(request.chat_template_kwargs or {})},
+        include_reasoning=thinking.is_shown,
+        template_kwargs=variables | (request.chat_template_kwargs or {}),
     )
-
-
-def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
-    """The template variables for the `thinking` field."""
-    match thinking:
-        case None:
-            return {}
-        case {"type": "disabled"}:
-            return {"enable_thinking": False}
-    raise refuse("thinking", "a token budget is not supported; a reasoning model reasons unless the type is 'disabled'")
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

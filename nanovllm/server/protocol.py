@@ -79,6 +79,7 @@ class GenerationRequest(ApiRequest, kw_only=True):
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None
+    thinking_token_budget: Int | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -106,7 +107,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "web_search_options": (),
         "functions": ([],),
         "function_call": ("none",),
-        "reasoning_effort": (),
         "verbosity": ("medium",),
         "echo": (False,),
         "best_of": (1,),
@@ -122,6 +122,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

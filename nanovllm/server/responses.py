@@ -14,6 +14,7 @@ from nanovllm.server.sampling import sampling_fields
 from nanovllm.server.service import Service
 from nanovllm.server.sse import named_event
 from nanovllm.server.structured import constraint
+from nanovllm.server.thinking import check_reasoning
 
 
 class ResponsesRequest(GenerationRequest, kw_only=True):
@@ -25,7 +26,6 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         "background": (False,),
         "include": ([],),
         "truncation": ("disabled",),
-        "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
         "max_tool_calls": (),
         "top_logprobs": (0,),
         "service_tier": ("auto", "default"),
@@ -45,6 +45,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -72,7 +73,7 @@ def _conversation(request: ResponsesRequest, service: Service) -> Conversation:
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         constraint=constraint(_format(request.text), request.structured_outputs),
-        template_kwargs=request.chat_template_kwargs or {},
+        template_kwargs=check_reasoning(request.reasoning) | (request.chat_template_kwargs or {}),
     )
 
 
@@ -280,7 +281,7 @@ class ResponsesResponder:
             "tool_choice": request.tool_choice or "auto",
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "text": request.text or {"format": {"type": "text"}},
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None, **(request.reasoning or {})},
             "metadata": request.metadata or {},
             "user": request.user,
             "previous_response_id": None,

@@ -126,6 +126,10 @@ class Tokenizer:
             variables={**self.special_tokens, **template_kwargs},
         )
 
+    def chat_template_has(self, text: str) -> bool:
+        """Whether a chat template contains this text, such as the tag of a tool call."""
+        return any(text in template for template in (self._chat_template or {}).values())
+
     @cached_property
     def _chat(self) -> ChatTemplates:
         from nanovllm.text.chat_template import ChatTemplates

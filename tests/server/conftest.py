@@ -1,6 +1,7 @@
 """The app with a fake engine: called directly, or served on a local port for real clients."""
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -9,12 +10,14 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from tokenizers import Tokenizer as Backend
 
 from nanovllm.server.app import build_app
 from nanovllm.server.connection import Connection
 from nanovllm.server.lifecycle import web_config
 from nanovllm.server.settings import ServerSettings
-from tests.server.fake_engine import FakeEngine
+from nanovllm.text.tokenizer import Tokenizer
+from tests.server.fake_engine import TOKENIZER, FakeEngine
 
 
 @pytest.fixture
@@ -25,6 +28,15 @@ def anyio_backend() -> str:
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
+
+
+@pytest.fixture
+def plain_tokenizer() -> Tokenizer:
+    """The tests' tokenizer without the tokens and the template of tool calls and reasoning."""
+    settings = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["special"]]
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    return Tokenizer(Backend.from_str(json.dumps(settings)), chat_template=template)
 
 
 @pytest.fixture

@@ -207,5 +207,4 @@ def test_messages_refuse(anthropic: Anthropic) -> None:
     with pytest.raises(AnthropicBadRequest, match="image"):
         anthropic.messages.create(model="fake", max_tokens=9, messages=[{"role": "user", "content": [image]}])
     with pytest.raises(AnthropicBadRequest, match="thinking"):
-        thinking = {"type": "enabled", "budget_tokens": 1024}
-        anthropic.messages.create(model="fake", max_tokens=2000, messages=HELLO, thinking=thinking)
+        anthropic.messages.create(model="fake", max_tokens=2000, messages=HELLO, thinking={"type": "deep"})

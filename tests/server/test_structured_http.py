@@ -182,6 +182,16 @@ def test_the_responses_api(server: ServerProcess) -> None:
         assert is_valid(item["content"][0]["text"], PERSON)
 
 
+def test_thinking_budget(server: ServerProcess) -> None:
+    """A prompt that ends with <think>: </think>, which is made very unlikely, comes after as many tokens as allowed."""
+    close = Tokenizer.from_dir(TOKENIZER).backend.token_to_id("</think>")
+    common = {"prompt": "Hello<think>", "max_tokens": 12, "ignore_eos": True, "logit_bias": {str(close): -100}}
+    bodies = [{**common, "return_token_ids": True, "thinking_token_budget": budget, "seed": 1} for budget in range(6)]
+    for budget, response in enumerate(ask_all(server, COMPLETIONS, bodies)):
+        (choice,) = response.json()["choices"]
+        assert len(choice["token_ids"]) == 12 and choice["token_ids"].index(close) == budget
+
+
 # --- forced calls -----------------------------------------------------------------------------------------------------
 
 

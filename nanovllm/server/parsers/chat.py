@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError
 from nanovllm.server.parsers.choice import ToolChoice, call_format, resolve_choice, tool_names
 from nanovllm.server.parsers.events import ContentDelta, Event, ParsedMessage, ReasoningDelta, collect
 from nanovllm.server.parsers.reasoning import REASONING_PARSERS, ReasoningSplitter, ReasoningTokenCounter
-from nanovllm.server.parsers.tools import FORCED_CALL, TOOL_PARSERS, CallFormat, CallSplitter
+from nanovllm.server.parsers.tools import FORCED_CALL, CallFormat, CallSplitter
 
 
 class ChatParser:
@@ -80,17 +80,13 @@ def make_parser(
     """Make the parser for one request. `reasoning` and `tools` are names of parsers, or None.
 
     A forced call (tool_choice "required" or a named tool) follows the grammar of `forced_call_schema` from its first
-    token on, so it has no reasoning and none of the model's tags.
+    token on, so it has no reasoning and none of the model's tags. Without a tool parser, the calls that the model makes
+    for tool_choice "auto" have the form of forced calls, too: an object at the beginning of the message.
     """
     check_parsers(reasoning=reasoning, tools=tools)
     choice = resolve_choice(tool_schemas, tool_choice)
     if choice == "required" or isinstance(choice, Mapping):
         return _forced_parser(tool_names(tool_schemas if isinstance(choice, str) else [choice]))
-    if choice == "auto" and tools is None:
-        raise RequestError(
-            'tool_choice "auto" needs a parser for the tool calls of this model: start the server with a tool parser '
-            f"({', '.join(sorted(TOOL_PARSERS))}), or set tool_choice to none, required or a named tool"
-        )
     return ChatParser(
         has_reasoning=reasoning is not None,
         starts_in_reasoning=reasoning is not None and (prompt_opens_reasoning or REASONING_PARSERS[reasoning]),

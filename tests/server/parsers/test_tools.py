@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError
 from nanovllm.server.parsers import (
     ChatParser,
     ContentDelta,
@@ -188,10 +188,16 @@ def test_named_choice_takes_no_other_tool() -> None:
     assert parts(forced, CALL) == (CALL, [])
 
 
-def test_auto_without_a_tool_parser_is_refused() -> None:
-    for choice in ("auto", None):
-        with pytest.raises(RequestError, match="hermes, llama3_json"):
-            parser(None, choice=choice)
+@pytest.mark.parametrize("choice", ["auto", None])
+def test_auto_without_a_tool_parser_takes_the_form_of_forced_calls(choice: ToolChoice) -> None:
+    auto = parser(None, choice=choice)
+    for text in (CALL, LLAMA_CALL, f" {CALL}\n"):
+        assert parts(auto, text) == (None, [WEATHER])
+    assert parts(auto, f"{CALL}\nDone.") == ("\nDone.", [WEATHER])
+    for text in ("Hello {you}", CALL[:-1], '{"name": "unknown", "arguments": {}}', '{"city": "Zürich"}', "[1]"):
+        assert parts(auto, text) == (text, [])
+    thinking = parser(None, reasoning="qwen3", choice=choice).parse(f"<think>Hm.</think>{CALL}")
+    assert (thinking.reasoning, thinking.content, len(thinking.tool_calls)) == ("Hm.", None, 1)
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
