@@ -24,7 +24,7 @@ class DeltaStream:
         if waiting is None:
             self._pending[delta.index] = delta
         else:
-            _merge(waiting, delta)
+            merge_deltas(waiting, delta)
         if delta.finish_reason is not None:
             self._unfinished.discard(delta.index)
         self._wake()
@@ -59,7 +59,8 @@ class DeltaStream:
         return list(taken.values())
 
 
-def _merge(into: Delta, later: Delta) -> None:
+def merge_deltas(into: Delta, later: Delta) -> None:
+    """Append a later delta of the same completion to an earlier one."""
     into.text += later.text
     into.token_ids += later.token_ids
     if later.logprobs is not None:

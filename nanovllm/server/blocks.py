@@ -57,11 +57,12 @@ BlockEvent = BlockStart | BlockDelta | BlockEnd | ResponseEnd
 
 
 async def block_events(
-    service: Service, call: Call, prepared: PreparedChat, *, priority: int = 0
+    service: Service, call: Call, prepared: PreparedChat, *, priority: int = 0, cache_salt: str | None = None
 ) -> AsyncGenerator[BlockEvent, None]:
     """The events of a request with one completion. The first comes after the engine has accepted the request."""
     parser, assembler = prepared.parser.new_copy(), _BlockAssembler()
-    async with aclosing(service.generate(call, [prepared.token_ids], prepared.params, priority=priority)) as deltas:
+    generated = service.generate(call, [prepared.token_ids], prepared.params, priority=priority, cache_salt=cache_salt)
+    async with aclosing(generated) as deltas:
         async for _, delta in deltas:
             finished = delta.finish_reason is not None
             if parser.is_content_only:

@@ -11,6 +11,7 @@ from nanovllm.server.calls import Call
 from nanovllm.server.conversation import Conversation, OutputParser, PreparedChat, prepare
 from nanovllm.server.errors import refuse
 from nanovllm.server.http import EventStream
+from nanovllm.server.intervals import in_intervals
 from nanovllm.server.parsers.events import (
     ContentDelta,
     Event,
@@ -20,8 +21,9 @@ from nanovllm.server.parsers.events import (
     collect,
     final_finish_reason,
 )
+from nanovllm.server.prompts import normalize_messages
 from nanovllm.server.protocol import ChatRequest, parse_request
-from nanovllm.server.sampling import sampling_fields
+from nanovllm.server.sampling import prompt_truncation, sampling_fields
 from nanovllm.server.scores import TokenFormatter, chat_logprobs, prompt_logprobs
 from nanovllm.server.service import Service
 from nanovllm.server.sse import DONE, ChunkWriter
@@ -64,11 +66,17 @@ def _conversation(request: ChatRequest, service: Service) -> Conversation:
         tool_choice=request.tool_choice,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         include_reasoning=request.include_reasoning is not False,
-        constraint=constraint(request.response_format, request.structured_outputs),
+        constraint=constraint(
+            request.response_format,
+            request.structured_outputs,
+            grammar=request.grammar,
+            json_schema=request.json_schema,
+        ),
         add_generation_prompt=not continued if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=continued,
         add_special_tokens=bool(request.add_special_tokens),
         template_kwargs=effort_variables(request.reasoning_effort) | (request.chat_template_kwargs or {}),
+        truncation=prompt_truncation(request, service.engine.max_model_len, sampling["max_tokens"]),
     )
 
 
@@ -117,12 +125,19 @@ class ChatResponder:
         self._request = request
         self._prepared = prepared
         self._formatter = formatter
-        self._head = {"id": f"chatcmpl-{call.internal_id}", "created": call.created, "model": model}
+        self._head = {
+            "id": f"chatcmpl-{request.request_id or call.internal_id}",
+            "created": call.created,
+            "model": model,
+        }
+        self._echoed = _echoed(request)
         self._fingerprint = service.fingerprint
         self._choices = [_Choice(prepared.parser.new_copy()) for _ in range(prepared.params.n)]
         self._deltas = service.generate(
             call, [prepared.token_ids], prepared.params, priority=request.priority or 0, cache_salt=request.cache_salt
         )
+        if request.stream and request.stream_interval is not None:
+            self._deltas = in_intervals(self._deltas, request.stream_interval)
 
     # --- as one object ------------------------------------------------------------------------------------------------
 
@@ -146,18 +161,22 @@ class ChatResponder:
             "usage": self._call.usage(),
             "prompt_logprobs": None if prompt_scores is None else prompt_logprobs(prompt_scores),
             "prompt_token_ids": self._prepared.token_ids if self._request.return_token_ids else None,
+            "prompt_text": self._prepared.text if self._request.return_prompt_text else None,
             "kv_transfer_params": None,
         }
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         return {
             "index": index,
-            "message": _message(choice),
+            "message": self._echo(_message(choice)),
             "logprobs": {"content": choice.logprobs, "refusal": None} if self._request.logprobs else None,
             "finish_reason": choice.reported_finish_reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._request.return_token_ids else None,
         }
+
+    def _echo(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {**message, "content": self._echoed + (message["content"] or "")} if self._echoed else message
 
     def _read(self, delta: "Delta") -> list[Event]:
         choice = self._choices[delta.index]
@@ -207,11 +226,16 @@ class ChatResponder:
         extra = b""
         if self._request.return_token_ids:
             extra = b',"prompt_token_ids":' + orjson.dumps(self._prepared.token_ids)
-        frames = b""
+        if self._request.return_prompt_text:
+            extra += b',"prompt_text":' + orjson.dumps(self._prepared.text)
+        usage, frames = self._call.usage_of_prompt(), b""
         for index in range(len(self._choices)):
             choice = _chunk_choice(index, b'{"role":"assistant","content":""}')
-            frames += writer.chunk(choice, extra, usage=self._call.usage_of_prompt())
+            frames += writer.chunk(choice, extra, usage=usage)
             extra = b""
+        for index in range(len(self._choices) if self._echoed else 0):
+            echo = b'{"content":%b}' % orjson.dumps(self._echoed)
+            frames += writer.chunk(_chunk_choice(index, echo), usage=usage)
         return frames
 
     def _template(self, writer: ChunkWriter, index: int) -> tuple[bytes, bytes] | None:
@@ -241,6 +265,12 @@ class ChatResponder:
                 yield writer.last_chunk(_chunk_choice(delta.index, chunk_delta, logprobs, token_ids, choice))
             else:
                 yield writer.chunk(_chunk_choice(delta.index, chunk_delta, logprobs, token_ids))
+
+
+def _echoed(request: ChatRequest) -> str:
+    """With `echo`, the text of the last message if it is the assistant's, which begins the response."""
+    last = normalize_messages(request.messages)[-1] if request.echo else {}
+    return last["content"] if last.get("role") == "assistant" else ""
 
 
 def _message(choice: _Choice) -> dict[str, Any]:

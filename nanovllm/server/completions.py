@@ -11,9 +11,10 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.calls import Call
 from nanovllm.server.errors import refuse
 from nanovllm.server.http import EventStream
+from nanovllm.server.intervals import in_intervals
 from nanovllm.server.prompts import as_list, read_prompts
 from nanovllm.server.protocol import CompletionRequest, parse_request
-from nanovllm.server.sampling import make_params, sampling_fields
+from nanovllm.server.sampling import make_params, prompt_truncation, sampling_fields
 from nanovllm.server.scores import CompletionLogprobs, TokenFormatter, concatenated, prompt_logprobs
 from nanovllm.server.service import Service
 from nanovllm.server.sse import DONE, ChunkWriter
@@ -36,6 +37,7 @@ async def complete(service: Service, call: Call, body: dict[str, Any]) -> dict[s
         field="prompt",
         add_special_tokens=request.add_special_tokens is not False,
         max_prompts=service.settings.max_prompts_per_request,
+        truncation=prompt_truncation(request, service.engine.max_model_len, params.max_tokens),
     )
     if params.n * len(prompts) > service.settings.max_prompts_per_request:
         limit = service.settings.max_prompts_per_request
@@ -57,7 +59,14 @@ def _params(request: CompletionRequest, service: Service) -> SamplingParams:
     fields["logprobs"] = request.logprobs
     if request.echo and request.logprobs is not None:
         fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
-    structured = structured_outputs(constraint(request.response_format, request.structured_outputs))
+    structured = structured_outputs(
+        constraint(
+            request.response_format,
+            request.structured_outputs,
+            grammar=request.grammar,
+            json_schema=request.json_schema,
+        )
+    )
     return make_params(**fields, **({"structured_outputs": structured} if structured is not None else {}))
 
 
@@ -108,7 +117,7 @@ class CompletionResponder:
         self._tokenizer = service.engine.tokenizer
         self._formatter = TokenFormatter(self._tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
         self._head = {
-            "id": f"cmpl-{call.internal_id}",
+            "id": f"cmpl-{request.request_id or call.internal_id}",
             "object": "text_completion",
             "created": call.created,
             "model": model,
@@ -120,6 +129,8 @@ class CompletionResponder:
         self._deltas = service.generate(
             call, prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
         )
+        if request.stream and request.stream_interval is not None:
+            self._deltas = in_intervals(self._deltas, request.stream_interval)
 
     def _logprobs(self, prompt_token_ids: list[int], params: SamplingParams) -> CompletionLogprobs:
         return CompletionLogprobs(
@@ -225,9 +236,9 @@ class CompletionResponder:
             yield _Update(delta.text, delta.token_ids, logprobs)
 
     def _echo(self, number: int, choice: _Choice) -> _Update:
-        """The prompt as the beginning of a choice. A prompt that was sent as token ids is decoded."""
+        """The prompt as the beginning of a choice. Token ids that were sent, or left by truncation, are decoded."""
         token_ids, text = self._prompts[number], as_list(self._request.prompt, "prompt")[number]
-        if not isinstance(text, str):
+        if not isinstance(text, str) or self._request.truncate_prompt_tokens is not None:
             text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
         logprobs = None
         if self._request.logprobs is not None:

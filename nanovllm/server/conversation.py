@@ -22,6 +22,7 @@ from nanovllm.server.sampling import make_params
 from nanovllm.server.service import Service
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.structured import structured_outputs
+from nanovllm.server.truncation import Truncation
 
 # Tag -> parser: the first of these tags in the chat template, or else in the vocabulary, selects the parser, unless an
 # option names one.
@@ -44,13 +45,15 @@ class Conversation:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    truncation: Truncation | None = None
 
 
 @dataclass(frozen=True)
 class PreparedChat:
     """A chat request as the engine takes it, and the parser for its completions."""
 
-    token_ids: list[int]
+    text: str  # the rendered prompt
+    token_ids: list[int]  # of the text, or a part of them if the prompt was truncated
     params: SamplingParams
     parser: "OutputParser"  # a prototype: each completion parses with a `new_copy`
 
@@ -119,6 +122,7 @@ async def prepare(service: Service, chat: Conversation) -> PreparedChat:
     parser = _parser(service, chat, text, constrained=bool(constraint))
     structured = {"structured_outputs": structured_outputs(constraint)} if constraint else {}
     return PreparedChat(
+        text,
         token_ids,
         make_params(**chat.sampling, **structured),
         OutputParser(
@@ -141,6 +145,7 @@ async def render_prompt(engine: Engine, chat: Conversation) -> tuple[str, list[i
         continue_final_message=chat.continue_final_message,
         add_special_tokens=chat.add_special_tokens,
         template_kwargs=chat.template_kwargs,
+        truncation=chat.truncation,
     )
 
 

@@ -11,6 +11,7 @@ from nanovllm.server.errors import ApiError, refuse
 from nanovllm.server.prompts import read_prompts
 from nanovllm.server.protocol import EmbeddingRequest, parse_request
 from nanovllm.server.service import Service
+from nanovllm.server.truncation import read_truncation
 
 POOLINGS = ("mean", "last")
 FORMATS = ("float", "base64")
@@ -35,6 +36,12 @@ async def embed(service: Service, call: Call, body: dict[str, Any]) -> dict[str,
         add_special_tokens=request.add_special_tokens is not False,
         max_prompts=service.settings.max_prompts_per_request,
         is_completed=False,
+        truncation=read_truncation(
+            request.truncate_prompt_tokens,
+            request.truncation_side,
+            default_side="right",
+            room=service.engine.max_model_len,
+        ),
     )
     call.num_prompt_tokens = sum(map(len, prompts))
     vectors = await _embed_all(service, prompts, pooling)
@@ -43,7 +50,8 @@ async def embed(service: Service, call: Call, body: dict[str, Any]) -> dict[str,
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": call.num_prompt_tokens, "total_tokens": call.num_prompt_tokens}
-    return {"object": "list", "data": data, "model": model, "usage": usage}
+    id = f"embd-{request.request_id or call.internal_id}"
+    return {"id": id, "object": "list", "created": call.created, "data": data, "model": model, "usage": usage}
 
 
 async def _embed_all(service: Service, prompts: list[list[int]], pooling: str) -> list[list[float]]:

@@ -1,11 +1,12 @@
 """POST /v1/messages and /v1/messages/count_tokens of the Anthropic API."""
 
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, ClassVar
 
 import orjson
 
-from nanovllm.server.blocks import BlockDelta, BlockEnd, BlockStart, ContentBlock, ResponseEnd, block_events
+from nanovllm.server.blocks import BlockDelta, BlockEnd, BlockEvent, BlockStart, ContentBlock, ResponseEnd, block_events
 from nanovllm.server.calls import Call
 from nanovllm.server.conversation import (
     Conversation,
@@ -34,6 +35,9 @@ class MessagesRequest(ApiRequest, kw_only=True):
         "context_management": (),
         "output_format": (),
         "speed": ("standard",),
+        "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "vllm_xargs": ({},),
     }
 
     messages: list[dict[str, Any]]
@@ -50,6 +54,7 @@ class MessagesRequest(ApiRequest, kw_only=True):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     priority: Int | None = None
+    cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -193,12 +198,18 @@ def _text(content: Any, where: str) -> str:
 # --- writing the response ---------------------------------------------------------------------------------------------
 
 
+def _events(
+    service: Service, call: Call, request: MessagesRequest, prepared: PreparedChat
+) -> AsyncGenerator[BlockEvent, None]:
+    return block_events(service, call, prepared, priority=request.priority or 0, cache_salt=request.cache_salt)
+
+
 async def _full_response(
     service: Service, call: Call, request: MessagesRequest, prepared: PreparedChat, model: str
 ) -> dict[str, Any]:
     blocks: list[ContentBlock] = []
     end = ResponseEnd("stop", None)
-    async with aclosing(block_events(service, call, prepared, priority=request.priority or 0)) as events:
+    async with aclosing(_events(service, call, request, prepared)) as events:
         async for event in events:
             if isinstance(event, BlockEnd):
                 blocks.append(event.block)
@@ -213,7 +224,7 @@ async def _stream_response(
 ) -> EventStream:
     blocks: list[ContentBlock] = []
     started = False
-    async with aclosing(block_events(service, call, prepared, priority=request.priority or 0)) as events:
+    async with aclosing(_events(service, call, request, prepared)) as events:
         async for event in events:
             if not started:
                 started = True

@@ -9,6 +9,7 @@ import orjson
 
 from nanovllm.server.engine import Engine
 from nanovllm.server.errors import ApiError, refuse
+from nanovllm.server.truncation import Truncation
 from nanovllm.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -42,6 +43,7 @@ async def read_prompts(
     add_special_tokens: bool,
     max_prompts: int,
     is_completed: bool = True,
+    truncation: Truncation | None = None,
 ) -> list[list[int]]:
     """The token ids of one prompt or several, each a string or a list of token ids.
 
@@ -60,6 +62,8 @@ async def read_prompts(
         ]
 
     read = await run_in_thread_if_long(size, read_all)
+    if truncation is not None:
+        read = [truncation.apply(token_ids) for token_ids in read]
     for token_ids, name in zip(read, names, strict=True):
         if not token_ids:
             raise ApiError(400, f"{name}: must not be empty", param=field)
@@ -124,8 +128,9 @@ async def render_chat(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     template_kwargs: dict[str, Any] | None = None,
+    truncation: Truncation | None = None,
 ) -> tuple[str, list[int]]:
-    """Render a conversation with the chat template; return the text and its token ids."""
+    """Render a conversation with the chat template; return the text and its token ids, which may be truncated."""
     tokenizer = require_tokenizer(engine)
     limit = PromptLimit(engine.max_model_len)
     if len(messages) > engine.max_model_len:
@@ -154,6 +159,8 @@ async def render_chat(
     text, token_ids = await run_in_thread_if_long(size + CHARS_AROUND_MESSAGE * len(plain), render)
     if not token_ids:
         raise refuse("messages", "the chat template rendered them to an empty prompt")
+    if truncation is not None:
+        token_ids = truncation.apply(token_ids)
     limit.check_tokens(len(token_ids), "messages")
     return text, token_ids
 

@@ -1,16 +1,24 @@
 """The request types of the OpenAI API with vLLM's extensions, and the fields that are refused.
 
 Fields declared here are supported. A field in `unsupported` requests something that is not implemented: it is refused
-unless its value is null or one that changes nothing. All other fields are unknown and ignored.
+unless its value is null or one that changes nothing. All other fields are unknown: they are logged and ignored.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
-from nanovllm.server.errors import ApiError, refuse
+from nanovllm.server.errors import ApiError
+from nanovllm.server.unsupported import (
+    OF_LLAMA_CPP,
+    OF_OPENAI,
+    OF_SGLANG,
+    OF_VLLM,
+    NeutralValues,
+    check_unsupported_fields,
+    log_unknown_fields,
+)
 
 Kind = TypeVar("Kind", bound="ApiRequest")
 FIELD_IN_ERROR = re.compile(r"(?:\$\.|required field `)(\w+)")  # the field's name in msgspec's error messages
@@ -18,27 +26,6 @@ FIELD_IN_ERROR = re.compile(r"(?:\$\.|required field `)(\w+)")  # the field's na
 Int = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-NeutralValues = Mapping[str, tuple[Any, ...]]  # unsupported field -> the values that are accepted: they change nothing
-
-_OF_VLLM: NeutralValues = {
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "truncate_prompt_tokens": (),
-    "logits_processors": ([],),
-    "spaces_between_special_tokens": (True,),
-    "prompt_embeds": (),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-}
-_OF_OPENAI: NeutralValues = {"store": (False,), "service_tier": ("auto", "default")}
 
 
 class ApiRequest(msgspec.Struct, kw_only=True):
@@ -87,6 +74,12 @@ class GenerationRequest(ApiRequest, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: str | None = None
+    stream_interval: Int | None = None
+    request_id: str | None = None
+    grammar: str | None = None  # of llama.cpp, as json_schema
+    json_schema: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -99,8 +92,10 @@ class GenerationRequest(ApiRequest, kw_only=True):
 
 class ChatRequest(GenerationRequest, kw_only=True):
     unsupported: ClassVar[NeutralValues] = {
-        **_OF_VLLM,
-        **_OF_OPENAI,
+        **OF_VLLM,
+        **OF_LLAMA_CPP,
+        **OF_SGLANG,
+        **OF_OPENAI,
         "audio": (),
         "modalities": (["text"],),
         "prediction": (),
@@ -108,7 +103,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "functions": ([],),
         "function_call": ("none",),
         "verbosity": ("medium",),
-        "echo": (False,),
         "best_of": (1,),
         "chat_template": (),
         "documents": ([],),
@@ -123,13 +117,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
+    echo: bool | None = None
+    return_prompt_text: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    unsupported: ClassVar[NeutralValues] = {**_OF_VLLM, "suffix": ("",)}
+    unsupported: ClassVar[NeutralValues] = {**OF_VLLM, **OF_LLAMA_CPP, **OF_SGLANG, "suffix": ("",)}
 
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Int | None = None
@@ -138,7 +134,20 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class EmbeddingRequest(ApiRequest, kw_only=True):
-    unsupported: ClassVar[NeutralValues] = {"truncate_prompt_tokens": ()}
+    unsupported: ClassVar[NeutralValues] = {
+        "messages": (),
+        "add_generation_prompt": (False,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "use_activation": (True,),
+        "priority": (0,),
+        "cache_salt": (),
+    }
 
     input: str | list[str | TokenId | list[TokenId]]
     model: str | None = None
@@ -146,10 +155,17 @@ class EmbeddingRequest(ApiRequest, kw_only=True):
     dimensions: Int | None = None
     pooling: str | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: str | None = None
+    request_id: str | None = None
 
 
 class TokenizeRequest(ApiRequest, kw_only=True):
-    unsupported: ClassVar[NeutralValues] = {"chat_template": ()}
+    unsupported: ClassVar[NeutralValues] = {
+        "chat_template": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    }
 
     model: str | None = None
     prompt: str | None = None
@@ -170,6 +186,7 @@ class DetokenizeRequest(ApiRequest, kw_only=True):
 def parse_request(request: dict[str, Any], kind: type[Kind]) -> Kind:
     """Convert a JSON object to the request type `kind`, or raise an ApiError that names the invalid field."""
     check_unsupported_fields(request, kind.unsupported)
+    log_unknown_fields(request, kind.__struct_fields__, kind.unsupported)
     try:
         return msgspec.convert(request, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
@@ -189,13 +206,3 @@ def _invalid_bias(bias: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"the value of the key {key!r} is not a number"
     return None
-
-
-def check_unsupported_fields(request: Mapping[str, Any], unsupported: NeutralValues) -> None:
-    """Raise an ApiError if the request uses an unsupported field."""
-    for name in unsupported.keys() & request.keys():
-        if request[name] is not None and request[name] not in unsupported[name]:
-            accepted = ", ".join(str(value).lower() for value in unsupported[name])
-            raise refuse(
-                name, "is not supported by this server" + (f"; only {accepted} is accepted" if accepted else "")
-            )

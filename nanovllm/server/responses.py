@@ -36,6 +36,18 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         "return_token_ids": (False,),
         "stream_options": ({}, {"include_obfuscation": False}),
         "context_management": ([],),
+        "enable_response_messages": (False,),
+        "previous_input_messages": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "vllm_xargs": ({},),
+        "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "add_special_tokens": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "truncate_prompt_tokens": (),
+        "truncation_side": (),
+        "stream_interval": (1,),
     }
 
     input: str | list[dict[str, Any]]
@@ -44,6 +56,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
@@ -72,7 +85,13 @@ def _conversation(request: ResponsesRequest, service: Service) -> Conversation:
         tools=[_tool(tool) for tool in request.tools or []],
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        constraint=constraint(_format(request.text), request.structured_outputs),
+        include_reasoning=request.include_reasoning is not False,
+        constraint=constraint(
+            _format(request.text),
+            request.structured_outputs,
+            grammar=request.grammar,
+            json_schema=request.json_schema,
+        ),
         template_kwargs=check_reasoning(request.reasoning) | (request.chat_template_kwargs or {}),
     )
 
@@ -177,7 +196,9 @@ class ResponsesResponder:
         self._model = model
         self._sequence_numbers = count()
         self._items: list[dict[str, Any]] = []
-        self._events = block_events(service, call, prepared, priority=request.priority or 0)
+        self._events = block_events(
+            service, call, prepared, priority=request.priority or 0, cache_salt=request.cache_salt
+        )
 
     async def full(self) -> dict[str, Any]:
         """Wait for the completion and return the response object."""
@@ -264,7 +285,7 @@ class ResponsesResponder:
         request, params = self._request, self._prepared.params
         truncated = end is not None and end.finish_reason == "length"
         return {
-            "id": f"resp_{self._call.internal_id}",
+            "id": request.request_id or f"resp_{self._call.internal_id}",
             "object": "response",
             "created_at": self._call.created,
             "status": "in_progress" if end is None else "incomplete" if truncated else "completed",

@@ -6,6 +6,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import bad_request, refuse
 from nanovllm.server.protocol import GenerationRequest
 from nanovllm.server.settings import ServerSettings
+from nanovllm.server.truncation import Truncation, read_truncation
 
 MAX_STOP_CHARS = 1024
 # Fields with the same name and meaning in requests and in SamplingParams; null means the default.
@@ -44,8 +45,20 @@ def check_limits(request: GenerationRequest, settings: ServerSettings) -> None:
             raise refuse("stream_options", "needs stream: true; set it, or leave stream_options out")
         if request.stream_options.include_obfuscation:
             raise refuse("stream_options", "include_obfuscation is not supported; leave it out")
+    if request.stream_interval is not None and request.stream_interval < 1:
+        raise refuse("stream_interval", "must be at least 1")
     if request.prompt_logprobs is not None and request.stream:
         raise refuse("prompt_logprobs", "cannot be streamed; set stream to false")
+
+
+def prompt_truncation(request: GenerationRequest, max_model_len: int, max_tokens: int | None) -> Truncation | None:
+    """How the request's prompts are truncated. -1 leaves room for the completion's maximum number of tokens."""
+    return read_truncation(
+        request.truncate_prompt_tokens,
+        request.truncation_side,
+        default_side="left",
+        room=max_model_len - (max_tokens or 1),
+    )
 
 
 def check_stop(stop: str | list[str] | None, settings: ServerSettings, name: str = "stop") -> None:

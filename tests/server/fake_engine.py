@@ -40,6 +40,7 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None  # deltas wait until it is set
         self.holds_after = 0  # number of deltas that do not wait for the gate
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.embedded: list[list[int]] = []
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.closed = False
@@ -144,6 +145,7 @@ class FakeEngine:
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         if self.refuses is not None:
             raise RequestError(self.refuses)
+        self.embedded.append(token_ids)
         return [0.6 if pooling == "mean" else 0.8, 0.8, float(len(token_ids))]
 
     async def close(self) -> None:

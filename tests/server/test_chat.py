@@ -322,7 +322,6 @@ async def test_an_invalid_bias_is_named(client: httpx.AsyncClient) -> None:
         ({"use_beam_search": True}, "use_beam_search"),
         ({"guided_json": {}}, "guided_json"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
-        ({"echo": True}, "echo"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 1000}, "logprobs"),
         ({"n": 129}, "n"),

@@ -171,6 +171,22 @@ def test_objects_with_properties_are_closed(server: ServerProcess) -> None:
         assert [key for key, _ in pairs] == ["age"] and is_valid(text, AGE), text
 
 
+def test_the_fields_of_llama_cpp(server: ServerProcess) -> None:
+    """A grammar in GBNF and a schema in all the places that llama.cpp takes it from."""
+    grammar = 'root ::= "yes" | "no" [0-9]'
+    forms = [{"grammar": grammar}, {"json_schema": AGE}, {"response_format": {"type": "json_object", "schema": AGE}}]
+    plain = {"max_tokens": 150, "seed": 3}
+    chats = ask_all(server, CHAT, [{"messages": HELLO, **plain, **form} for form in forms])
+    prompts = ask_all(server, COMPLETIONS, [{"prompt": "Hello", **plain, **form} for form in forms])
+    texts = [answered(response)[0] for response in chats]
+    texts += [response.json()["choices"][0]["text"] for response in prompts]
+    for constrained, schema, same_schema in (texts[:3], texts[3:]):
+        assert re.fullmatch("yes|no[0-9]", constrained)
+        assert is_valid(schema, AGE) and is_valid(same_schema, AGE)
+    (refused,) = ask_all(server, CHAT, [{"messages": HELLO, "grammar": "root ::= undefined"}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "grammar")
+
+
 def test_the_responses_api(server: ServerProcess) -> None:
     form = {"text": {"format": {"type": "json_schema", "name": "x", "schema": PERSON}}}
     bodies = [{"input": f"Hello {number}", "max_output_tokens": 200, **form} for number in range(6)]
