@@ -18,7 +18,7 @@ ALLOWED_STATE = {
     "kernels.device.dependent_launch": "a cache of a fact about the machine",
     "kernels.device.gluon_usable": "a cache of a fact about the machine",
     "kernels.linear.tiled._device_limits": "a cache of a fact about the machine",
-    "runner.device._HOLDERS": "counts the users of cuBLAS's workspaces, which torch keeps once per process",
+    "runner.gpu_memory._HOLDERS": "counts the users of cuBLAS's workspaces, which torch keeps once per process",
     "server.openapi.document": "a cache of a document that never changes",
 }
 STATEFUL_TYPES = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Event", "Barrier", "local"}

@@ -5,7 +5,7 @@ step, from embedding to sampled token, is one recorded CUDA graph.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -20,11 +20,12 @@ from nanovllm.kernels.select import compiled_sizes, graph_sizes
 from nanovllm.layers.step import Sequences, Step
 from nanovllm.plan import StepPlan
 from nanovllm.runner.graphs import Graphs
+from nanovllm.runner.guided_step import GuidedStep
 from nanovllm.runner.kernel_sampler import KernelSampler
-from nanovllm.runner.pipeline_stage import PipelineStage
 from nanovllm.runner.request_table import RequestTable
-from nanovllm.runner.results import GuidedStep, PendingStep
-from nanovllm.runner.sampling import Drawn, SamplingBatch
+from nanovllm.runner.results import PendingStep
+from nanovllm.runner.sampling import Sampling
+from nanovllm.runner.stage import Stage
 
 
 class Ending(Enum):
@@ -62,25 +63,20 @@ class StepKind:
 class DecodeStep:
     def __init__(
         self,
-        stage: PipelineStage,
+        stage: Stage,
         backend: DeviceBackend,
         table: RequestTable,
         sampler: KernelSampler,
+        sampling: Sampling,
         *,
         max_num_seqs: int,
         device: torch.device,
         eager: bool,
         keeps_row_state: bool = False,
-        send: Callable[[], None],
-        sampling_batch: Callable[[tuple[int, ...]], SamplingBatch],
-        draw: Callable[..., Drawn],
     ) -> None:
-        """`keeps_row_state`: a layer of the model does.
-
-        `send` sends the table's changes to the device, `sampling_batch` gives what sampling needs to know about rows,
-        `draw` samples from logits: those of the model runner.
-        """
-        self._device, self._send, self._sampling_batch, self._draw = device, send, sampling_batch, draw
+        """`sampler` is part of recorded steps, `sampling` serves those that end with logits. `keeps_row_state`: a layer
+        of the model does."""
+        self._device, self._sampling = device, sampling
         self._decoding = Decoding.of((), table.host_length)
         self._stage, self._backend, self._table, self._sampler = stage, backend, table, sampler
         self._positions = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
@@ -100,9 +96,9 @@ class DecodeStep:
         if plan.decode_rows is not self._decoding.planned:
             self._decoding = Decoding.of(plan.decode_rows, table.host_length)
             table.set_decode_rows(self._decoding.rows, size=size)
-        if table.num_changes:
-            self._send()
-        sampling = self._sampling_batch(self._decoding.rows)
+        if table.has_changes:
+            table.send(lambda upload: None)
+        sampling = self._sampling.batch_of(self._decoding.rows)
         ending = Ending.LOGITS
         if sampling.plain and not plan.guided_rows:
             ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
@@ -114,10 +110,9 @@ class DecodeStep:
         def finish(masks: Mapping[int, Sequence[bytes]]) -> PendingStep:
             tokens, scores = drawn_or_logits, None
             if ending is Ending.LOGITS:
-                drawn = self._draw(tokens, sampling, table.decode_rows[:n], masks)
-                tokens, scores = drawn.tokens, drawn.scores
+                tokens, scores = self._sampling.draw(tokens, sampling, table.decode_rows[:n], masks)
             table.advance(sampling.host_rows)
-            return PendingStep(tokens, scores, {}, self._device, order=order)
+            return PendingStep(tokens, scores, self._device, order=order)
 
         return GuidedStep(finish) if plan.guided_rows else finish({})
 

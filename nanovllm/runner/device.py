@@ -1,18 +1,9 @@
-"""Choices that depend on the machine: device, dtype, memory."""
-
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from weakref import WeakSet
+"""Choices that depend on the machine: device and dtypes."""
 
 import torch
 
 from nanovllm.errors import ConfigError
 from nanovllm.weights.dense import cpu_has_bfloat16
-
-# Process-wide because what it counts is: torch keeps one cuBLAS workspace per stream for the whole process. Holds the
-# runners that use a GPU.
-_HOLDERS: WeakSet[object] = WeakSet()
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
@@ -56,51 +47,3 @@ def resolve_cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
     if wanted == "fp8":
         return torch.float8_e4m3fn
     return dtype if wanted == "auto" else getattr(torch, wanted)
-
-
-def hold_memory(holder: object) -> None:
-    """Register a user of the GPU, for `release_memory`."""
-    _HOLDERS.add(holder)
-
-
-def release_memory(holder: object) -> None:
-    """Return torch's unused GPU memory to the system; to be called once `holder` has dropped its tensors.
-
-    The cuBLAS workspaces are freed with the last holder: the recorded graphs of another one would still use them.
-    """
-    _HOLDERS.discard(holder)
-    if not _HOLDERS:
-        torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-
-
-@contextmanager
-def out_of_memory_named(device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error of the GPU during the start into one that says which options to lower."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        gib = 2**30
-        raise ConfigError(
-            f"the GPU ran out of memory at the start ({free / gib:.1f} of {total / gib:.1f} GiB are free now): lower "
-            "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, take a smaller model, or end other "
-            f"programs on this GPU. torch said: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def available_memory() -> int:
-    """Bytes of host memory that this process could still allocate, within its control group."""
-    with open("/proc/meminfo") as file:
-        info = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.startswith("Mem")}
-    limits = [info["MemAvailable"]]
-    for maximum, current in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        if os.path.exists(maximum) and os.path.exists(current):
-            with open(maximum) as a, open(current) as b:
-                limit, used = a.read().strip(), int(b.read())
-            if limit != "max":
-                limits.append(max(int(limit) - used, 0))
-    return min(limits)

@@ -1,6 +1,7 @@
 """One step as the model sees it: flat token tensors and the attention backend's view of them."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -8,8 +9,11 @@ from torch import Tensor
 from nanovllm.attention.backend import AttentionBackend, BatchGeometry
 from nanovllm.layers.step import Sequences, Step
 from nanovllm.plan import StepPlan
-from nanovllm.runner.request_table import RequestTable, SampledPositions
+from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.upload import Upload
+
+if TYPE_CHECKING:
+    from nanovllm.runner.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class ForwardBatch:
     positions: Tensor  # [num_tokens] int32
     step: Step  # as the layers see it
     sampled_rows: Tensor | None  # [num_sampled] int32 rows of the request table; None = nothing is sampled
-    sampled: SampledPositions | None  # None = every sampled row samples one token, after its last one
+    verification: "Verification | None"  # None = every sampled row samples one token, after its last one
     logits_rows: Tensor | None  # [head_size] int32 token index of each sampled position, padded; None = all tokens
     first_tokens: np.ndarray  # [num_decodes + num_row_steps] token index of each sequence's first token, on the host
 
@@ -78,16 +82,22 @@ def build_batch(
     sequences = None
     if keeps_row_state:
         sequences = Sequences(*map(upload.add, (rows, starts, first_tokens, num_new)))
-    sampled = None
+    verification = None
     if any(step.proposed for step in plan.row_steps):
+        from nanovllm.runner.verification import Verification
+
         lengths = table.host_length[rows] + (num_sampled == 1)
-        sampled = SampledPositions(upload.add(positions[sampled_tokens] + 1), upload.add(lengths[sampled_seqs]))
+        verification = Verification(
+            plan,
+            lengths=upload.add(positions[sampled_tokens] + 1),
+            new_lengths=upload.add(lengths[sampled_seqs]),
+        )
     return ForwardBatch(
         rows=device_rows,
         positions=device_positions,
         step=Step(backend.prepare(geometry, upload.add), sequences),
         sampled_rows=upload.add(rows[sampled_seqs]) if len(sampled_seqs) else None,
-        sampled=sampled,
+        verification=verification,
         logits_rows=None if len(sampled_seqs) == len(positions) else upload.add(logits_rows),
         first_tokens=first_tokens,
     )

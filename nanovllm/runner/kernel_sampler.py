@@ -5,7 +5,7 @@ from torch import Tensor
 
 from nanovllm.kernels.sampling.sample import sample
 from nanovllm.kernels.sampling.thresholds import cut_thresholds
-from nanovllm.runner.request_table import RequestTable, SampledPositions
+from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.sampling import SamplingBatch
 
 
@@ -22,10 +22,7 @@ class KernelSampler:
         self._thresholds = torch.empty(max_num_seqs, dtype=torch.float32, device=device)
         self._scratch = torch.zeros(max_num_seqs, 2, dtype=torch.int64, device=device)
 
-    def draw(
-        self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor, sampled: SampledPositions | None = None
-    ) -> Tensor:
-        assert sampled is None, "the kernel samples one token for each row"
+    def draw(self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor) -> Tensor:
         return self.launch(logits, device_rows, cuts=batch.cuts)
 
     def launch(self, logits: Tensor, rows: Tensor, *, cuts: bool) -> Tensor:

@@ -11,7 +11,6 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.errors import ConfigError
 from nanovllm.models.shard import Shard
-from nanovllm.runner.device import available_memory
 from nanovllm.state import BlockGroup, CacheLayout, PagedState, state_groups
 
 GIB = 2**30
@@ -60,7 +59,16 @@ def size_kv_cache(
     if config.num_kv_cache_blocks != -1:
         num_blocks, reason = config.num_kv_cache_blocks, f"num_kv_cache_blocks={config.num_kv_cache_blocks}"
     else:
-        budget, reason = _budget(config, shard, device, weight_bytes, activation_bytes, num_ranks)
+        from nanovllm.runner.memory_budget import memory_budget
+
+        budget, reason = memory_budget(
+            config,
+            shard,
+            device=device,
+            weight_bytes=weight_bytes,
+            activation_bytes=activation_bytes,
+            num_ranks=num_ranks,
+        )
         useful = config.max_num_seqs * -(-max_model_len // layout.block_size)
         fits = layout.num_blocks_in(budget - row_bytes, block_bytes)
         num_blocks = useful if fits is None else fits
@@ -73,24 +81,6 @@ def size_kv_cache(
             f"{reason} leaves less; raise it, or lower kv_cache_block_size, max_num_batched_tokens or the model"
         )
     return CacheSize(num_blocks=num_blocks, layout=layout, block_bytes=block_bytes, row_bytes=row_bytes, reason=reason)
-
-
-def _budget(
-    config: Config,
-    shard: Shard,
-    device: torch.device,
-    weight_bytes: int,
-    activation_bytes: int | None,
-    num_ranks: int,
-) -> tuple[int, str]:
-    """Bytes for the state of sequences, and where the number comes from."""
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
-    if device.type == "cuda":
-        return _gpu_budget(config, shard, device, weight_bytes, activation_bytes)
-    share = config.cpu_memory_utilization
-    budget = int(max(available_memory() // num_ranks - weight_bytes, 0) * share)
-    return budget, f"cpu_memory_utilization={share} of the free memory"
 
 
 def smallest(size: CacheSize, world: Group, device: torch.device) -> CacheSize:
@@ -117,23 +107,3 @@ def make_states(
             size = (max_num_seqs + 1, *state.shape)
             states.append(torch.zeros(size, dtype=getattr(torch, state.dtype), device=backend.shape.device))
     return states
-
-
-def _gpu_budget(
-    config: Config, shard: Shard, device: torch.device, weight_bytes: int, activation_bytes: int | None
-) -> tuple[int, str]:
-    model = shard.model
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    if activation_bytes is None:
-        wide = shard.widest_activation() + 4 * model.hidden_size
-        activation_bytes = 2 * config.max_num_batched_tokens * wide + 3 * 4 * config.max_num_seqs * model.vocab_size
-    # recorded graphs keep the logits and activations of a decode step in their own memory pool
-    graph_bytes = 4 * config.max_num_seqs * (model.vocab_size + 16 * model.hidden_size + 2 * shard.widest_activation())
-    in_use = total - free  # by all programs
-    budget = int(total * config.gpu_memory_utilization) - in_use - activation_bytes - graph_bytes - weight_bytes
-    share = (
-        f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {in_use / GIB:.1f} in use, "
-        f"{(activation_bytes + graph_bytes) / GIB:.1f} kept for a step"
-    )
-    return max(budget, 0), share

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from nanovllm.plan import RowStep, StepPlan
 from nanovllm.runner.forward_batch import ForwardBatch
-from nanovllm.runner.pipeline_stage import PipelineStage
 from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.stage import Stage
 
 
 class Pooler:
-    def __init__(self, stage: PipelineStage, table: RequestTable, *, hidden_size: int, device: torch.device) -> None:
+    def __init__(self, stage: Stage, table: RequestTable, *, hidden_size: int, device: torch.device) -> None:
         self._stage = stage
         self._table = table
         self._hidden_size, self._device = hidden_size, device

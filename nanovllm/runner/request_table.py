@@ -2,7 +2,8 @@
 
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -11,20 +12,16 @@ from torch import Tensor
 from nanovllm.plan import NewBlocks, NewRow, StepPlan
 from nanovllm.runner.upload import Upload
 
+if TYPE_CHECKING:
+    from nanovllm.runner.verification import Verification
+
+Built = TypeVar("Built")
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p")  # their bits are stored in a table of int32
 
 
 def int32_array(values: tuple[int, ...]) -> np.ndarray:
     """The same as np.array, in half the time for the tokens of a prompt."""
     return np.frombuffer(struct.pack(f"{len(values)}i", *values), dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class SampledPositions:
-    """Where the tokens go that a step with verifications samples: a verified row occurs several times."""
-
-    lengths: Tensor  # [num_sampled] int32 tokens of the row before each sampled one
-    new_lengths: Tensor  # [num_sampled] int32 of the row after the step: unchanged where proposals are verified
 
 
 class RequestTable:
@@ -40,7 +37,7 @@ class RequestTable:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        device: torch.device,
+        upload: Upload,
         windows: tuple[int | None, ...] = (None,),  # of the paged groups
         kernels: bool = False,  # our kernels run on the device
     ) -> None:
@@ -54,7 +51,7 @@ class RequestTable:
         sizes = [math.prod(shape) for shape in shapes.values()]
         self._starts = dict(zip(shapes, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
         self._widths = {name: shape[-1] if len(shape) == 2 else 1 for name, shape in shapes.items()}
-        self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=upload.device)
         views = {
             name: part.view(shape) for (name, shape), part in zip(shapes.items(), self._all.split(sizes), strict=True)
         }
@@ -75,14 +72,15 @@ class RequestTable:
         self.num_prompt_tokens = np.zeros(rows, dtype=np.int64)
         self._requests: list[NewRow | None] = [None] * rows
         self._writes: list[tuple[np.ndarray, np.ndarray]] = []  # (indices, values) not yet on the device
-        self._scatter = None
+        self._upload = upload
+        self._scatter = _scatter
         if kernels:
             from nanovllm.kernels.table.scatter import scatter
 
             self._scatter = scatter
 
     def apply(self, plan: StepPlan) -> None:
-        """Record what a plan says has changed. `pack` and `flush` write it to the device."""
+        """Record what a plan says has changed; `send` writes it to the device."""
         if plan.new_rows:
             self._fill(plan.new_rows)
         if plan.new_blocks:
@@ -142,29 +140,37 @@ class RequestTable:
         self._writes.append((np.arange(first, first + len(values)), int32_array(values)))
 
     @property
-    def num_changes(self) -> int:
-        return sum(len(values) for _, values in self._writes)
+    def has_changes(self) -> bool:
+        """Whether the device has yet to be told something."""
+        return bool(self._writes)
 
-    def pack(self, upload: Upload) -> tuple[Tensor, Tensor]:
-        """Add all changes to a step's upload; returns the indices and values for `flush` to use after the copy."""
-        indices, values = zip(*self._writes, strict=True)
-        changes = upload.add(np.concatenate(indices)), upload.add(np.concatenate(values))
-        self._writes.clear()
-        return changes
+    def send(self, build: Callable[[Upload], Built], *, extra: int = 0) -> Built:
+        """Send all that the device needs for a step in one copy: the changes of the table and what `build` adds.
 
-    def flush(self, changes: tuple[Tensor, Tensor]) -> None:
-        if self._scatter is not None:
+        `extra` is how many integers `build` adds beyond the capacity of the upload.
+        """
+        upload, changes = self._upload, None
+        upload.start(extra=2 * sum(len(values) for _, values in self._writes) + extra)
+        if self._writes:
+            indices, values = zip(*self._writes, strict=True)
+            changes = upload.add(np.concatenate(indices)), upload.add(np.concatenate(values))
+            self._writes.clear()
+        built = build(upload)
+        upload.send()
+        if changes is not None:
             self._scatter(self._all, *changes)
-        else:
-            self._all[changes[0].long()] = changes[1]
+        return built
 
-    def append(self, rows: Tensor, tokens: Tensor, sampled: SampledPositions | None = None) -> None:
+    def append(self, rows: Tensor, tokens: Tensor, verification: "Verification | None" = None) -> None:
         """Append sampled `tokens`, [n], to their `rows`, on the device. Row 0, padding, stays empty.
 
-        Without `sampled` each row occurs once and grows by one token.
+        Without a verification each row occurs once and grows by one token.
         """
-        length = self.length[rows]
-        at, new_length = (length, length + (rows > 0)) if sampled is None else (sampled.lengths, sampled.new_lengths)
+        if verification is None:
+            at = self.length[rows]
+            new_length = at + (rows > 0)
+        else:
+            at, new_length = verification.lengths, verification.new_lengths
         self.tokens[rows, at.long()] = tokens.to(torch.int32)
         self.length[rows] = new_length
 
@@ -185,3 +191,7 @@ class RequestTable:
         request = self._requests[row]
         assert request is not None, f"row {row} was planned before it was filled"
         return request
+
+
+def _scatter(table: Tensor, indices: Tensor, values: Tensor) -> None:
+    table[indices.long()] = values

@@ -17,7 +17,7 @@ class Upload:
 
     def __init__(self, *, capacity: int, device: torch.device) -> None:
         self._capacity = capacity  # integers of a step
-        self._device = device
+        self.device = device
         self._on_device = torch.empty(capacity, dtype=torch.int32, device=device)
         self._host = torch.empty(0, dtype=torch.int32)
         self._used = 0
@@ -26,9 +26,9 @@ class Upload:
         """Begin a step; `extra` is the number of integers that it adds beyond `capacity`."""
         size = self._capacity + extra + MOST_ARRAYS * ALIGNMENT
         if self._on_device.numel() < size:
-            self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
+            self._on_device = torch.empty(size, dtype=torch.int32, device=self.device)
         # a new buffer from torch's pool of pinned memory: the last one may still be being copied
-        self._host = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._host = torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._used = 0
 
     def add(self, values: np.ndarray) -> Tensor:

@@ -14,7 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanovllm.layers.sampler import NUM_CANDIDATES, SamplingRows, gumbel, noise_keys, sample
+from nanovllm.layers.noise import gumbel, noise_keys
+from nanovllm.layers.sampler import SamplingRows, sample
+from nanovllm.layers.sampler_cuts import NUM_CANDIDATES
 from tests.helpers import UNLIKELY, assert_distributed
 
 SIBLING = 0x9E3779B97F4A7C15 - 2**64  # difference between the seeds of a request's completions

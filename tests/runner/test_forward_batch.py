@@ -35,17 +35,15 @@ def filled_row(row: int, num_tokens: int) -> NewRow:
 
 
 def test_the_rows_that_get_logits_are_padded() -> None:
-    table = RequestTable(max_num_seqs=4, max_model_len=16, block_size=16, device=CPU)
     upload = Upload(capacity=64, device=CPU)
+    table = RequestTable(max_num_seqs=4, max_model_len=16, block_size=16, upload=upload)
     plan = StepPlan(
         decode_rows=(2,),
         row_steps=(RowStep(1, 3, 4, num_sampled=1), RowStep(4, 0, 5, num_sampled=0), RowStep(3, 0, 2, num_sampled=1)),
         new_rows=tuple(filled_row(row, num_tokens) for row, num_tokens in ((1, 7), (2, 9), (3, 2), (4, 8))),
     )
     table.apply(plan)
-    upload.start(extra=0)
-    batch = build_batch(plan, table, BACKEND, upload, head_size=6)
-    upload.send()
+    batch = table.send(lambda upload: build_batch(plan, table, BACKEND, upload, head_size=6))
     assert batch.rows.tolist() == [2] + [1] * 4 + [4] * 5 + [3] * 2
     assert batch.positions.tolist() == [8, 3, 4, 5, 6, 0, 1, 2, 3, 4, 0, 1]
     assert batch.sampled_rows is not None and batch.sampled_rows.tolist() == [2, 1, 3]

@@ -13,7 +13,8 @@ DEVICE_ = torch.device(DEVICE)
 
 
 def make_table() -> RequestTable:
-    return RequestTable(max_num_seqs=3, max_model_len=40, block_size=16, device=DEVICE_, kernels=DEVICE_.type == "cuda")
+    upload = Upload(capacity=4, device=DEVICE_)
+    return RequestTable(max_num_seqs=3, max_model_len=40, block_size=16, upload=upload, kernels=DEVICE_.type == "cuda")
 
 
 def new_row(row: int, tokens: range, params: SamplingParams, seed: int = 0) -> NewRow:
@@ -30,13 +31,10 @@ def new_row(row: int, tokens: range, params: SamplingParams, seed: int = 0) -> N
 
 
 def send(table: RequestTable, plan: StepPlan) -> None:
-    upload = Upload(capacity=4, device=DEVICE_)
     table.apply(plan)
-    upload.start(extra=2 * table.num_changes)
-    changes = table.pack(upload)
-    upload.send()
-    table.flush(changes)
-    assert table.num_changes == 0
+    assert table.has_changes
+    table.send(lambda upload: None)
+    assert not table.has_changes
 
 
 def test_a_row_is_filled_and_filled_anew() -> None:

@@ -1,8 +1,8 @@
 """Thresholds of top-k, top-p and min-p without sorting: the logit below which a token is excluded.
 
-The reference is layers/sampler.py. The threshold is the largest value at which the amount at or above it reaches what
-is needed: the number of tokens for top-k, their probability mass for top-p. It is found by bisection over integers that
-have the same order as the logits' values. A first pass over the row keeps the four largest logits of each of many
+The reference is layers/sampler_cuts.py. The threshold is the largest value at which the amount at or above it reaches
+what is needed: the number of tokens for top-k, their probability mass for top-p. It is found by bisection over integers
+that have the same order as the logits' values. A first pass over the row keeps the four largest logits of each of many
 groups of tokens. If no group can have a fifth logit above the threshold, these decide and the row is not read again.
 """
 

@@ -1,0 +1,66 @@
+"""How many bytes of memory the state of sequences may take: an option, or a share of what is free."""
+
+import os
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.models.shard import Shard
+
+GIB = 2**30
+
+
+def memory_budget(
+    config: Config,
+    shard: Shard,
+    *,
+    device: torch.device,
+    weight_bytes: int,
+    activation_bytes: int | None,
+    num_ranks: int,
+) -> tuple[int, str]:
+    """Bytes for the state of sequences, and where the number comes from. The arguments are those of `size_kv_cache`."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
+    if device.type == "cuda":
+        return _gpu_budget(config, shard, device, weight_bytes, activation_bytes)
+    share = config.cpu_memory_utilization
+    budget = int(max(_available_memory() // num_ranks - weight_bytes, 0) * share)
+    return budget, f"cpu_memory_utilization={share} of the free memory"
+
+
+def _available_memory() -> int:
+    """Bytes of host memory that this process could still allocate, within its control group."""
+    with open("/proc/meminfo") as file:
+        info = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.startswith("Mem")}
+    limits = [info["MemAvailable"]]
+    for maximum, current in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        if os.path.exists(maximum) and os.path.exists(current):
+            with open(maximum) as a, open(current) as b:
+                limit, used = a.read().strip(), int(b.read())
+            if limit != "max":
+                limits.append(max(int(limit) - used, 0))
+    return min(limits)
+
+
+def _gpu_budget(
+    config: Config, shard: Shard, device: torch.device, weight_bytes: int, activation_bytes: int | None
+) -> tuple[int, str]:
+    model = shard.model
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    if activation_bytes is None:
+        wide = shard.widest_activation() + 4 * model.hidden_size
+        activation_bytes = 2 * config.max_num_batched_tokens * wide + 3 * 4 * config.max_num_seqs * model.vocab_size
+    # recorded graphs keep the logits and activations of a decode step in their own memory pool
+    graph_bytes = 4 * config.max_num_seqs * (model.vocab_size + 16 * model.hidden_size + 2 * shard.widest_activation())
+    in_use = total - free  # by all programs
+    budget = int(total * config.gpu_memory_utilization) - in_use - activation_bytes - graph_bytes - weight_bytes
+    share = (
+        f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {in_use / GIB:.1f} in use, "
+        f"{(activation_bytes + graph_bytes) / GIB:.1f} kept for a step"
+    )
+    return max(budget, 0), share
