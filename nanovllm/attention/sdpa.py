@@ -34,36 +34,21 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class DecodeGroup:
-    """Decodes of similar length."""
+class Part:
+    """Sequences of a step that are computed together: decodes of similar length, or one prefill chunk."""
 
-    rows: Tensor | None  # [group] indices of the decodes; None = all, in order
-    pages: Pages
-    mask: Tensor | None  # [group, 1, 1, length]; None = all gathered positions are read
-
-
-@dataclass(frozen=True)
-class PrefillChunk:
-    first: int  # token index of the chunk's first token in the step
-    num_new: int
-    pages: Pages | None  # None = the chunk starts at position 0, so there is nothing to gather
-    mask: Tensor | None  # [num_new, kv_len]; None = causal, all keys are the chunk's own
-
-
-@dataclass(frozen=True)
-class WindowStep:
-    """A step in the layers of one window."""
-
-    slots: Tensor  # [num_tokens * 2 * kv_heads] rows of the cache as [k|v * block * kv_head * position, head_dim]
-    decodes: list[DecodeGroup]
-    chunks: list[PrefillChunk]
+    tokens: slice | Tensor  # their tokens among those of the step
+    num_new: int  # tokens of each
+    pages: Pages | None  # None = a chunk that starts at position 0, so all keys are its own
+    mask: Tensor | None  # [seqs, 1, num_new, length]; None = causal without pages, nothing masked with them
 
 
 @dataclass(frozen=True)
 class SdpaStep:
     cos_sin: list[tuple[Tensor, Tensor]]  # by rotary table: cosines and sines of each token's position
-    num_decodes: int
-    windows: dict[int | None, WindowStep]
+    # by window
+    slots: dict[int | None, Tensor]  # [num_tokens * 2 * kv_heads] rows of the cache as [-1, head_dim]
+    parts: dict[int | None, list[Part]]
 
 
 class SdpaBackend:
@@ -93,11 +78,8 @@ class SdpaBackend:
         positions = self._tensor(geometry.positions)
         return SdpaStep(
             cos_sin=[rotation.gather(positions) for rotation in self._rotations],
-            num_decodes=geometry.num_decodes,
-            windows={
-                w: WindowStep(self._slots(geometry, w), self._decode_groups(geometry, w), self._chunks(geometry, w))
-                for w in self._windows
-            },
+            slots={window: self._slots(geometry, window) for window in self._windows},
+            parts={window: self._parts(geometry, window) for window in self._windows},
         )
 
     def _slots(self, geometry: BatchGeometry, window: int | None) -> Tensor:
@@ -107,61 +89,40 @@ class SdpaBackend:
         keys = (blocks[:, None] * self.shape.num_kv_heads + self._heads) * size + (positions % size)[:, None]
         return self._tensor(np.concatenate([keys, keys + self._num_pages[window] * size], axis=1).reshape(-1))
 
-    def _decode_groups(self, geometry: BatchGeometry, window: int | None) -> list[DecodeGroup]:
-        if not geometry.num_decodes:
-            return []
-        kv_len = geometry.starts[: geometry.num_decodes] + 1
-        first = np.maximum(kv_len - window, 0) if window else np.zeros_like(kv_len)
-        first_block = first // self.shape.block_size
-        num_blocks = (kv_len - 1) // self.shape.block_size + 1 - first_block
-        return [
-            self._decode_group(rows, geometry, window, kv_len, first, first_block, int(num_blocks[rows].max()))
-            for rows in _similar(kv_len - first, 2 * self.shape.num_kv_heads * self.shape.head_dim)
-        ]
+    def _parts(self, geometry: BatchGeometry, window: int | None) -> list[Part]:
+        num_decodes = geometry.num_decodes
+        num_read = geometry.starts[:num_decodes] + 1
+        if window is not None:
+            num_read = np.minimum(num_read, window)
+        groups = _similar(num_read, 2 * self.shape.num_kv_heads * self.shape.head_dim) if num_decodes else []
+        chunks = (np.array([index]) for index in range(num_decodes, len(geometry.starts)))
+        return [self._part(seqs, geometry, window) for seqs in (*groups, *chunks)]
 
-    def _decode_group(
-        self,
-        rows: np.ndarray,
-        geometry: BatchGeometry,
-        window: int | None,
-        kv_len: np.ndarray,  # [num_decodes]
-        first: np.ndarray,  # [num_decodes] first position that is read
-        first_block: np.ndarray,  # [num_decodes]
-        num_blocks: int,
-    ) -> DecodeGroup:
+    def _part(self, seqs: np.ndarray, geometry: BatchGeometry, window: int | None) -> Part:
         size = self.shape.block_size
-        columns = first_block[rows, None] + np.arange(num_blocks)
-        columns = np.minimum(columns, (kv_len[rows, None] - 1) // size)  # padding repeats the sequence's last block
-        offset = first_block[rows] * size
-        begin, end = first[rows] - offset, kv_len[rows] - offset  # what is read, counted from the gathered ones
-        max_len = int(end.max())
-        everything = not begin.any() and bool((end == max_len).all())
-        positions = np.arange(max_len)
-        seen = (positions >= begin[:, None]) & (positions < end[:, None])
-        return DecodeGroup(
-            rows=None if len(rows) == len(kv_len) else self._tensor(rows),
-            pages=self._pages(geometry.block_tables[window][rows[:, None], columns], max_len, window),
-            mask=None if everything else self._mask(seen)[:, None, None, :],
-        )
-
-    def _chunks(self, geometry: BatchGeometry, window: int | None) -> list[PrefillChunk]:
-        chunks = []
-        for index in range(geometry.num_decodes, len(geometry.starts)):
-            start, num_new = int(geometry.starts[index]), int(geometry.num_new[index])
-            kv_len = start + num_new
-            seen_back = kv_len if window is None else window
-            first_block = max(start - seen_back + 1, 0) // self.shape.block_size
-            first = first_block * self.shape.block_size  # blocks before have left the window and may be others' by now
-            mask = None
-            if start or kv_len > seen_back:
-                distance = np.arange(start, kv_len)[:, None] - np.arange(first, kv_len)
-                mask = self._mask((distance >= 0) & (distance < seen_back))
-            pages = None
-            if start:
-                blocks = slice(first_block, -(-kv_len // self.shape.block_size))
-                pages = self._pages(geometry.block_tables[window][index : index + 1, blocks], kv_len - first, window)
-            chunks.append(PrefillChunk(int(geometry.first_tokens[index]), num_new, pages, mask))
-        return chunks
+        starts, num_new = geometry.starts[seqs], int(geometry.num_new[seqs[0]])
+        ends = starts + num_new
+        reach = int(ends.max()) if window is None else window  # positions that a token attends to
+        token = int(geometry.first_tokens[seqs[0]])
+        tokens: slice | Tensor = slice(token, token + len(seqs) * num_new)
+        if not np.array_equal(seqs, np.arange(seqs[0], seqs[0] + len(seqs))):
+            tokens = self._tensor(seqs)  # decodes, which have one token each and come first
+        own_keys = len(seqs) == 1 and starts[0] == 0
+        if own_keys and num_new <= reach:
+            return Part(tokens, num_new, pages=None, mask=None)
+        first_block = np.maximum(starts - reach + 1, 0) // size  # earlier blocks may be other sequences' by now
+        length = int((ends - first_block * size).max())
+        queries = starts[:, None] + np.arange(num_new)
+        keys = (first_block * size)[:, None] + np.arange(length)
+        distance = queries[:, :, None] - keys[:, None, :]
+        seen = (distance >= 0) & (distance < reach)
+        mask = None if seen.all() else self._mask(seen)[:, None]
+        if own_keys:
+            return Part(tokens, num_new, pages=None, mask=mask)
+        columns = first_block[:, None] + np.arange(-(-length // size))
+        columns = np.minimum(columns, (ends[:, None] - 1) // size)  # padding repeats the sequence's last block
+        blocks = geometry.block_tables[window][seqs[:, None], columns]
+        return Part(tokens, num_new, self._pages(blocks, length, window), mask)
 
     def _pages(self, block_tables: np.ndarray, length: int, window: int | None) -> Pages:  # [seqs, blocks]
         s = self.shape
@@ -188,18 +149,14 @@ class SdpaBackend:
         if layer.both_norms is not None:
             qkv = norm_heads(qkv, layer.both_norms, layer.norm_eps)
         qkv = rotate(qkv, step.cos_sin[layer.rope])
-        here = step.windows[layer.window]
         new = qkv[:, s.num_heads :].reshape(-1, s.head_dim)  # of each token the keys, then the values
-        kv.view(-1, s.head_dim).index_copy_(0, here.slots, new.to(s.cache_dtype))
-        if len(here.decodes) == 1 and not here.chunks:
-            return self._decode(qkv, kv, here.decodes[0], scale)
+        kv.view(-1, s.head_dim).index_copy_(0, step.slots[layer.window], new.to(s.cache_dtype))
+        parts = step.parts[layer.window]
+        if len(parts) == 1:
+            return self._attend(qkv, kv, parts[0], scale)
         out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
-        for group in here.decodes:
-            rows = slice(0, step.num_decodes) if group.rows is None else group.rows
-            out[rows] = self._decode(qkv[rows], kv, group, scale)
-        for chunk in here.chunks:
-            rows = slice(chunk.first, chunk.first + chunk.num_new)
-            out[rows] = self._prefill(qkv[rows], kv, chunk, scale)
+        for part in parts:
+            out[part.tokens] = self._attend(qkv[part.tokens], kv, part, scale)
         return out
 
     def _gather(self, kv: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
@@ -209,32 +166,30 @@ class SdpaBackend:
             return pages.keys, pages.values
         return pages.keys.to(self.shape.dtype), pages.values.to(self.shape.dtype)
 
-    def _decode(self, qkv: Tensor, kv: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+    def _attend(self, qkv: Tensor, kv: Tensor, part: Part, scale: float) -> Tensor:
         s = self.shape
-        keys, values = self._gather(kv, group.pages)
-        queries = qkv[:, : s.num_heads].view(-1, s.num_kv_heads, s.num_heads // s.num_kv_heads, s.head_dim)
-        out = attend(queries, keys, values, group.mask, scale)
-        return out.reshape(out.shape[0], -1)  # from [seqs, kv_heads, heads of a kv_head, head_dim]
-
-    def _prefill(self, qkv: Tensor, kv: Tensor, chunk: PrefillChunk, scale: float) -> Tensor:
-        s = self.shape
+        group = s.num_heads // s.num_kv_heads
+        if part.pages is not None and part.num_new == 1:
+            keys, values = self._gather(kv, part.pages)
+            queries = qkv[:, : s.num_heads].view(-1, s.num_kv_heads, group, s.head_dim)
+            out = attend(queries, keys, values, part.mask, scale)
+            return out.reshape(out.shape[0], -1)  # from [seqs, kv_heads, heads of a kv_head, head_dim]
         heads = qkv.transpose(0, 1).unsqueeze(0)  # [1, heads of q, k, v, num_new, head_dim]
         queries, keys, values = heads.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
-        if chunk.pages is not None:
-            keys, values = self._gather(kv, chunk.pages)
-        group = s.num_heads // s.num_kv_heads
+        if part.pages is not None:
+            keys, values = self._gather(kv, part.pages)
         if group > 1 and not self._shares_heads:
             keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(
             queries,
             keys,
             values,
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
+            attn_mask=part.mask,
+            is_causal=part.mask is None,
             scale=scale,
             enable_gqa=self._shares_heads,
         )  # [1, heads, num_new, head_dim]
-        return out[0].transpose(0, 1).reshape(chunk.num_new, -1)
+        return out[0].transpose(0, 1).reshape(part.num_new, -1)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -22,7 +22,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nanovllm.layers.spec import AttentionSpec, Weight
+from nanovllm.layers.spec import AttentionSpec, Weight, norm_weight
 from nanovllm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Roofline:
     def _layer_weights(self) -> list[Weight]:
         """The weights of all layers and of the norm before the head."""
         layers = [weight for layer in self.model.layers for _, weight in layer.weights()]
-        return [*layers, self.model.final_norm_weight()]
+        return [*layers, norm_weight(self.model.hidden_size)]
 
     def _num_bytes(self, weight: Weight) -> int:
         if self.packed_bytes is None or not weight.packable:
@@ -133,7 +133,10 @@ class Roofline:
 
     def _attention_flops(self, first: int, last: int) -> int:
         """Operations of the same queries: queries times keys, and probabilities times values."""
-        return sum(2 * 2 * mixer.q_size * _sum_of_least(first, last, mixer.window) for mixer in self._attention)
+        return sum(
+            2 * 2 * mixer.num_heads * mixer.head_dim * _sum_of_least(first, last, mixer.window)
+            for mixer in self._attention
+        )
 
     @property
     def has_windows(self) -> bool:
@@ -147,7 +150,7 @@ class Roofline:
     @property
     def flops_per_score(self) -> int:
         """Operations for one pair of a query and a key, in all layers."""
-        return sum(2 * 2 * mixer.q_size for mixer in self._attention)
+        return sum(2 * 2 * mixer.num_heads * mixer.head_dim for mixer in self._attention)
 
 
 def _sum_of_least(first: int, last: int, limit: int | None) -> int:

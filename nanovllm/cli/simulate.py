@@ -336,7 +336,7 @@ def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple
 def _blocks_in_memory(args: argparse.Namespace, model: "ModelSpec", block_size: int) -> int:
     memory = H200_MEMORY if args.memory_gib is None else args.memory_gib * 2**30
     left = Config.gpu_memory_utilization * memory - 2 * model.num_parameters()
-    num_blocks = int(left // (model.kv_bytes_per_token("bfloat16") * block_size))
+    num_blocks = int(left // (sum(group.num_bytes for group in model.state_groups("bfloat16")) * block_size))
     if num_blocks < 1:
         raise ConfigError(
             f"{args.model_shape} does not fit into {memory / 2**30:g} GiB: raise --memory-gib, or, if a replica has "

@@ -181,10 +181,6 @@ class AttentionSpec:
     qk_norm_eps: float | None = None  # None = queries and keys are not normalized
 
     @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
     def score_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 

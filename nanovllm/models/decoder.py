@@ -92,7 +92,7 @@ class Decoder:
         self.norm: RMSNorm | None = None
         self.lm_head: Linear | None = None
         if shard.has_head:
-            self.norm = RMSNorm(self.spec.final_norm_weight(), context, eps=self.spec.norm_eps)
+            self.norm = RMSNorm(norm_weight(self.spec.hidden_size), context, eps=self.spec.norm_eps)
             tied = self.embed_tokens if self.spec.tie_word_embeddings else None
             weights = {"weight": self.spec.head_weight()}
             self.lm_head = Linear(weights, context, shared=None if tied is None else tied.weight)

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -73,4 +73,4 @@ def describe(path: Path) -> Description:
 def _with_all_eos(raw: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
     config = parse_config(raw)
     eos = token_id_list(generation.get("eos_token_id"))
-    return config.with_eos(tuple(dict.fromkeys(eos + config.eos_token_ids)))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(eos + config.eos_token_ids)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nanovllm.distributed.group import Rank
 from nanovllm.errors import ConfigError
-from nanovllm.layers.spec import LayerSpec, Weight
+from nanovllm.layers.spec import LayerSpec, Weight, norm_weight
 from nanovllm.models.spec import ModelSpec
 from nanovllm.state import LayerState
 
@@ -39,7 +39,7 @@ class Shard:
         for layer in self.layer_specs:
             yield from (weight for _, weight in layer.weights() if self.tensor_rank == 0 or not weight.on_first_rank)
         if self.has_head:
-            yield self.model.final_norm_weight()
+            yield norm_weight(self.model.hidden_size)
             if not (self.model.tie_word_embeddings and self.has_embedding):
                 yield self.model.head_weight()
 

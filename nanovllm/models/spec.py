@@ -21,7 +21,7 @@ from nanovllm.layers.spec import (
     Weight,
     norm_weight,
 )
-from nanovllm.state import PagedState, StateGroup, state_groups
+from nanovllm.state import StateGroup, state_groups
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3", "gguf_factors")
@@ -52,21 +52,15 @@ class ModelSpec:
 
     def head_weight(self) -> Weight:
         """The output head's own weight or, where they are tied, the embedding's."""
-        return replace(self.embedding_weight(), names=(self.head_name,))
-
-    @property
-    def head_name(self) -> str:
-        return "model.embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
-
-    def final_norm_weight(self) -> Weight:
-        return norm_weight(self.hidden_size)
+        embedding = self.embedding_weight()
+        return embedding if self.tie_word_embeddings else replace(embedding, names=("lm_head.weight",))
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """Every parameter of the model with its prefix in checkpoints; a tied head is not counted again."""
         yield "", self.embedding_weight()
         for index, layer in enumerate(self.layers):
             yield from ((f"model.layers.{index}.{prefix}", weight) for prefix, weight in layer.weights())
-        yield "model.norm.", self.final_norm_weight()
+        yield "model.norm.", norm_weight(self.hidden_size)
         if not self.tie_word_embeddings:
             yield "", self.head_weight()
 
@@ -78,11 +72,6 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """All weights, counted once where embedding and head are tied."""
         return sum(weight.num_parameters for _, weight in self.weights())
-
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of a token's keys and values in all layers, in a KV cache of this dtype."""
-        states = [layer.mixer.state(dtype) for layer in self.layers]
-        return sum(state.bytes_per_token for state in states if isinstance(state, PagedState))
 
     def state_groups(self, dtype: str = "float32") -> tuple[StateGroup, ...]:
         """What the layers keep of a sequence, in groups; `dtype`: of the KV cache."""
@@ -97,9 +86,6 @@ class ModelSpec:
     def keeps_row_state(self) -> bool:
         """Whether a layer keeps one state per sequence, so that no cached prefix can be continued from."""
         return not all(group.paged for group in self.state_groups())
-
-    def with_eos(self, eos_token_ids: tuple[int, ...]) -> "ModelSpec":
-        return replace(self, eos_token_ids=eos_token_ids)
 
 
 def llama_shaped(

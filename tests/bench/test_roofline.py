@@ -110,7 +110,7 @@ def test_window_limits_what_is_read() -> None:
 
 def test_experts_are_read_as_far_as_the_batch_touches_them() -> None:
     moe = MoeSpec(hidden_size=8, num_experts=8, num_experts_per_token=2, intermediate_size=6, norm_topk_prob=True)
-    model = llama_shaped(RAW, moe=moe)
+    model = llama_shaped(RAW, experts={0: moe, 1: moe})
     expert = 2 * 3 * 8 * 6  # weights, in both layers
     others = model.num_parameters() - 8 * expert
     reading, computing = of_tiny(model, bandwidth=1.0), of_tiny(model, flops=1.0)
@@ -125,7 +125,7 @@ def test_experts_are_read_as_far_as_the_batch_touches_them() -> None:
 )
 def test_bytes_of_the_cache(cache: str, expected: int) -> None:
     """Of one token's key, or value, in one head: two layers with two KV heads have eight of them."""
-    assert TINY.kv_bytes_per_token(kv_dtype(cache, "bfloat16")) == 8 * expected
+    assert sum(group.num_bytes for group in TINY.state_groups(kv_dtype(cache, "bfloat16"))) == 8 * expected
 
 
 def test_packed_weights_are_read_as_they_are_stored() -> None:
