@@ -46,6 +46,8 @@ LEAVES = {"utils", "checkpoint.stored", "remote.routing", "remote.transport"}
 # These modules of the engine package import only the foundation and each other.
 CONTROL_PLANE = {
     "engine.consistency",
+    "engine.extras",
+    "engine.windows",
     "engine.guide",
     "engine.proposals",
     "engine.proposer",

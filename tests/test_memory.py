@@ -57,10 +57,11 @@ def test_open_and_close_leave_nothing_behind(tmp_path: Path) -> None:
     assert size > 60 * MIB
     for _ in range(2):  # until allocators and thread pools no longer grow
         run_once(tmp_path)
-    before = resident()
-    for _ in range(4):
+    before, used = resident(), []
+    for _ in range(6):
         run_once(tmp_path)
-    assert resident() - before < size
+        used.append(resident())
+    assert min(used[3:]) - before < size, "four engines or more: what allocators keep comes and goes, a leak stays"
 
 
 def test_the_next_engine_takes_the_place_of_the_closed_one(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Which sequence holds which blocks of the paged cache, group by group, and which prefixes can be reused.
 
 A group with full attention keeps every block of a sequence; they are allocated when the sequence is admitted. A group
-with a window keeps the blocks that the next token can still read; they are allocated chunk by chunk, and blocks that
-have left the window are freed.
+with a window keeps the blocks that the next token can still read (`windows.py`); they are allocated chunk by chunk.
 
 The prefix cache is exact: `prefix.py` says how a block is identified. A prefix is reused if every group can serve it: a
 group with full attention needs all its blocks, a group with a window only those that the next token reads.
@@ -26,18 +25,23 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         digest: Digest = blake2b_256,
     ) -> None:
-        self.groups = tuple(groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixTable(block_size=block_size, digest=digest)
         self.pools = tuple(BlockPool(group, self.prefixes) for group in groups)
-        self.has_windows = any(group.window is not None for group in groups)
+        self._full_pools = [pool for pool in self.pools if pool.group.window is None]
+        self._windows = None
+        self.has_windows = len(self._full_pools) < len(self.pools)
+        if self.has_windows:
+            from nanovllm.engine.windows import Windows
+
+            self._windows = Windows(self.pools, block_size, cache_full_blocks=self.cache_full_blocks)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
     @property
     def num_blocks(self) -> int:
-        return sum(pool.num_blocks for pool in self.pools)
+        return sum(pool.group.num_blocks for pool in self.pools)
 
     @property
     def num_available(self) -> int:
@@ -57,16 +61,21 @@ class BlockManager:
         next token is sampled from the last one's hidden state.
         """
         hits = self._match(seq)
-        plans = [self._admission(group, seq, len(hits)) for group in self.groups]
-        for pool, (first, _, needed) in zip(self.pools, plans, strict=True):
+        num_new = self.blocks_for(seq.num_tokens) - len(hits)
+        firsts = [pool.group.first_block(len(hits) * self.block_size, self.block_size) for pool in self.pools]
+        for pool, first in zip(self.pools, firsts, strict=True):
+            needed = num_new
+            if pool.group.window is not None:
+                needed = min(num_new, pool.group.most_blocks(self.block_size) - (len(hits) - first))
             if needed > pool.num_available - pool.num_idle(hits[first:]):
                 return False
         seq.prefix = hits[-1] if hits else self.prefixes.root
         seq.prefix.num_uses += 1  # before blocks are taken, which may evict it
         seq.block_tables = []
-        for pool, (first, num_new, _) in zip(self.pools, plans, strict=True):
+        for pool, first in zip(self.pools, firsts, strict=True):
             blocks = [0] * first + [pool.acquire(node) for node in hits[first:]]
-            blocks += [pool.take() for _ in range(num_new)]
+            if pool.group.window is None:
+                blocks += [pool.take() for _ in range(num_new)]
             seq.block_tables.append(BlockTable(blocks, first))
         seq.num_computed_tokens = len(hits) * self.block_size
         seq.num_cached_blocks = len(hits)
@@ -74,42 +83,20 @@ class BlockManager:
         self.num_hit_tokens += seq.num_computed_tokens
         return True
 
-    def _admission(self, group: BlockGroup, seq: Sequence, num_hits: int) -> tuple[int, int, int]:
-        """For a sequence whose first `num_hits` blocks are reused: the first of them that is needed, how many blocks to
-        allocate now, and how many must be available so that the prompt can be computed."""
-        num_new = self.blocks_for(seq.num_tokens) - num_hits
-        if group.window is None:
-            return 0, num_new, num_new
-        first = group.first_block(num_hits * self.block_size, self.block_size)
-        num_kept = num_hits - first
-        return first, 0, min(num_new, group.most_blocks(self.block_size) - num_kept)
-
     def is_covered(self, seq: Sequence) -> bool:
         """Whether every group has a block for the sequence's next token."""
         return all(len(table.blocks) * self.block_size > seq.num_computed_tokens for table in seq.block_tables)
 
     def append(self, seq: Sequence) -> list[NewBlocks] | None:
         """Blocks for the sequence's next token in every group that lacks them; None if one cannot be had."""
-        if self.has_windows:
-            self._slide(seq)
-        num_needed = seq.num_computed_tokens // self.block_size + 1
-        for pool, table in zip(self.pools, seq.block_tables, strict=True):
-            if num_needed - len(table.blocks) > pool.num_available:
-                return None
-        new_blocks = []
-        for group, pool in enumerate(self.pools):
-            blocks = seq.block_tables[group].blocks
-            if len(blocks) < num_needed:
-                block = pool.take()
-                new_blocks.append(NewBlocks(seq.row, len(blocks), (block,), group))
-                blocks.append(block)
-        return new_blocks
+        end, new_blocks = self.extend(seq, seq.num_computed_tokens + 1)
+        return new_blocks if end > seq.num_computed_tokens else None
 
     def extend(self, seq: Sequence, end: int) -> tuple[int, list[NewBlocks]]:
         """Before the tokens [num_computed_tokens, end) are computed: free what has left the windows, and allocate
         blocks for them as far as every group has any. Returns up to which token there are, and the new blocks."""
-        if self.has_windows:
-            self._slide(seq)
+        if self._windows is not None:
+            self._windows.slide(seq)
         for pool, table in zip(self.pools, seq.block_tables, strict=True):
             end = min(end, (len(table.blocks) + pool.num_available) * self.block_size)
         new_blocks = []
@@ -119,20 +106,6 @@ class BlockManager:
                 new_blocks.append(NewBlocks(seq.row, len(table.blocks), new, group))
                 table.blocks += new
         return end, new_blocks
-
-    def _slide(self, seq: Sequence) -> None:
-        """Free the blocks that neither the next token nor any later one can read.
-
-        Steps in flight may still read them. The device runs steps in order, so a later step that writes a freed block
-        does so after them. For the same reason these blocks can already be found: who reuses them runs later.
-        """
-        for group, pool, table in zip(self.groups, self.pools, seq.block_tables, strict=True):
-            first = group.first_block(seq.num_computed_tokens, self.block_size)
-            if first > table.first:
-                self.cache_full_blocks(seq, first * self.block_size)
-                for block in table.blocks[table.first : first]:
-                    pool.release(block)
-                table.first = first
 
     def free(self, seq: Sequence) -> None:
         """Give all blocks back, the last ones first: they are then also evicted first."""
@@ -175,11 +148,11 @@ class BlockManager:
         parent = self.prefixes.root
         for index in range((seq.num_tokens - 1) // self.block_size):
             node = self.prefixes.find(parent, self._key(seq, index), seq.extras)
-            if node is None:
+            if node is None or any([pool.find(node) is None for pool in self._full_pools]):
                 break
             nodes.append(node)
             parent = node
-        return nodes[: self._num_served(nodes)]
+        return nodes if self._windows is None else nodes[: self._windows.num_served(nodes)]
 
     def _key(self, seq: Sequence, index: int) -> BlockKey:
         """The key of a full block. It is kept, since a sequence may be matched many times before it is admitted."""
@@ -192,22 +165,3 @@ class BlockManager:
     def _key_after(self, parent_digest: bytes, seq: Sequence, index: int) -> BlockKey:
         start = index * self.block_size
         return self.prefixes.key(parent_digest, seq.token_ids[start : start + self.block_size], seq.extras)
-
-    def _num_served(self, nodes: list[PrefixNode]) -> int:
-        """How many blocks the longest prefix has that every group can serve."""
-        length = len(nodes)
-        while True:
-            limits = [
-                self._limit(group, pool, nodes[:length]) for group, pool in zip(self.groups, self.pools, strict=True)
-            ]
-            if all(limit == length for limit in limits):
-                return length
-            length = min(limits)
-
-    def _limit(self, group: BlockGroup, pool: BlockPool, nodes: list[PrefixNode]) -> int:
-        """len(nodes) if the group can serve this prefix, else the most blocks that a prefix it serves may have."""
-        if group.window is None:
-            return next((index for index, node in enumerate(nodes) if pool.find(node) is None), len(nodes))
-        first = group.first_block(len(nodes) * self.block_size, self.block_size)
-        read = range(len(nodes) - 1, first - 1, -1)
-        return next((index for index in read if pool.find(nodes[index]) is None), len(nodes))

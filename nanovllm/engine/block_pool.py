@@ -13,27 +13,22 @@ from nanovllm.state import BlockGroup
 
 class BlockPool:
     def __init__(self, group: BlockGroup, prefixes: PrefixTable) -> None:
-        self.num_blocks = group.num_blocks
-        self.window = group.window
+        self.group = group
         self._prefixes = prefixes
         self._ref_count = [0] * group.num_blocks
         self._free = list(range(group.num_blocks - 1, -1, -1))  # the block freed last is reused first, still warm
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._node_of: dict[int, PrefixNode] = {}  # of every block that can be found
         self._block_of: dict[PrefixNode, int] = {}
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self.cached)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def cached(self) -> Iterable[int]:
-        return self._cached
 
     def find(self, node: PrefixNode) -> int | None:
         """The block that holds a prefix's last tokens."""
@@ -48,7 +43,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = self.cached.popitem(last=False)
             node = self._node_of.pop(block)
             del self._block_of[node]
             self._prefixes.release(node)
@@ -59,7 +54,7 @@ class BlockPool:
         """The block that holds a prefix's last tokens, now in use once more."""
         block = self._block_of[node]
         if self._ref_count[block] == 0:
-            del self._cached[block]
+            del self.cached[block]
         self._ref_count[block] += 1
         return block
 
@@ -68,7 +63,7 @@ class BlockPool:
         if self._ref_count[block]:
             return
         if block in self._node_of:
-            self._cached[block] = None
+            self.cached[block] = None
         else:
             self._free.append(block)
 
@@ -85,5 +80,5 @@ class BlockPool:
             self._prefixes.release(node)
         self._block_of.clear()
         self._node_of.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
+        self._free.extend(self.cached)
+        self.cached.clear()

@@ -37,13 +37,13 @@ def check_blocks(manager: BlockManager, live: Iterable[Sequence]) -> None:
     for seq in live:
         assert len(seq.block_tables) == len(manager.pools)
         uses[seq.prefix] = uses.get(seq.prefix, 0) + 1
-    for index, (group, pool) in enumerate(zip(manager.groups, manager.pools, strict=True)):
+    for index, pool in enumerate(manager.pools):
         tables = [seq.block_tables[index] for seq in live]
         check_pool(pool, [table.held for table in tables])
         for node in pool._block_of:
             uses[node] = uses.get(node, 0) + 1
         for seq, table in zip(live, tables, strict=True):
-            needed = group.first_block(seq.num_computed_tokens, manager.block_size)
+            needed = pool.group.first_block(seq.num_computed_tokens, manager.block_size)
             assert table.first <= needed, "a block was freed that the next token reads"
             if manager.enable_prefix_caching:
                 assert table.first <= seq.num_cached_blocks, "a block was freed before it could be found"
@@ -52,23 +52,23 @@ def check_blocks(manager: BlockManager, live: Iterable[Sequence]) -> None:
 
 def check_pool(pool: BlockPool, held: Iterable[list[int]]) -> None:
     """Free + cached + in use = all. `held`: the blocks of each running sequence."""
-    uses = [0] * pool.num_blocks
+    uses = [0] * pool.group.num_blocks
     for blocks in held:
         assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
         for block in blocks:
             uses[block] += 1
     assert uses == pool._ref_count, "reference counts differ from the block tables"
-    idle = pool._free + list(pool._cached)
+    idle = pool._free + list(pool.cached)
     assert len(set(idle)) == len(idle), "a block is idle twice"
-    assert sorted(idle) == [b for b in range(pool.num_blocks) if not uses[b]], "free + cached + in use != all"
-    assert all(block in pool._node_of for block in pool._cached), "a cached block cannot be found"
+    assert sorted(idle) == [b for b in range(pool.group.num_blocks) if not uses[b]], "free + cached + in use != all"
+    assert all(block in pool._node_of for block in pool.cached), "a cached block cannot be found"
     assert not any(block in pool._node_of for block in pool._free), "a free block can still be found"
     assert {node: block for block, node in pool._node_of.items()} == pool._block_of
 
 
 def check_prefixes(table: PrefixTable, uses: dict[PrefixNode, int]) -> None:
     """The nodes are those in use. `uses`: by blocks and sequences, of each node."""
-    known = table.all_nodes()
+    known = list(table._nodes.values())
     counted = dict.fromkeys(known, 0)
     for node in known:
         assert node.parent is table.root or node.parent in counted, "a prefix lacks its parent"

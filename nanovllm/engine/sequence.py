@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.prefix import NO_EXTRAS, BlockKey, PrefixNode, encode_extras
+from nanovllm.engine.prefix import NO_EXTRAS, BlockKey, PrefixNode
 from nanovllm.plan import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
@@ -90,7 +90,11 @@ class Sequence:
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.extras = NO_EXTRAS if self.cache_salt is None else encode_extras(("cache_salt", self.cache_salt))
+        self.extras = NO_EXTRAS
+        if self.cache_salt is not None:
+            from nanovllm.engine.extras import encode_extras
+
+            self.extras = encode_extras(("cache_salt", self.cache_salt))
 
     @property
     def num_tokens(self) -> int:

@@ -68,7 +68,7 @@ def block_states(scheduler: Scheduler) -> tuple[bytes, list[int]]:
             for block in seq.block_tables[index].held:
                 states[begin + block] = BLOCK_SHARED if owners[begin + block] else BLOCK_IN_USE
                 owners[begin + block] = owners[begin + block] or seq.row
-        begin += pool.num_blocks
+        begin += pool.group.num_blocks
     return bytes(states), owners
 
 

@@ -19,6 +19,7 @@ from nanovllm.engine.block_pool import BlockPool
 from nanovllm.engine.proposals import Proposals
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.windows import Windows
 from nanovllm.state import BlockGroup
 
 from .oracle import Harness
@@ -177,9 +178,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "a block is given back while another sequence shares it": (
         Edit(BlockPool, "release", "if self._ref_count[block]:", "if self._ref_count[block] < 0:"),
     ),
-    "a cached block that is used again can be evicted": (
-        Edit(BlockPool, "acquire", "del self._cached[block]", "pass"),
-    ),
+    "a cached block that is used again can be evicted": (Edit(BlockPool, "acquire", "del self.cached[block]", "pass"),),
     "a prefix hit is counted as available too": (
         Edit(BlockManager, "allocate", "pool.num_available - pool.num_idle(hits[first:])", "pool.num_available"),
     ),
@@ -200,17 +199,17 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         Edit(BlockGroup, "first_block", "position - self.window + 1", "position - self.window + 2"),
     ),
     "a block that left the window is kept": (
-        Edit(BlockManager, "_slide", "if first > table.first:", "if first > table.first + 1:"),
+        Edit(Windows, "slide", "if first > table.first:", "if first > table.first + 1:"),
     ),
     "a freed block is freed again with the sequence": (
         Edit(BlockManager, "free", "reversed(table.held)", "reversed(table.blocks)"),
     ),
     "a block is freed before it can be found": (
-        Edit(BlockManager, "_slide", "self.cache_full_blocks(seq, first * self.block_size)", "pass"),
+        Edit(Windows, "slide", "self._cache_full_blocks(seq, first * self._block_size)", "pass"),
     ),
-    "a prefix hit lacks a block of the window": (Edit(BlockManager, "_limit", "first - 1, -1)", "first, -1)"),),
+    "a prefix hit lacks a block of the window": (Edit(Windows, "_limit", "first - 1, -1)", "first, -1)"),),
     "a prefix hit looks at one group alone": (
-        Edit(BlockManager, "_num_served", "length = min(limits)", "return limits[0]"),
+        Edit(BlockManager, "_match", "nodes[: self._windows.num_served(nodes)]", "nodes"),
     ),
     "a request that fills its window is accepted without a block for its next token": (
         Edit(BlockGroup, "most_blocks", "// block_size) + 1", "// block_size)"),

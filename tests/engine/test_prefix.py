@@ -7,10 +7,12 @@ from itertools import combinations
 import pytest
 
 from nanovllm.engine.consistency import check_prefixes
-from nanovllm.engine.prefix import NO_EXTRAS, PrefixNode, PrefixTable, blake2b_256, encode_extras
+from nanovllm.engine.extras import encode_extras
+from nanovllm.engine.prefix import NO_EXTRAS, PrefixNode, PrefixTable, blake2b_256
 
 SCRIPT = """
-from nanovllm.engine.prefix import PrefixTable, encode_extras
+from nanovllm.engine.extras import encode_extras
+from nanovllm.engine.prefix import PrefixTable
 table = PrefixTable(block_size=4)
 _, first = table.key(table.root.digest, [1, 2, 3, 4], encode_extras(()))
 _, second = table.key(first, [5, 6, 7, 2**40], encode_extras(("cache_salt", "tenant", b"adapter")))
