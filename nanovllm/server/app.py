@@ -1,5 +1,7 @@
 """`build_app(engine)`: the server as an ASGI app, for any ASGI host."""
 
+from typing import TypeVar
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,6 +27,8 @@ from nanovllm.server.service import Service
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.tokens import detokenize, tokenize
 
+Handler = TypeVar("Handler")
+
 
 def build_app(engine: Engine | None, settings: ServerSettings | None = None) -> Starlette:
     """Make the app. With engine=None it responds with 503 until `app.state.service.attach(engine)` is called.
@@ -46,21 +50,23 @@ def build_app(engine: Engine | None, settings: ServerSettings | None = None) -> 
 def _api_routes(service: Service) -> list[Route]:
     info = Info(service)
     posts = {
-        "/v1/chat/completions": JsonPost(service, chat),
-        "/v1/completions": JsonPost(service, complete),
-        "/v1/embeddings": JsonPost(service, embed),
-        "/v1/responses": JsonPost(service, create_response),
+        **_with_and_without_version("/chat/completions", JsonPost(service, chat)),
+        **_with_and_without_version("/completions", JsonPost(service, complete)),
+        **_with_and_without_version("/embeddings", JsonPost(service, embed)),
+        **_with_and_without_version("/responses", JsonPost(service, create_response)),
         "/v1/messages": JsonPost(service, create_message, ANTHROPIC_ERRORS),
         "/v1/messages/count_tokens": JsonPost(service, count_message_tokens, ANTHROPIC_ERRORS),
         "/tokenize": JsonPost(service, tokenize),
         "/detokenize": JsonPost(service, detokenize),
     }
     gets = {
-        "/v1/models": info.models,
-        "/v1/models/{name:path}": info.model,
-        "/health": info.health,
+        **_with_and_without_version("/models", info.models),
+        **_with_and_without_version("/models/{name:path}", info.model),
+        **_with_and_without_version("/health", info.health),
         "/ready": info.ready,
+        "/load": info.load,
         "/version": info.version,
+        "/tokenizer_info": info.tokenizer,
         "/metrics": info.metrics,
         "/openapi.json": _openapi,
     }
@@ -68,6 +74,11 @@ def _api_routes(service: Service) -> list[Route]:
         *(Route(path, post, methods=["POST"]) for path, post in posts.items()),
         *(Route(path, get, methods=["GET"]) for path, get in gets.items()),
     ]
+
+
+def _with_and_without_version(path: str, handler: Handler) -> dict[str, Handler]:
+    """The same handler at two paths. Clients of llama.cpp's server leave /v1 out."""
+    return {f"/v1{path}": handler, path: handler}
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:

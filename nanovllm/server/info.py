@@ -1,4 +1,4 @@
-"""The GET routes: health, readiness, version, models and metrics."""
+"""The GET routes: health, readiness, load, version, models, the tokenizer and metrics."""
 
 import asyncio
 from contextlib import suppress
@@ -10,6 +10,7 @@ from nanovllm import __version__
 from nanovllm.errors import EngineError
 from nanovllm.server.http import JsonResponse
 from nanovllm.server.metrics import CONTENT_TYPE
+from nanovllm.server.prompts import require_tokenizer
 from nanovllm.server.service import HEALTH_SECONDS, Service
 
 
@@ -29,6 +30,10 @@ class Info:
         await self._service.check_health()
         self._service.check_capacity()
         return JsonResponse({"status": "ready"})
+
+    async def load(self, request: Request) -> Response:
+        """The number of prompts that wait or run, under vLLM's name."""
+        return JsonResponse({"server_load": self._service.num_open_prompts})
 
     async def version(self, request: Request) -> Response:
         return JsonResponse({"version": __version__})
@@ -51,6 +56,26 @@ class Info:
             "parent": None,
             "max_model_len": engine.max_model_len,
         }
+
+    async def tokenizer(self, request: Request) -> Response:
+        """The tokenizer's settings in the form of tokenizer_config.json, as vLLM returns them."""
+        engine, tokenizer = self._service.engine, require_tokenizer(self._service.engine)
+        templates = tokenizer.chat_templates
+        added = {
+            str(id): {"content": token.content, "special": token.special}
+            for id, token in sorted(tokenizer.backend.get_added_tokens_decoder().items())
+        }
+        info: dict[str, object] = {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": engine.max_model_len,
+            "vocab_size": tokenizer.vocab_size,
+            "added_tokens_decoder": added,
+            **tokenizer.special_tokens,
+        }
+        if templates:
+            named = [{"name": name, "template": template} for name, template in templates.items()]
+            info["chat_template"] = templates["default"] if list(templates) == ["default"] else named
+        return JsonResponse(info)
 
     async def metrics(self, request: Request) -> Response:
         """All metrics. Without a running engine, only those of the server."""

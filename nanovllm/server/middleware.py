@@ -11,7 +11,7 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.http import send_json
 
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")  # ids accepted from clients; they are written to logs and headers
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready"})
 
 
 class RequestIds:

@@ -31,7 +31,9 @@ GETS = {
     "/v1/models": "List the served model under each of its names",
     "/health": "Check that the engine is healthy",
     "/ready": "Check that another request would be accepted",
+    "/load": "Get the number of prompts that wait or run",
     "/version": "Get the server's version",
+    "/tokenizer_info": "Get the tokenizer's settings and the chat template",
 }
 ERROR_CODES = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 

@@ -126,6 +126,11 @@ class Tokenizer:
             variables={**self.special_tokens, **template_kwargs},
         )
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The chat templates by name; a model with only one has "default"."""
+        return dict(self._chat_template or {})
+
     def chat_template_has(self, text: str) -> bool:
         """Whether a chat template contains this text, such as the tag of a tool call."""
         return any(text in template for template in (self._chat_template or {}).values())

@@ -1,5 +1,6 @@
 """Health checks, API keys, limits, request ids, metrics, and the small routes."""
 
+import asyncio
 import json
 import logging
 from typing import Any
@@ -13,7 +14,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.server.app import build_app
 from nanovllm.server.settings import ServerSettings
 from tests.server.conftest import open_client
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import TOKENIZER, FakeEngine
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -227,6 +228,51 @@ async def test_models_and_version(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/models/fake")).json() == card
     assert (await client.get("/v1/models/other")).status_code == 404
     assert (await client.get("/version")).json() == {"version": __version__}
+
+
+async def test_paths_without_a_version(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+    """Clients of llama.cpp's server leave /v1 out."""
+    bodies: dict[str, dict[str, Any]] = {
+        "/chat/completions": HELLO,
+        "/completions": {"prompt": "Hello"},
+        "/embeddings": {"input": "Hello"},
+        "/responses": {"input": "Hello"},
+    }
+    for path, body in bodies.items():
+        answers = [(await client.post(prefix + path, json=body)).json() for prefix in ("", "/v1")]
+        assert answers[0].keys() == answers[1].keys() and answers[0]["usage"] == answers[1]["usage"], path
+    for path in ("/models", "/models/fake", "/health"):
+        assert (await client.get(path)).json() == (await client.get("/v1" + path)).json() != {}
+    async with open_client(engine, api_key=("secret",)) as closed:
+        for path, body in bodies.items():
+            assert (await closed.post(path, json=body)).status_code == 401
+        assert (await closed.get("/models")).status_code == 401
+        assert (await closed.get("/v1/health")).status_code == 200
+
+
+async def test_load(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+    assert (await client.get("/load")).json() == {"server_load": 0}
+    engine.gate = asyncio.Event()
+    asking = [asyncio.create_task(client.post(CHAT, json=HELLO)) for _ in range(3)]
+    async with asyncio.timeout(10):
+        while len(engine.open) < 3:
+            await asyncio.sleep(0)
+    assert (await client.get("/load")).json() == {"server_load": 3}
+    engine.gate.set()
+    await asyncio.gather(*asking)
+    assert (await client.get("/load")).json() == {"server_load": 0}
+
+
+async def test_tokenizer_info(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+    told = (await client.get("/tokenizer_info")).json()
+    config = json.loads((TOKENIZER / "tokenizer_config.json").read_text())
+    assert told["chat_template"] == engine.tokenizer.chat_templates["default"]
+    assert (told["eos_token"], told["model_max_length"]) == ("<|im_end|>", 512)
+    assert told["added_tokens_decoder"]["1"] == {"content": "<|im_start|>", "special": True}
+    assert told["tokenizer_class"] and told["vocab_size"] == engine.tokenizer.vocab_size
+    assert told["eos_token"] == config["eos_token"]
+    engine.tokenizer = None
+    assert (await client.get("/tokenizer_info")).json()["error"]["code"] == "no_tokenizer"
 
 
 async def test_unknown_paths_and_methods(client: httpx.AsyncClient) -> None:
