@@ -37,9 +37,7 @@ class _Declared:
     names: dict[str, None]
     patterns: dict[str, None]
     is_open: bool = False  # it allows additional properties explicitly
-
-    def __bool__(self) -> bool:
-        return bool(self.names or self.patterns or self.is_open)
+    is_closed: bool = False  # some of it will be closed
 
 
 _NOTHING = _Declared({}, {})
@@ -48,12 +46,19 @@ _NOTHING = _Declared({}, {})
 def _union(parts: Iterable[_Declared]) -> _Declared:
     names: dict[str, None] = {}
     patterns: dict[str, None] = {}
-    is_open = False
+    is_open = is_closed = False
     for part in parts:
         names |= part.names
         patterns |= part.patterns
         is_open = is_open or part.is_open
-    return _Declared(names, patterns, is_open)
+        is_closed = is_closed or part.is_closed
+    return _Declared(names, patterns, is_open, is_closed)
+
+
+def _is_closed(schema: dict[str, Any]) -> bool:
+    """Whether the schema declares properties, even if it lists none, and does not mention additional ones."""
+    declares = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))
+    return declares and "additionalProperties" not in schema
 
 
 def _own(schema: dict[str, Any]) -> _Declared:
@@ -64,6 +69,7 @@ def _own(schema: dict[str, Any]) -> _Declared:
         dict.fromkeys([*(properties if isinstance(properties, dict) else ()), *listed]),
         dict.fromkeys(patterns if isinstance(patterns, dict) else ()),
         schema.get("additionalProperties", False) is not False,
+        _is_closed(schema),
     )
 
 
@@ -101,9 +107,8 @@ class _Closer:
                 closed[key] = self._close_branches(key, schema[key], parts, around)
         if "$ref" in schema and "$ref" in parts:
             closed["$ref"] = self._reference(schema["$ref"], _union([*_others(parts, "$ref"), around]))
-        declares = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))
         everything = _union([total, around])
-        if declares and "additionalProperties" not in schema and not everything.is_open:
+        if _is_closed(schema) and not everything.is_open:
             _add_missing(closed, "properties", everything.names)
             _add_missing(closed, "patternProperties", everything.patterns)
             closed["additionalProperties"] = False
@@ -161,7 +166,9 @@ class _Closer:
 
     def _reference(self, ref: str, around: _Declared) -> str:
         """A reference to a schema that also allows what is declared around the reference."""
-        if not around or not self._declared_by_reference(ref):
+        if not self._declared_by_reference(ref).is_closed:
+            return ref
+        if not (around.names or around.patterns or around.is_open):
             return ref
         target = self._target(ref)
         if not isinstance(target, dict) or self._definitions is None:

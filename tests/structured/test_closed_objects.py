@@ -6,6 +6,8 @@ from enum import Enum
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.sampling_params import StructuredOutputs
@@ -283,3 +285,60 @@ def test_random_model_answers_pydantic_schemas(model: Any, as_tool: bool, llm: L
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     assert len(dict(pairs)) == len(pairs), f"a key is repeated: {pairs}"
     return dict(pairs)
+
+
+# --- against JSON Schema's own definition of what is not evaluated ----------------------------------------------------
+
+NAMES = st.sampled_from("abcd")
+PLAIN = st.builds(
+    lambda names, required, additional: (
+        {"properties": {name: {"type": "integer"} for name in names}, "required": sorted(required & set(names))}
+        | ({} if additional is None else {"additionalProperties": additional})
+    ),
+    st.lists(NAMES, max_size=2, unique=True),
+    st.sets(NAMES, max_size=2),
+    st.sampled_from([None, None, None, None, False, True, {"type": "integer"}]),
+)
+REFERENCES = st.sampled_from(["#/$defs/x", "#/$defs/y"])
+
+
+def combined(parts: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(
+        lambda own, all_of, any_of, ref: (
+            own
+            | ({"allOf": all_of} if all_of else {})
+            | ({"anyOf": any_of} if any_of else {})
+            | ({"$ref": ref} if ref else {})
+            or {"properties": {}}
+        ),
+        PLAIN | st.just({}),
+        st.lists(parts, max_size=2),
+        st.lists(parts, max_size=2),
+        st.none() | REFERENCES,
+    )
+
+
+TREES = combined(st.recursive(PLAIN, combined, max_leaves=4))
+DEFINITIONS = st.fixed_dictionaries({"x": PLAIN, "y": PLAIN | st.just({"allOf": [{"$ref": "#/$defs/x"}]})})
+OBJECTS = st.dictionaries(NAMES | st.just("e"), st.just(1) | st.just("text"), max_size=4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(tree=TREES, definitions=DEFINITIONS, values=st.lists(OBJECTS, min_size=1, max_size=8))
+def test_closed_like_unevaluated_properties(
+    tree: dict[str, Any], definitions: dict[str, Any], values: list[dict[str, Any]]
+) -> None:
+    """A closed schema accepts no property that `unevaluatedProperties: false` refuses. Without `anyOf` they are equal.
+
+    With `anyOf` it may refuse more, because only one of the branches is generated, and accept more if one is open.
+    """
+    schema = {**tree, "$defs": definitions}
+    exact = jsonschema.Draft202012Validator({**schema, "unevaluatedProperties": False})
+    closed = jsonschema.Draft202012Validator(close_objects(schema))
+    text = json.dumps(schema)
+    has_open_branch = "anyOf" in text and any(f'"additionalProperties": {value}' in text for value in ("true", "{"))
+    for value in values:
+        if not closed.is_valid(value):
+            assert "anyOf" in text or not exact.is_valid(value)
+        elif not has_open_branch:
+            assert exact.is_valid(value)
