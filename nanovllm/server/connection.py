@@ -70,6 +70,20 @@ class Connection(H11Protocol):
                 self.transport.write_eof()
         super().timeout_keep_alive_handler()
 
+    def header_timeout_handler(self) -> None:
+        """Called when the time for a request's headers has passed: answer 408 if they have begun, and close."""
+        if self.transport.is_closing():
+            return
+        received, _ = self.conn.trailing_data
+        if self._is_between_requests and self._has_unread_data():  # the first request has just arrived
+            self._header_timer = None
+            self._start_header_timer()
+            return
+        # A response is due only if a request has begun and has not been answered.
+        if received and self.conn.our_state is h11.IDLE:
+            self.transport.write(TIMEOUT_RESPONSE)
+        self.transport.close()
+
     @property
     def _is_responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -92,25 +106,12 @@ class Connection(H11Protocol):
     def _start_header_timer(self) -> None:
         """Start the timer, unless it runs already: bytes that trickle in do not extend it."""
         if self._header_timer is None:
-            self._header_timer = self.loop.call_later(self._header_timeout, self._on_header_timeout)
+            self._header_timer = self.loop.call_later(self._header_timeout, self.header_timeout_handler)
 
     def _cancel_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-
-    def _on_header_timeout(self) -> None:
-        if self.transport.is_closing():
-            return
-        received, _ = self.conn.trailing_data
-        if self._is_between_requests and self._has_unread_data():  # the first request has just arrived
-            self._header_timer = None
-            self._start_header_timer()
-            return
-        # A response is due only if a request has begun and has not been answered.
-        if received and self.conn.our_state is h11.IDLE:
-            self.transport.write(TIMEOUT_RESPONSE)
-        self.transport.close()
 
 
 class ChunkedSender(h11.Connection):
