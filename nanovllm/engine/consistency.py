@@ -24,6 +24,7 @@ def check_scheduler(scheduler: "Scheduler") -> None:
     assert all(seq.status is SequenceStatus.RUNNING for seq in running)
     rows = sorted([seq.row for seq in running] + scheduler._rows)
     assert rows == list(range(1, scheduler.config.max_num_seqs + 1)), "a row is lost or used twice"
+    assert scheduler._num_guided == sum(seq.guide is not None for seq in running)
     for seq in running:
         for table in seq.block_tables:
             assert len(table.blocks) >= scheduler.block_manager.blocks_for(seq.num_computed_tokens)

@@ -202,6 +202,27 @@ def test_messages_with_past_calls(anthropic: Anthropic, engine: FakeEngine) -> N
     assert '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' in text and "tool\n2<|im_end|>" in text
 
 
+def test_messages_with_thinking(anthropic: Anthropic, engine: FakeEngine) -> None:
+    engine.says = "<think>\nHm.\n</think>\n\nYes."
+    for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}):
+        with anthropic.messages.stream(model="fake", max_tokens=2000, messages=HELLO, thinking=thinking) as stream:
+            final = stream.get_final_message()
+        assert [block.type for block in final.content] == ["thinking", "text"] and final.content[0].thinking == "Hm."
+    assert [params.thinking_token_budget for _, params, _ in engine.seen] == [1024, None]
+    final = anthropic.messages.create(model="fake", max_tokens=2000, messages=HELLO, thinking={"type": "disabled"})
+    text = engine.tokenizer.decode(engine.seen[-1][0], skip_special_tokens=False)
+    assert text.endswith("<think>\n\n</think>\n\n")
+
+
+def test_efforts(client: OpenAI, engine: FakeEngine) -> None:
+    for effort in ("none", "low", "medium", "high"):
+        client.chat.completions.create(model="fake", messages=HELLO, reasoning_effort=effort)
+        answer = client.responses.create(model="fake", input="Hello", reasoning={"effort": effort})
+        assert answer.reasoning.effort == effort
+        texts = [engine.tokenizer.decode(tokens, skip_special_tokens=False) for tokens, *_ in engine.seen[-2:]]
+        assert [text.endswith("</think>\n\n") for text in texts] == [effort == "none"] * 2
+
+
 def test_messages_refuse(anthropic: Anthropic) -> None:
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     with pytest.raises(AnthropicBadRequest, match="image"):
