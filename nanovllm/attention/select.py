@@ -9,7 +9,7 @@ from nanovllm.attention.rotation import rotary_table
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.device import dependent_launch, usable
+from nanovllm.kernels.device import usable
 from nanovllm.layers.spec import AttentionSpec, RopeSpec
 
 MAX_GROUP = 16  # query heads per KV head that our kernels support
@@ -64,6 +64,7 @@ def make_backend(
                 )
         return SdpaBackend(shape, tables)
     from nanovllm.attention.triton import TritonBackend
+    from nanovllm.kernels.features import dependent_launch
 
     return TritonBackend(
         shape,

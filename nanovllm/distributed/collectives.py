@@ -129,7 +129,7 @@ def join(
     The timeout also applies to each later collective, so it limits how much longer than another a rank may load.
     """
     if rank.world_size == 1:
-        return Parallel(rank, ALONE, ALONE, ALONE)
+        return Parallel(rank)
     from torch.distributed import PrefixStore, TCPStore
 
     timeout = timedelta(seconds=timeout_seconds)

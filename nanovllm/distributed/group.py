@@ -89,14 +89,10 @@ class Rank:
 class Parallel:
     """A rank and the groups it belongs to."""
 
-    rank: Rank
-    tensor: Group  # ranks with the other shards of the same layers
-    pipeline: Group  # ranks with the same shard of the other layers
-    world: Group  # all ranks
-
-    @classmethod
-    def alone(cls) -> Parallel:
-        return cls(Rank(), ALONE, ALONE, ALONE)
+    rank: Rank = Rank()
+    tensor: Group = ALONE  # ranks with the other shards of the same layers
+    pipeline: Group = ALONE  # ranks with the same shard of the other layers
+    world: Group = ALONE  # all ranks
 
     def close(self) -> None:
         """Leave all groups. Ranks that still wait for this one get an error."""

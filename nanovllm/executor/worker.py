@@ -159,8 +159,8 @@ class _ModelRank:
             max_model_len=start.max_model_len,
             parallel=self._parallel,
         )
-        self.num_blocks = self._runner.cache_size.num_blocks
-        self.startup_seconds = self._runner.phases.seconds
+        self.num_blocks = self._runner.num_blocks
+        self.startup_seconds = self._runner.startup_seconds
         self.launch = self._runner.launch
 
     def close(self) -> None:

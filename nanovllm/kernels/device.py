@@ -1,4 +1,4 @@
-"""What the device can run: our Triton kernels, programmatic dependent launch, Gluon. Facts that never change."""
+"""Whether our Triton kernels run on a device. No torch."""
 
 import importlib.util
 from functools import cache
@@ -6,30 +6,5 @@ from functools import cache
 
 @cache
 def usable(device_type: str) -> bool:
-    """Whether Triton kernels run on this type of device. torch for CUDA includes Triton on most platforms only."""
+    """torch for CUDA includes Triton on most platforms only."""
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
-@cache
-def dependent_launch() -> bool:
-    """Whether the device supports programmatic dependent launch: starting a kernel before its predecessor has ended.
-
-    Hopper and later do.
-    """
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
-@cache
-def gluon_usable() -> bool:
-    """Whether the Gluon kernels run here: on Hopper, with a Triton version that compiles them.
-
-    The language is experimental and changes between versions; the range below is tested.
-    """
-    import torch
-    import triton
-
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return False
-    return (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)

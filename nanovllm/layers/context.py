@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.distributed.group import ALONE, Group
-from nanovllm.kernels.device import dependent_launch, gluon_usable, usable
+from nanovllm.kernels.device import usable
 from nanovllm.layers.spec import RopeSpec
 from nanovllm.weights.dense import DenseFormat
 from nanovllm.weights.format import WeightFormat
@@ -31,13 +31,17 @@ class BuildContext:
         cls, device: torch.device, *, group: Group = ALONE, deterministic: bool = False, **settings: Any
     ) -> "BuildContext":
         """The context of a device, which says what kernels can run."""
-        kernels = usable(device.type)
+        kernels, gluon, pdl = usable(device.type), False, False
+        if kernels:
+            from nanovllm.kernels.features import dependent_launch, gluon_usable
+
+            gluon, pdl = gluon_usable(), dependent_launch()
         return cls(
             device=device,
             group=group.in_order() if deterministic else group,
             deterministic=deterministic,
             kernels=kernels,
-            gluon=kernels and gluon_usable(),
-            pdl=kernels and dependent_launch(),
+            gluon=gluon,
+            pdl=pdl,
             **settings,
         )

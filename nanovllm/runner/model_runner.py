@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,16 +29,17 @@ from nanovllm.runner.upload import Upload
 from nanovllm.weights.formats import weight_format
 
 if TYPE_CHECKING:
-    from nanovllm.attention.device_backend import DeviceBackend
     from nanovllm.runner.decode_step import DecodeStep
     from nanovllm.runner.gpu_start import GpuStart
     from nanovllm.runner.guided_step import GuidedStep
     from nanovllm.runner.prompt_outputs import PromptOutputs
 
-ALL_IN_ONE = Parallel.alone()
+ALL_IN_ONE = Parallel()
 
 
 class ModelRunner:
+    """Implements `Executor` for one rank; with several ranks each has one."""
+
     @torch.inference_mode()
     def __init__(
         self,
@@ -55,6 +56,8 @@ class ModelRunner:
         self.device = resolve_device(config.device, rank.local_rank if rank.world_size > 1 else None)
         self.vocab_size = model_config.vocab_size
         self.phases = Phases(self.device)
+        self.startup_seconds = self.phases.seconds
+        self.runs_beside_host = self.device.type != "cpu"
         if self.device.type == "cpu":
             self._start(config, model_config, path, max_model_len)
         else:
@@ -86,6 +89,7 @@ class ModelRunner:
                 num_ranks=num_ranks,
             )
             self.cache_size = smallest(size, self._parallel.world, self.device)
+            self.num_blocks = self.cache_size.num_blocks
             self._make_states({group.window: group.num_blocks for group in self.cache_size.groups})
 
     def _build_model(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
@@ -137,26 +141,10 @@ class ModelRunner:
         self._sampling = Sampling(self._stage, self.table)
         self._decode: DecodeStep | None = None
         if context.kernels:
-            self._use_kernels(config)
+            from nanovllm.runner.kernel_steps import make_kernel_steps
 
-    def _use_kernels(self, config: Config) -> None:
-        """Sample and decode with our own kernels."""
-        from nanovllm.runner.decode_step import DecodeStep
-        from nanovllm.runner.kernel_sampler import KernelSampler
-
-        sampler = KernelSampler(self.table, config.max_num_seqs, self.device, pdl=self._context.pdl)
-        self._sampling = Sampling(self._stage, self.table, sampler)
-        if self.backend.plans_on_device:
-            self._decode = DecodeStep(
-                self._stage,
-                cast("DeviceBackend", self.backend),
-                self.table,
-                sampler,
-                self._sampling,
-                max_num_seqs=config.max_num_seqs,
-                device=self.device,
-                eager=config.enforce_eager,
-                keeps_row_state=self._row_states is not None,
+            self._sampling, self._decode = make_kernel_steps(
+                config, context, self._stage, self.table, keeps_row_state=model_config.keeps_row_state
             )
 
     def _gpu_start(self, config: Config) -> "GpuStart":
@@ -251,10 +239,14 @@ class ModelRunner:
             self._prompt_outputs = PromptOutputs(self._stage, self.table, device=self.device)
         return self._prompt_outputs
 
+    def check(self) -> None:
+        """Nothing can fail between steps: the model runs in this process."""
+
     def close(self) -> None:
         if self._decode is not None:
             self._decode.close()
-        del self._stage, self.model, self.states, self.table, self.backend, self._sampling, self._decode
+        del self._stage, self.model, self.states, self.table, self.backend, self._context
+        del self._sampling, self._decode
         self._prompt_outputs = None
         if self.device.type == "cuda":
             from nanovllm.runner.gpu_memory import release_memory

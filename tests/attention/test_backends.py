@@ -9,7 +9,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend, BatchGeometry, CacheShape, LayerAttention, LayerCache
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.kernels.device import dependent_launch
+from nanovllm.kernels.features import dependent_launch
 from tests.kernels.support import DEVICE
 
 PDL = dependent_launch()

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_alone() -> None:
-    parallel = Parallel.alone()
+    parallel = Parallel()
     x = torch.ones(3)
     for group in (parallel.tensor, parallel.pipeline, parallel.world):
         assert (group.rank, group.size) == (0, 1)

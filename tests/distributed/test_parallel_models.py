@@ -99,7 +99,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         for split in case.pop("splits", ("one", "tensor", "pipeline")):
             tensor, pipeline = SPLITS[split]
             if split == "one":
-                found[name, split] = [run_case(case, Parallel.alone())]
+                found[name, split] = [run_case(case, Parallel())]
                 continue
             stores.append(open_store("127.0.0.1"))
             place = {"name": [name, split], "tensor": tensor, "pipeline": pipeline, "port": stores[-1].port}

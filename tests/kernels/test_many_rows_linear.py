@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.kernels.device import gluon_usable
+from nanovllm.kernels.features import gluon_usable
 from nanovllm.kernels.linear.one_row import linear_reference
 
 COMPILE = """

@@ -75,7 +75,7 @@ def test_the_last_layer_does_no_more_than_is_wanted(monkeypatch: pytest.MonkeyPa
     with open_llm(TEXT_MODEL, max_num_batched_tokens=16, max_num_seqs=4) as llm:
         seen.clear()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        layers = [seen[id(layer.feed_forward)] for layer in llm.llm_engine._core.executor._runner.model.layers]
+        layers = [seen[id(layer.feed_forward)] for layer in llm.llm_engine._core.executor.model.layers]
     assert layers[0] == [16, 16, 13]
     assert layers[-1] == (layers[0] if scores_prompts else [1, 2])
     for prompt, output in zip(prompts, outputs, strict=True):

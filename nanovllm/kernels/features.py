@@ -1,0 +1,27 @@
+"""What a GPU's generation has for our kernels: programmatic dependent launch, Gluon. Facts that never change."""
+
+from functools import cache
+
+import torch
+
+
+@cache
+def dependent_launch() -> bool:
+    """Whether the device supports programmatic dependent launch: starting a kernel before its predecessor has ended.
+
+    Hopper and later do.
+    """
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@cache
+def gluon_usable() -> bool:
+    """Whether the Gluon kernels run here: on Hopper, with a Triton version that compiles them.
+
+    The language is experimental and changes between versions; the range below is tested.
+    """
+    import triton
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    return (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
