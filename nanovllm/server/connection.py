@@ -8,6 +8,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+CLOSE_HEADER = (b"connection", b"close")
 TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -32,8 +33,9 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)  # cancels the keep-alive timer
         if self._is_responding:
-            self.cycle.keep_alive = self.cycle.keep_alive and not self._is_shutting_down
             self._cancel_header_timer()
+            if self._is_shutting_down:
+                self._close_after_response()
         elif self._is_between_requests:  # the data was the rest of a request that had been answered already
             self._cancel_header_timer()
             self._start_keep_alive_timer()
@@ -53,7 +55,9 @@ class Connection(H11Protocol):
     def shutdown(self) -> None:
         """Called when the server stops: close the connection, after the response if there is a request."""
         self._is_shutting_down = True
-        if self._is_responding or not self._has_unread_data():
+        if self._is_responding:
+            self._close_after_response()
+        elif not self._has_unread_data():
             super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -83,6 +87,11 @@ class Connection(H11Protocol):
         if received and self.conn.our_state is h11.IDLE:
             self.transport.write(TIMEOUT_RESPONSE)
         self.transport.close()
+
+    def _close_after_response(self) -> None:
+        """Close the connection after this response. If it has not begun, its headers tell the client so."""
+        self.cycle.keep_alive = False
+        self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
 
     @property
     def _is_responding(self) -> bool:

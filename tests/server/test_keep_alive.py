@@ -7,8 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -18,18 +17,13 @@ from nanovllm.server.settings import ServerSettings
 from nanovllm.utils.open_files import allow_many_open_files
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngine
+from tests.server.test_live import connected, receive_all
 
 Serve = Callable[..., LiveServer]
 COMPLETIONS = "/v1/completions"
 PROMPT = {"prompt": "Hello", "max_tokens": 20}
 GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 POOLS = {"aiohttp": 15, "Go and Rust's reqwest": 90, "Chrome and OkHttp": 300, "Google's load balancer": 600}  # seconds
-
-
-@contextmanager
-def connected(server: LiveServer) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        yield connection
 
 
 def receive_object(connection: socket.socket) -> bytes:
@@ -250,8 +244,29 @@ def test_a_request_that_arrives_at_shutdown_is_answered(serve: Serve) -> None:
                 served.shutdown()
 
         server.do(shut_down)
-        assert receive_object(connection).startswith(b"HTTP/1.1 200")
+        response = receive_object(connection)
+        assert response.startswith(b"HTTP/1.1 200") and b"\r\nconnection: close\r\n" in response.lower()
         assert connection.recv(100) == idle.recv(100) == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_at_shutdown_tell_the_client_to_close_its_connection(serve: Serve, stream: bool) -> None:
+    """A client that puts the connection back into its pool would lose its next request."""
+    engine = FakeEngine("one two")
+    engine.gate = asyncio.Event()
+    server = serve(engine)
+    with connected(server) as connection:
+        body = json.dumps({**PROMPT, "stream": stream}).encode()
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        server.wait_until(lambda: bool(engine.open))
+        server.do(lambda: [served.shutdown() for served in server.connections])
+        server.do(engine.gate.set)
+        received = receive_all(connection)
+        assert received.startswith(b"HTTP/1.1 200") and received.lower().count(b"\r\nconnection: close\r\n") == 1
+        assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
 
 
 # --- bursts -----------------------------------------------------------------------------------------------------------
