@@ -17,7 +17,7 @@ from nanovllm.server.settings import ServerSettings
 from nanovllm.utils.open_files import allow_many_open_files
 from tests.server.conftest import LiveServer
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_live import connected, receive_all
+from tests.server.test_live import connected, post_bytes, receive_all
 
 Serve = Callable[..., LiveServer]
 COMPLETIONS = "/v1/completions"
@@ -256,11 +256,7 @@ def test_responses_at_shutdown_tell_the_client_to_close_its_connection(serve: Se
     engine.gate = asyncio.Event()
     server = serve(engine)
     with connected(server) as connection:
-        body = json.dumps({**PROMPT, "stream": stream}).encode()
-        head = (
-            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        connection.sendall(post_bytes({**PROMPT, "stream": stream}, COMPLETIONS))
         server.wait_until(lambda: bool(engine.open))
         server.do(lambda: [served.shutdown() for served in server.connections])
         server.do(engine.gate.set)
