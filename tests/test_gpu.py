@@ -151,12 +151,16 @@ def test_guided_rows_among_others_equal_those_of_the_cpu() -> None:
         StructuredOutputs(choice=["yes", "no", "maybe"]),
     ]
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=24, structured_outputs=f) for i, f in enumerate(forms)]
+    params.append(
+        SamplingParams(seed=9, max_tokens=24, ignore_eos=True, thinking_token_budget=4, logit_bias={597: -100})
+    )
+    prompts = ["a", "b c", "d", "e", "f<think>"]
     found = []
     for device, overlap in (("cpu", False), ("cuda", False), ("cuda", True)):
         with open_llm(TEXT_MODEL, device=device, overlap=overlap, skip_tokenizer_init=False) as llm:
-            found.append([output["text"] for output in llm.generate(["a", "b c", "d", "e"], params, use_tqdm=False)])
+            found.append([output["text"] for output in llm.generate(prompts, params, use_tqdm=False)])
     assert found[1] == found[0] and found[2] == found[0]
-    assert found[0][3] in ("yes", "no", "maybe")
+    assert found[0][3] in ("yes", "no", "maybe") and "</think>" in found[0][4]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3-moe"])
