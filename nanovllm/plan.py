@@ -99,7 +99,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position: the chosen token first, then the most likely ones in order (the chosen may be among them)."""
+    """One position: the chosen token first, then the most likely ones in order (the chosen may be among them).
+
+    With `SamplingParams.logprob_token_ids` the others are these tokens.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -11,7 +11,10 @@ MAX_N = 128
 MAX_LOGPROBS = 100
 GREEDY_BELOW = 1e-5  # lower temperatures mean greedy sampling: logits / temperature could overflow
 FLAG = of_type(bool, "True or False")
-LISTS = {"stop": (), "bad_words": (), "stop_token_ids": (), "allowed_token_ids": None, "logit_bias": None}  # if unset
+LISTS = {  # parameters that are lists or mappings, and their values if unset
+    **{"stop": (), "bad_words": (), "stop_token_ids": (), "logprob_token_ids": ()},
+    **{"allowed_token_ids": None, "logit_bias": None},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,9 @@ class SamplingParams:
     prompt_logprobs: int | None = option(
         None, "The same as logprobs, for the tokens of the prompt.", integer(0, MAX_LOGPROBS)
     )
+    logprob_token_ids: Sequence[int] | None = option(
+        None, "Token ids to report at each position instead of the most likely tokens. Needs logprobs."
+    )
     logit_bias: Mapping[int, float] | None = option(
         None, "Values from -100 to 100 that are added to the logits of these token ids."
     )
@@ -141,6 +147,8 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"must not exceed max_tokens={self.max_tokens}")
+        if self.logprob_token_ids and self.logprobs is None:
+            refuse("logprob_token_ids", self.logprob_token_ids, "needs logprobs; set it to 0 or more")
         if self.stop and not self.detokenize:
             refuse("stop", self.stop, "stop strings need detokenization: set detokenize=True or use stop_token_ids")
 

@@ -6,14 +6,22 @@ from typing import Any
 from nanovllm.option import integer, number, refuse
 
 TOKEN, BIAS = integer(0), number(-100, 100)
+MAX_REPORTED_TOKENS = 100
 
 
 def checked_list(name: str, value: Any) -> Any:
     """The value of the parameter `name` as it is stored: a tuple or a dict."""
     if name == "logit_bias":
         return token_biases(name, value)
-    if name != "allowed_token_ids":
-        return (token_ids if name == "stop_token_ids" else strings)(name, value)
+    if name in ("stop", "bad_words"):
+        return strings(name, value)
+    if name == "stop_token_ids":
+        return token_ids(name, value)
+    if name == "logprob_token_ids":
+        reported = tuple(dict.fromkeys(token_ids(name, value)))
+        if len(reported) > MAX_REPORTED_TOKENS:
+            refuse(name, len(reported), f"must name at most {MAX_REPORTED_TOKENS} tokens")
+        return reported
     allowed = token_ids(name, value)
     if not allowed:
         refuse(name, allowed, "must name at least one token, or be None to allow all")

@@ -89,6 +89,7 @@ def test_prompts(llm: LLM, prompt: Any, message: str) -> None:
         (greedy_params(1, allowed_token_ids=[1, 600]), "allowed_token_ids: token id 600 is outside the vocabulary"),
         (greedy_params(1, logit_bias={700: 1.0}), "logit_bias: token id 700 is outside the vocabulary"),
         (greedy_params(1, stop_token_ids=[800]), "stop_token_ids: token id 800 is outside the vocabulary"),
+        (greedy_params(1, logprobs=0, logprob_token_ids=[800]), "logprob_token_ids: token id 800 is outside"),
     ],
 )
 def test_parameters_of_requests(llm: LLM, params: Any, message: str) -> None:
@@ -186,6 +187,9 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop": "x", "detokenize": False}, "stop strings need detokenization: set detokenize=True or use stop_token_ids"),
     ({"bad_words": [5]}, r"bad_words=\[5\]: must be a non-empty string"),
     ({"stop_token_ids": [-1]}, "must be a list of token ids"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids=.*: needs logprobs; set it to 0 or more"),
+    ({"logprob_token_ids": list(range(101)), "logprobs": 0}, "must name at most 100 tokens"),
+    ({"logprob_token_ids": ["a"], "logprobs": 0}, "must be a list of token ids"),
     ({"stop_token_ids": "ab"}, "stop_token_ids='ab': must be a list of token ids"),
     ({"stop_token_ids": 5}, "stop_token_ids=5: must be a list of token ids"),
     ({"allowed_token_ids": []}, "must name at least one token, or be None to allow all"),

@@ -4,7 +4,10 @@ import msgspec
 
 
 class TokenScores(msgspec.Struct, array_like=True, gc=False):
-    """Logprobs of one position: the sampled token first, then the most likely ones in order, which may include it."""
+    """Logprobs of one position: the sampled token first, then the most likely ones in order, which may include it.
+
+    With `SamplingParams.logprob_token_ids` the others are these tokens.
+    """
 
     token_ids: list[int]
     logprobs: list[float]

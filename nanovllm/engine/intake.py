@@ -49,6 +49,7 @@ class Intake:
             "allowed_token_ids": params.allowed_token_ids or (),
             "logit_bias": params.logit_bias or (),
             "stop_token_ids": params.stop_token_ids or (),
+            "logprob_token_ids": params.logprob_token_ids or (),
         }
         for field, ids in named.items():
             if ids and not all_below(self._vocab_size, ids):

@@ -233,7 +233,7 @@ class GrowingOutput:
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
     ) -> None:
         self.request_id = request_id
-        scored = params.logprobs is not None
+        scored, self._ranked = params.logprobs is not None, not params.logprob_token_ids
         self._parts = [
             CompletionOutput(index, cumulative_logprob=0.0 if scored else None, logprobs=[] if scored else None)
             for index in range(params.n)
@@ -248,7 +248,7 @@ class GrowingOutput:
         part.token_ids += delta.token_ids
         if part.logprobs is not None:
             scores = delta.logprobs or []
-            part.logprobs += map(_logprobs, scores)
+            part.logprobs += [_logprobs(entry, ranked=self._ranked) for entry in scores]
             part.cumulative_logprob = (part.cumulative_logprob or 0.0) + sum(entry.logprobs[0] for entry in scores)
         part.finish_reason = cast(FinishReason | None, delta.finish_reason)
         part.stop_reason = delta.stop_reason
@@ -292,5 +292,5 @@ async def _undo(starting: asyncio.Future[Client]) -> None:
         await starting.result().close()
 
 
-def _logprobs(scores: TokenScores) -> dict[int, Logprob]:
-    return by_token(scores.token_ids, scores.logprobs, scores.rank, scores.tokens)
+def _logprobs(scores: TokenScores, *, ranked: bool = True) -> dict[int, Logprob]:
+    return by_token(scores.token_ids, scores.logprobs, scores.rank, scores.tokens, ranked=ranked)

@@ -1,6 +1,6 @@
 """Log-probabilities of chosen tokens and of the most likely ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ PROMPT_ROWS = 128  # prompt tokens scored at once: [rows, vocab] in float32 is l
 class PendingScores:
     """Scores of some positions, on the device or being copied to the host."""
 
-    token_ids: Tensor  # [rows, 1 + num_top] the chosen token, then the most likely ones
+    token_ids: Tensor  # [rows, 1 + num_top] the chosen token, then the alternatives
     logprobs: Tensor  # [rows, 1 + num_top]
     ranks: Tensor  # [rows]
 
@@ -46,8 +46,23 @@ class RowScores:
         }
 
 
-def score_rows(logprobs: Tensor, chosen: Tensor, wanted: list[tuple[int, int]]) -> RowScores:
-    return RowScores(score(logprobs, chosen, max(num_top for _, num_top in wanted)), wanted)
+def score_rows(
+    logprobs: Tensor,  # [rows, vocab]
+    chosen: Tensor,  # [rows]
+    wanted: list[tuple[int, int]],  # as in RowScores
+    named: Sequence[Sequence[int]] = (),  # by row: the alternatives, where a request names them
+) -> RowScores:
+    """Score the chosen tokens and the alternatives: those that a request names, or else the most likely ones."""
+    if not any(named):
+        return RowScores(score(logprobs, chosen, max(num_top for _, num_top in wanted)), wanted)
+    wanted = [(index, len(ids) or num_top) for (index, num_top), ids in zip(wanted, named, strict=True)]
+    scores = score(logprobs, chosen, max(num_top for _, num_top in wanted))
+    for row, ids in enumerate(named):
+        if ids:
+            columns = slice(1, 1 + len(ids))
+            scores.token_ids[row, columns] = torch.tensor(ids, device=logprobs.device)
+            scores.logprobs[row, columns] = logprobs[row, scores.token_ids[row, columns]]
+    return RowScores(scores, wanted)
 
 
 def score(logprobs: Tensor, chosen: Tensor, num_top: int) -> PendingScores:

@@ -43,7 +43,8 @@ def draw_processed(
     if raw is None:
         return tokens, None
     chosen = tokens[[index for index, _ in batch.scored]]
-    return tokens, score_rows(raw, chosen, batch.scored)
+    named = [batch.requests[index].params.logprob_token_ids or () for index, _ in batch.scored]
+    return tokens, score_rows(raw, chosen, batch.scored, named)
 
 
 def _known_tokens(

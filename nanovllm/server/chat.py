@@ -186,7 +186,8 @@ class ChatResponder:
     def _logprobs(self, delta: "Delta") -> list[dict[str, Any]] | None:
         if not self._request.logprobs:
             return None
-        return chat_logprobs(delta.logprobs or [], self._formatter, self._request.top_logprobs or 0)
+        num_top = None if self._request.logprob_token_ids else self._request.top_logprobs or 0
+        return chat_logprobs(delta.logprobs or [], self._formatter, num_top)
 
     # --- as a stream --------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ async def complete(service: Service, call: Call, body: dict[str, Any]) -> dict[s
 def _params(request: CompletionRequest, service: Service) -> SamplingParams:
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise refuse("best_of", "is not supported: all n completions are returned; leave it out")
+    if _echoes_only(request) and request.logprob_token_ids:
+        raise refuse("logprob_token_ids", "are those of generated tokens, and max_tokens is 0; leave it out")
     fields = sampling_fields(request, service.settings)
     # echo with max_tokens=0 returns the prompt and its logprobs only. The engine must generate at least one token.
     fields["max_tokens"] = 1 if _echoes_only(request) else DEFAULT_MAX_TOKENS

@@ -66,6 +66,7 @@ class GenerationRequest(ApiRequest, kw_only=True):
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None
+    logprob_token_ids: list[TokenId] | None = None
     thinking_token_budget: Int | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None

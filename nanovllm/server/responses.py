@@ -33,6 +33,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
         "max_tokens": (),
         "response_format": (),
         "prompt_logprobs": (),
+        "logprob_token_ids": ([],),
         "return_token_ids": (False,),
         "stream_options": ({}, {"include_obfuscation": False}),
         "context_management": ([],),

@@ -14,6 +14,7 @@ SHARED_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias"),
     *("allowed_token_ids", "bad_words", "skip_special_tokens", "prompt_logprobs", "thinking_token_budget"),
+    "logprob_token_ids",
 )
 
 

@@ -48,8 +48,13 @@ class TokenFormatter:
         return None if self._pieces is None else list(self._pieces[token_id])
 
 
-def chat_logprobs(entries: "Sequence[TokenScores]", formatter: TokenFormatter, num_top: int) -> list[dict[str, Any]]:
-    """The logprobs of generated tokens in the format of the chat API, each with the `num_top` most likely tokens."""
+def chat_logprobs(
+    entries: "Sequence[TokenScores]", formatter: TokenFormatter, num_top: int | None
+) -> list[dict[str, Any]]:
+    """The logprobs of generated tokens in the format of the chat API, each with the `num_top` most likely tokens.
+
+    With None, each has the tokens that the request names and, as in vLLM, the sampled token.
+    """
 
     def one(scores: "TokenScores", position: int) -> dict[str, Any]:
         return {
@@ -58,9 +63,13 @@ def chat_logprobs(entries: "Sequence[TokenScores]", formatter: TokenFormatter, n
             "bytes": formatter.bytes(scores.token_ids[position]),
         }
 
+    def others(scores: "TokenScores") -> list[int]:
+        sampled, *rest = scores.token_ids
+        positions = list(range(1, len(scores.token_ids)))
+        return positions[:num_top] if num_top is not None or sampled in rest else [0, *positions]
+
     return [
-        {**one(scores, 0), "top_logprobs": [one(scores, i) for i in range(1, len(scores.token_ids))][:num_top]}
-        for scores in entries
+        {**one(scores, 0), "top_logprobs": [one(scores, position) for position in others(scores)]} for scores in entries
     ]
 
 

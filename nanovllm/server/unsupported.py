@@ -31,7 +31,6 @@ OF_VLLM: NeutralValues = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "logprob_token_ids": ([],),
     "repetition_detection": (),
     "return_token_offsets": (False,),
     "return_assistant_tokens_mask": (False,),

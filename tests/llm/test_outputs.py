@@ -156,6 +156,25 @@ def test_without_text(llm: LLM, free: RequestOutput) -> None:
     assert {entry.decoded_token for entry in output.outputs[0].logprobs[0].values()} == {None}  # type: ignore[index]
 
 
+def test_logprobs_of_named_tokens(llm: LLM) -> None:
+    """Named tokens have the values that they have among the most likely ones, in a batch with rows that name none."""
+    likely = one(llm, TEXT, greedy_params(2, logprobs=100)).outputs[0]
+    assert likely.logprobs is not None
+    shared = set.intersection(*(set(entry) for entry in likely.logprobs))
+    named = sorted(shared)[:5]
+    assert len(named) >= 2
+    params = greedy_params(2, logprobs=0, logprob_token_ids=[*named, named[0]])
+    both = llm.generate([TEXT, TEXT], [params, greedy_params(2, logprobs=3)], use_tqdm=False)
+    first, second = (output.outputs[0] for output in both)
+    assert first.token_ids == second.token_ids == likely.token_ids
+    for entry, whole, token in zip(first.logprobs or [], likely.logprobs, likely.token_ids, strict=True):
+        assert set(entry) == {token, *named}
+        for id, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(whole[id].logprob, abs=1e-5)
+            assert logprob.rank == (whole[id].rank if id == token else None)
+    assert all(3 <= len(entry) <= 4 for entry in second.logprobs or [])
+
+
 def test_tokens_of_logprobs_are_spelled_out(llm: LLM) -> None:
     output = one(llm, TEXT, greedy_params(5, logprobs=2, prompt_logprobs=1))
     decode = llm.tokenizer.decode_token  # type: ignore[union-attr]

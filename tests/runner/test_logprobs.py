@@ -25,3 +25,11 @@ def test_no_alternatives_and_more_than_there_are() -> None:
 def test_rows_that_want_different_numbers() -> None:
     found = score_rows(LOGPROBS, torch.tensor([1, 1]), [(2, 3), (5, 0)]).read()
     assert {index: len(entries[0].token_ids) for index, entries in found.items()} == {2: 4, 5: 1}
+
+
+def test_rows_that_name_their_alternatives() -> None:
+    found = score_rows(LOGPROBS, torch.tensor([1, 3]), [(0, 2), (1, 1)], [(4, 0, 2), ()]).read()
+    ((named,), (likely,)) = found[0], found[1]
+    assert (named.token_ids, named.rank) == ((1, 4, 0, 2), 1)
+    assert [round(value, 4) for value in torch.tensor(named.logprobs).exp().tolist()] == [0.5, 0.05, 0.1, 0.2]
+    assert len(likely.token_ids) == 2 and likely.token_ids[0] == 3

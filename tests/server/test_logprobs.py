@@ -80,6 +80,29 @@ def test_completions_of_an_engine(server: ServerProcess) -> None:
                 check(choice["text"], told)
 
 
+def test_named_tokens(server: ServerProcess) -> None:
+    """As in vLLM: the named tokens and the sampled one, whether it is among them or not."""
+    ids, plain = [7, 300, 42], {"max_tokens": 3, "return_tokens_as_token_ids": True}
+    for sampled in (42, 50):
+        body = {**plain, "logprob_token_ids": ids, "allowed_token_ids": [sampled]}
+        expected = {f"token_id:{token}" for token in (*ids, sampled)}
+        for stream in (False, True):
+            asked = {**body, "prompt": "Once", "logprobs": 5, "stream": stream}
+            answer = httpx.post(server.url + PATH, json=asked, timeout=60)
+            choices = [chunk["choices"][0] for chunk in (chunks_of(answer) if stream else [answer.json()])]
+            tops = [top for choice in choices if choice["logprobs"] for top in choice["logprobs"]["top_logprobs"]]
+            assert [set(top) for top in tops] == [expected] * 3
+        asked = {**body, "messages": [{"role": "user", "content": "Once"}], "logprobs": True, "top_logprobs": 1}
+        answer = httpx.post(server.url + "/v1/chat/completions", json=asked, timeout=60).json()
+        for entry in answer["choices"][0]["logprobs"]["content"]:
+            told = [top["token"] for top in entry["top_logprobs"]]
+            assert set(told) == expected and len(told) == len(expected)
+    for refused in ({}, {"logprobs": 1, "echo": True, "max_tokens": 0}):
+        body = {"prompt": "Once", "logprob_token_ids": ids, **refused}
+        answer = httpx.post(server.url + PATH, json=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprob_token_ids")
+
+
 def scores_of(*token_ids: int) -> TokenScores:
     return TokenScores(list(token_ids), [-1.0] * len(token_ids), 1, [])
 
