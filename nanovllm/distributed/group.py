@@ -1,7 +1,4 @@
-"""The ranks of an engine, and the collectives of a group that has only one rank.
-
-distributed/collectives.py has the groups of several ranks.
-"""
+"""The ranks of an engine, and the group of one rank alone. collectives.py has the groups of several ranks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ class KernelSampler:
     """
 
     def __init__(self, table: RequestTable, max_num_seqs: int, device: torch.device, *, pdl: bool) -> None:
-        self._table = table
+        assert table.sampling is not None
+        self._table, self._columns = table, table.sampling
         self._pdl = pdl
         self._out = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._thresholds = torch.empty(max_num_seqs, dtype=torch.float32, device=device)
@@ -27,16 +28,16 @@ class KernelSampler:
 
     def launch(self, logits: Tensor, rows: Tensor, *, cuts: bool) -> Tensor:
         """[n, vocab] logits of [n] rows, 0 = padding -> [n] tokens, valid until the next launch."""
-        table, n, thresholds = self._table, len(rows), None
+        table, columns, n, thresholds = self._table, self._columns, len(rows), None
         if cuts:
             thresholds = self._thresholds[:n]
             cut_thresholds(
                 logits,
                 rows=rows,
-                temperature=table.temperature,
-                top_k=table.top_k,
-                top_p=table.top_p,
-                min_p=table.min_p,
+                temperature=columns.temperature,
+                top_k=columns.top_k,
+                top_p=columns.top_p,
+                min_p=columns.min_p,
                 out=thresholds,
                 pdl=self._pdl,
             )
@@ -45,9 +46,9 @@ class KernelSampler:
             rows=rows,
             tokens=table.tokens,
             length=table.length,
-            temperature=table.temperature,
-            seed_low=table.seed_low,
-            seed_high=table.seed_high,
+            temperature=columns.temperature,
+            seed_low=columns.seed_low,
+            seed_high=columns.seed_high,
             thresholds=thresholds,
             out=self._out,
             scratch=self._scratch,

@@ -52,7 +52,6 @@ class ModelRunner:
     ) -> None:
         """All ranks of `parallel` get the same plans in the same order and have the same tokens after each."""
         self._parallel, rank = parallel, parallel.rank
-        self.returns_result = rank.returns_result
         self.device = resolve_device(config.device, rank.local_rank if rank.world_size > 1 else None)
         self.vocab_size = model_config.vocab_size
         self.phases = Phases(self.device)

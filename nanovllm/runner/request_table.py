@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from nanovllm.runner.verification import Verification
 
 Built = TypeVar("Built")
-FLOAT_COLUMNS = ("temperature", "top_p", "min_p")  # their bits are stored in a table of int32
 
 
 def int32_array(values: tuple[int, ...]) -> np.ndarray:
@@ -25,7 +24,7 @@ def int32_array(values: tuple[int, ...]) -> np.ndarray:
 
 
 class RequestTable:
-    """Tokens, lengths, block tables and sampling parameters of all rows.
+    """Tokens, lengths and block tables of all rows; with kernels also the sampling parameters.
 
     The values of tokens are on the device only. Lengths and block tables do not depend on them and are kept on the host
     too. All columns on the device are views of one int32 tensor, so the changes of a step are a list of (index, value).
@@ -43,7 +42,12 @@ class RequestTable:
     ) -> None:
         rows, max_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
         self.block_size = block_size
-        columns = ("length", "temperature", "top_k", "top_p", "min_p", "seed_low", "seed_high")
+        columns: tuple[str, ...] = ("length",)
+        if kernels:
+            from nanovllm.kernels.table.scatter import scatter
+            from nanovllm.runner.sampling_columns import COLUMNS, SamplingColumns
+
+            columns += COLUMNS
         self._groups = tuple(f"blocks of group {group}" for group in range(len(windows)))
         shapes: dict[str, tuple[int, ...]] = {"tokens": (rows, max_model_len), "decode_rows": (max_num_seqs,)}
         shapes |= {name: (rows, max_blocks) for name in self._groups}
@@ -59,12 +63,8 @@ class RequestTable:
         # by the window of their group: [rows, max_blocks] each
         self.blocks = {window: views[name] for window, name in zip(windows, self._groups, strict=True)}
         self.decode_rows = views["decode_rows"]  # [max_num_seqs] rows that decode, padded with row 0
-        self.length = views["length"]  # [rows] number of known tokens; the columns below are [rows] too
-        self.temperature = views["temperature"].view(torch.float32)  # 0 = greedy
-        self.top_k = views["top_k"]  # 0 = off
-        self.top_p = views["top_p"].view(torch.float32)
-        self.min_p = views["min_p"].view(torch.float32)
-        self.seed_low, self.seed_high = views["seed_low"], views["seed_high"]
+        self.length = views["length"]  # [rows] number of known tokens
+        self.sampling = SamplingColumns(views) if kernels else None
 
         self.host_length = np.zeros(rows, dtype=np.int64)
         self.host_blocks = {window: np.zeros((rows, max_blocks), dtype=np.int64) for window in windows}
@@ -73,11 +73,7 @@ class RequestTable:
         self._requests: list[NewRow | None] = [None] * rows
         self._writes: list[tuple[np.ndarray, np.ndarray]] = []  # (indices, values) not yet on the device
         self._upload = upload
-        self._scatter = _scatter
-        if kernels:
-            from nanovllm.kernels.table.scatter import scatter
-
-            self._scatter = scatter
+        self._scatter = scatter if kernels else _scatter
 
     def apply(self, plan: StepPlan) -> None:
         """Record what a plan says has changed; `send` writes it to the device."""
@@ -101,22 +97,11 @@ class RequestTable:
             for group, blocks in enumerate(new.block_tables):
                 self._host_groups[group][new.row, : len(blocks)] = blocks
                 self._write(self._groups[group], new.row, blocks)
-        params = [new.params for new in new_rows]
-        seeds = np.array([new.seed for new in new_rows], dtype=np.int64).view(np.int32).reshape(-1, 2)  # low half first
-        columns: dict[str, np.ndarray | list[int] | list[float]] = {
-            "length": [len(new.token_ids) for new in new_rows],
-            "temperature": [0.0 if p.greedy else p.temperature for p in params],
-            "top_k": [max(p.top_k, 0) for p in params],
-            "top_p": [p.top_p for p in params],
-            "min_p": [p.min_p for p in params],
-            "seed_low": seeds[:, 0],
-            "seed_high": seeds[:, 1],
-        }
+        columns = {"length": int32_array(tuple(len(new.token_ids) for new in new_rows))}
+        if self.sampling is not None:
+            columns |= self.sampling.values_of(new_rows)
         rows = np.array([new.row for new in new_rows])
-        for name, values in columns.items():
-            of_floats = name in FLOAT_COLUMNS
-            column = np.array(values, dtype=np.float32 if of_floats else np.int32).view(np.int32)
-            self._writes.append((self._starts[name] + rows, column))
+        self._writes += [(self._starts[name] + rows, column) for name, column in columns.items()]
 
     def _grow(self, new_blocks: tuple[NewBlocks, ...]) -> None:
         for group, name in enumerate(self._groups):
@@ -141,7 +126,7 @@ class RequestTable:
 
     @property
     def has_changes(self) -> bool:
-        """Whether the device has yet to be told something."""
+        """Whether there are changes that `send` has not sent yet."""
         return bool(self._writes)
 
     def send(self, build: Callable[[Upload], Built], *, extra: int = 0) -> Built:

@@ -96,7 +96,7 @@ class Sampling:
 def _make_batch(rows: tuple[int, ...], table: RequestTable, vocab_size: int) -> SamplingBatch:
     requests = [table.request(row) for row in rows]
     processors: list[LogitsProcessor] = []
-    if any(map(_is_processed, requests)):
+    if any(map(is_processed, requests)):
         from nanovllm.runner.logits import build_processors
 
         processors = build_processors(requests, vocab_size, table.tokens.device)
@@ -110,7 +110,7 @@ def _make_batch(rows: tuple[int, ...], table: RequestTable, vocab_size: int) -> 
     )
 
 
-def _is_processed(request: NewRow) -> bool:
+def is_processed(request: NewRow) -> bool:
     """Whether one of the logits processors may be for this request."""
     p = request.params
     limited = p.allowed_token_ids or request.bad_words or p.min_tokens or p.logit_bias

@@ -8,6 +8,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanovllm.plan import NewRow
 from nanovllm.runner.logits import KnownTokens, build_processors
+from nanovllm.runner.sampling import is_processed
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 12
@@ -54,6 +55,7 @@ def apply_stages(
         num_prompt_tokens=torch.tensor([row.num_prompt_tokens for row in rows]),
     )
     stages = build_processors(rows, VOCAB_SIZE, CPU)
+    assert all(is_processed(row) for row in rows if build_processors([row], VOCAB_SIZE, CPU))
     for stage in stages:
         stage.apply(after, given)
     return before, after

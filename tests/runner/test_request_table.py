@@ -12,9 +12,9 @@ from tests.kernels.support import DEVICE
 DEVICE_ = torch.device(DEVICE)
 
 
-def make_table() -> RequestTable:
+def make_table(*, kernels: bool = DEVICE_.type == "cuda") -> RequestTable:
     upload = Upload(capacity=4, device=DEVICE_)
-    return RequestTable(max_num_seqs=3, max_model_len=40, block_size=16, upload=upload, kernels=DEVICE_.type == "cuda")
+    return RequestTable(max_num_seqs=3, max_model_len=40, block_size=16, upload=upload, kernels=kernels)
 
 
 def new_row(row: int, tokens: range, params: SamplingParams, seed: int = 0) -> NewRow:
@@ -38,21 +38,23 @@ def send(table: RequestTable, plan: StepPlan) -> None:
 
 
 def test_a_row_is_filled_and_filled_anew() -> None:
-    table = make_table()
+    table = make_table(kernels=True)
+    sampling = table.sampling
+    assert sampling is not None
     params = SamplingParams(temperature=0.5, top_k=9, top_p=0.25, min_p=0.125)
     send(table, StepPlan(new_rows=(new_row(2, range(100, 120), params, seed=-(2**62) + 5),)))
     assert table.tokens[2, :20].tolist() == list(range(100, 120))
     assert table.blocks[None][2].tolist() == [7, 8, 0]
     assert table.length.tolist() == [0, 0, 20, 0]
     assert table.host_length.tolist() == [0, 0, 20, 0]
-    columns = [column[2].item() for column in (table.temperature, table.top_k, table.top_p, table.min_p)]
+    columns = [column[2].item() for column in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)]
     assert columns == [0.5, 9, 0.25, 0.125]
-    halves = np.array([table.seed_low[2].item(), table.seed_high[2].item()], dtype=np.int32)
+    halves = np.array([sampling.seed_low[2].item(), sampling.seed_high[2].item()], dtype=np.int32)
     assert halves.view(np.int64).item() == -(2**62) + 5
 
     send(table, StepPlan(new_rows=(new_row(2, range(5), SamplingParams(temperature=0.0)),)))
     assert table.tokens[2, :6].tolist() == [0, 1, 2, 3, 4, 105]  # old tokens after the length
-    assert (table.length[2].item(), table.temperature[2].item(), table.top_k[2].item()) == (5, 0.0, 0)
+    assert (table.length[2].item(), sampling.temperature[2].item(), sampling.top_k[2].item()) == (5, 0.0, 0)
 
 
 def test_blocks_grow_and_tokens_are_appended() -> None:
