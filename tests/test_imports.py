@@ -51,6 +51,7 @@ CONTROL_PLANE = {
     "engine.guide",
     "engine.proposals",
     "engine.proposer",
+    "engine.refusal",
     "engine.sequence",
     "engine.prefix",
     "engine.block_pool",

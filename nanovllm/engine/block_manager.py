@@ -97,14 +97,16 @@ class BlockManager:
         blocks for them as far as every group has any. Returns up to which token there are, and the new blocks."""
         if self._windows is not None:
             self._windows.slide(seq)
-        for pool, table in zip(self.pools, seq.block_tables, strict=True):
-            end = min(end, (len(table.blocks) + pool.num_available) * self.block_size)
+        for group, pool in enumerate(self.pools):
+            end = min(end, (len(seq.block_tables[group].blocks) + pool.num_available) * self.block_size)
         new_blocks = []
-        for group, (pool, table) in enumerate(zip(self.pools, seq.block_tables, strict=True)):
-            new = tuple([pool.take() for _ in range(self.blocks_for(end) - len(table.blocks))])
-            if new:
-                new_blocks.append(NewBlocks(seq.row, len(table.blocks), new, group))
-                table.blocks += new
+        for group, pool in enumerate(self.pools):
+            blocks = seq.block_tables[group].blocks
+            num_held, num_needed = len(blocks), self.blocks_for(end)
+            while len(blocks) < num_needed:
+                blocks.append(pool.take())
+            if num_needed > num_held:
+                new_blocks.append(NewBlocks(seq.row, num_held, tuple(blocks[num_held:]), group))
         return end, new_blocks
 
     def free(self, seq: Sequence) -> None:

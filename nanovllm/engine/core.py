@@ -37,10 +37,12 @@ class EngineCore:
 
     def _sample_guided(self, handle: "StepHandle") -> list[Sequence]:
         """Send the masks of the step just launched. They depend on the tokens before it; it runs meanwhile."""
+        from nanovllm.engine.guide import step_masks
+
         ended: list[Sequence] = []
         while len(self._pending) > 1:
             ended += self._take_in()
-        masks, given_up = self.scheduler.masks()
+        masks, given_up = step_masks(self.scheduler)
         handle.sample(masks)
         ended += given_up
         return ended if self.depth else ended + self._take_in()

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler
 
 
 class Guide(Protocol):
@@ -33,7 +36,28 @@ class Guide(Protocol):
         ...
 
 
-def masks_of(
+def step_masks(scheduler: "Scheduler") -> tuple[dict[int, list[bytes]], list[Sequence]]:
+    """Return the masks of the step launched last, and the sequences that ended because their guide gave up.
+
+    Must be called when the results of all earlier steps are in. By row, a mask for each sampled position. A
+    verification has fewer masks if the grammar refuses a proposed token: no token is kept after such a position. A
+    sequence that has ended needs no mask.
+    """
+    step = scheduler.in_flight[-1]
+    guided = set(step.plan.guided_rows)
+    proposed = {row.seq: row.step.proposed for row in step.rows if row.step.proposed}
+    seqs = [seq for seq in scheduler.decoding if seq.row in guided]
+    masks, given_up = _masks_of(seqs, proposed)
+    scheduler.num_masks.update({seq: len(masks[seq.row]) for seq in proposed if seq.row in masks})
+    for seq in given_up:
+        scheduler.finish(seq, "error")
+    for seq in seqs:
+        if seq.guide is not None and seq.guide.is_over:
+            scheduler.drop_guide(seq)
+    return masks, given_up
+
+
+def _masks_of(
     seqs: Iterable[Sequence], proposed: Mapping[Sequence, tuple[int, ...]]
 ) -> tuple[dict[int, list[bytes]], list[Sequence]]:
     """By row, the masks of guided sequences; and the sequences whose guide gave up.

@@ -10,9 +10,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import all_below
 
 if TYPE_CHECKING:
-    from nanovllm.engine.guide import Guide
     from nanovllm.engine.text_params import TextParams
-    from nanovllm.structured.compiler import Compiler, Grammar
 
 
 class Intake:
@@ -32,17 +30,6 @@ class Intake:
         self._num_cache_tokens = num_cache_tokens
         self._random = random.Random(seed)
 
-    def close(self) -> None:
-        if self._text_params is not None:
-            self._text_params.close()
-
-    @property
-    def compiler(self) -> "Compiler":
-        """The compiler of structured outputs."""
-        if self._text_params is None:
-            raise RequestError("structured_outputs need a tokenizer, and skip_tokenizer_init=True leaves none")
-        return self._text_params.compiler
-
     def check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
         named = {
             "prompt_token_ids": token_ids,
@@ -55,8 +42,10 @@ class Intake:
             if ids and not all_below(self._vocab_size, ids):
                 bad = next(token for token in ids if not 0 <= token < self._vocab_size)
                 raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {self._vocab_size} tokens")
-        if self._text_params is None and (params.stop or params.bad_words):
-            raise RequestError("stop and bad_words are text, and skip_tokenizer_init=True leaves none: use token ids")
+        if self._text_params is None and _needs_tokenizer(params):
+            from nanovllm.engine.text_params import refusal_without_tokenizer
+
+            raise refusal_without_tokenizer(params)
 
     def make_seqs(
         self,
@@ -69,8 +58,6 @@ class Intake:
         cache_salt: str | None,
     ) -> list[Sequence]:
         """Make `n` sequences. All but the first wait for it, so that they find its prompt in the prefix cache."""
-        grammar = None if params.structured_outputs is None else self.compiler.compile(params.structured_outputs)
-        eos = frozenset() if params.ignore_eos and grammar is None else self._eos  # a complete grammar ends even so
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         room = min(self._max_num_tokens, self._num_cache_tokens + 1)
         wanted = room if params.max_tokens is None else len(token_ids) + params.max_tokens
@@ -80,28 +67,24 @@ class Intake:
                 token_ids,
                 params if index == 0 else params.clone(prompt_logprobs=None),
                 max_num_tokens=min(wanted, self._max_num_tokens),
-                stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+                stop_token_ids=(frozenset() if params.ignore_eos else self._eos).union(params.stop_token_ids or ()),
                 index=index,
                 seed=_signed64(seed + index * 0x9E3779B97F4A7C15),
                 priority=priority,
                 arrival=arrival,
                 cache_salt=cache_salt,
-                bad_words=self._text_params.bad_words(params) if self._text_params and params.bad_words else (),
-                guide=self._guide(params, grammar, token_ids),
             )
             for index in range(params.n)
         ]
         seqs[0].followers = seqs[1:]
+        if self._text_params is not None and _needs_tokenizer(params):
+            self._text_params.apply(params, seqs, token_ids)
         return seqs
 
-    def _guide(self, params: SamplingParams, grammar: "Grammar | None", token_ids: list[int]) -> "Guide | None":
-        if grammar is not None:
-            return grammar.guide(ignore_eos=params.ignore_eos)
-        if params.thinking_token_budget is None:
-            return None
-        if self._text_params is None:
-            raise RequestError("thinking_token_budget: needs a tokenizer, and skip_tokenizer_init=True leaves none")
-        return self._text_params.thinking_guide(params.thinking_token_budget, token_ids)
+
+def _needs_tokenizer(params: SamplingParams) -> bool:
+    texts = params.stop or params.bad_words or params.structured_outputs
+    return bool(texts) or params.thinking_token_budget is not None
 
 
 def _signed64(value: int) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.intake import Intake
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
@@ -20,11 +21,10 @@ from nanovllm.utils.collector import collector_paused, freeze_objects, unfreeze_
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
-    from nanovllm.engine.core import EngineCore
     from nanovllm.engine.growing_text import GrowingText
     from nanovllm.engine.proposer import Proposer
+    from nanovllm.engine.text_params import TextParams
     from nanovllm.structured.compiler import Compiler
-    from nanovllm.text.tokenizer import Tokenizer
 
 
 class LLMEngine:
@@ -44,35 +44,30 @@ class LLMEngine:
         self.model_config = description.config
         self.max_model_len = min(self.config.max_model_len, self.model_config.max_position)
         self.eos_token_ids = frozenset(self.model_config.eos_token_ids)
-        self.tokenizer: Tokenizer | None = None
-        text_params = None
+        self.text_params: TextParams | None = None
         if not self.config.skip_tokenizer_init:
-            from nanovllm.engine.load_tokenizer import load_tokenizer
-            from nanovllm.engine.text_params import TextParams
+            from nanovllm.engine.load_tokenizer import load_text_params
 
-            self.tokenizer = load_tokenizer(path, description, self.config.tokenizer)
-            text_params = TextParams(
-                self.tokenizer, vocab_size=self.model_config.vocab_size, eos_token_ids=self.eos_token_ids
-            )
-        self._core: EngineCore = self._build_core(path, proposer)
+            self.text_params = load_text_params(path, description, self.config.tokenizer)
+        self.tokenizer = None if self.text_params is None else self.text_params.tokenizer
+        self._core = self._build_core(path, proposer)
         self._requests: dict[str, Request] = {}
         self._of_seq: dict[Sequence, Request] = {}
         self._watched: dict[Sequence, GrowingText] = {}  # texts that are read after every step
         self._undelivered: dict[str, RequestOutput] = {}  # outputs of other callers' requests, for their next step()
         self.intake = Intake(
             self.model_config,
-            text_params,
+            self.text_params,
             max_num_tokens=self.max_model_len,
             num_cache_tokens=self.scheduler.config.max_cached_tokens,
             seed=self.config.seed,
         )
         self._num_added = 0
 
-    def _build_core(self, path: Path, proposer: "Proposer | None") -> "EngineCore":
+    def _build_core(self, path: Path, proposer: "Proposer | None") -> EngineCore:
         if proposer is not None and self.model_config.keeps_row_state and any(self.model_config.windows):
             raise ConfigError("a proposer needs a model without windows, or without a state per sequence")
         with collector_paused():
-            from nanovllm.engine.core import EngineCore
             from nanovllm.executor.make import make_executor
 
             executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
@@ -136,7 +131,9 @@ class LLMEngine:
     @property
     def compiler(self) -> "Compiler":
         """The compiler of structured outputs. `add_request` reuses what another thread has compiled with it."""
-        return self.intake.compiler
+        if self.text_params is None:
+            raise RequestError("structured_outputs need a tokenizer, and skip_tokenizer_init=True leaves none")
+        return self.text_params.compiler
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests without an output. Unknown and finished ones are ignored."""
@@ -255,7 +252,8 @@ class LLMEngine:
         try:
             self._core.executor.close()
         finally:
-            self.intake.close()
+            if self.text_params is not None:
+                self.text_params.close()
             unfreeze_objects()
             del self._core
 
@@ -277,8 +275,6 @@ class LLMEngine:
 
     def _start_over(self) -> None:
         """Drop all requests and make a new scheduler: a step was interrupted, so host and device may differ."""
-        from nanovllm.engine.core import EngineCore
-
         self._drop_requests()
         old = self._core
         self._core = EngineCore(
@@ -299,8 +295,6 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         self.check_open()
         self._core.scheduler.block_manager.reset_prefix_cache()
-
-    # --- small parts --------------------------------------------------------------------------------------------------
 
     def _forget(self, request: Request) -> None:
         self._requests.pop(request.request_id, None)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nanovllm.engine.text_params import TextParams
 from nanovllm.models.registry import Description, describe
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.hub import resolve_model
@@ -23,4 +24,13 @@ def load_tokenizer(path: Path, description: Description, other: str | None) -> T
         chat_template=chat_template(description.gguf_metadata),
         special_tokens={role: token for role, token in special.items() if isinstance(token, str)},
         add_bos_token=bool(special.get("add_bos_token")),
+    )
+
+
+def load_text_params(path: Path, description: Description, other: str | None) -> TextParams:
+    """The tokenizer with what reads parameters that need it."""
+    return TextParams(
+        load_tokenizer(path, description, other),
+        vocab_size=description.config.vocab_size,
+        eos_token_ids=frozenset(description.config.eos_token_ids),
     )

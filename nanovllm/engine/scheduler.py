@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING
 from nanovllm.config import SchedulerConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.errors import RequestError
 from nanovllm.plan import NewBlocks, NewRow, RowStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from nanovllm.engine.proposals import Proposals
     from nanovllm.engine.proposer import Proposer
 
 
@@ -65,7 +63,11 @@ class Scheduler:
             block_size=config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._proposals = _proposals(proposer, self)
+        self._proposals = None
+        if proposer is not None:
+            from nanovllm.engine.proposals import Proposals
+
+            self._proposals = Proposals(proposer, self.block_manager, max_num_tokens=config.max_num_batched_tokens)
         self.waiting: list[Sequence] = []  # each of these lists is kept in Sequence.order
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []  # all known tokens are computed or launched
@@ -73,33 +75,22 @@ class Scheduler:
         self._num_guided = 0  # running sequences with a guide
         self._rows = list(range(config.max_num_seqs, 0, -1))  # free rows of the device tables
         self._decode_rows: tuple[int, ...] = ()  # of the last step that was not a repetition
-        self._in_flight: deque[ScheduledStep] = deque()
+        self.in_flight: deque[ScheduledStep] = deque()
         self._steady: ScheduledStep | None = None  # the step that repeats while nothing changes
-        self._num_masks: dict[Sequence, int] = {}  # of guided verifications in flight: how many tokens may be kept
+        self.num_masks: dict[Sequence, int] = {}  # of guided verifications in flight: how many tokens may be kept
 
     # --- requests come and go -----------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, or refuse one that could never run."""
         config = self.config
-        if seq.num_tokens == 0:
-            raise RequestError("the prompt is empty: at least one token is needed to continue from")
-        if seq.num_tokens >= config.max_model_len + (seq.pooling is not None):
-            raise RequestError(
-                f"the prompt has {seq.num_tokens} tokens, and max_model_len={config.max_model_len} must also hold at "
-                "least one new token: shorten the prompt or raise max_model_len"
-            )
         # the last token's KV is never computed, but all of the prompt's is
         num_computed = max(seq.num_tokens, seq.max_num_tokens - 1)
-        for group in config.groups:
-            needed = group.blocks_needed(num_computed, config.block_size)
-            if needed > group.num_blocks:
-                window = "" if group.window is None else f" for a window of {group.window} tokens"
-                raise RequestError(
-                    f"the prompt of {seq.num_tokens} tokens and up to {max(1, seq.max_num_tokens - seq.num_tokens)} "
-                    f"new ones need {needed} KV blocks of {config.block_size} tokens{window}, and there are "
-                    f"{group.num_blocks}: shorten the prompt, lower max_tokens or give the KV cache more memory"
-                )
+        fits = all(group.blocks_needed(num_computed, config.block_size) <= group.num_blocks for group in config.groups)
+        if not fits or not 0 < seq.num_tokens < config.max_model_len + (seq.pooling is not None):
+            from nanovllm.engine.refusal import refusal
+
+            raise refusal(seq, num_computed, config)
         insort(self.waiting, seq, key=lambda seq: seq.order)
 
     def abort(self, seq: Sequence) -> None:
@@ -133,7 +124,7 @@ class Scheduler:
         idle = not self.prefilling and (not self.waiting or not self._rows)
         if self._steady is not None and not at_event and idle:
             self._advance(self.decoding, 1)
-            self._in_flight.append(self._steady)
+            self.in_flight.append(self._steady)
             return self._steady.plan
 
         num_preemptions = self.num_preemptions
@@ -176,7 +167,7 @@ class Scheduler:
         self._steady = None
         if not rows and not resting and self.proposer is None:
             self._steady = ScheduledStep(replace(step.plan, new_blocks=()), decodes) if new_blocks else step
-        self._in_flight.append(step)
+        self.in_flight.append(step)
         return step.plan
 
     def _handle_events(self, at_event: list[Sequence]) -> tuple[set[Sequence], list[NewBlocks]]:
@@ -292,39 +283,11 @@ class Scheduler:
         )
         return ScheduledRow(seq, step, seq.num_preemptions)
 
-    # --- guided sequences ---------------------------------------------------------------------------------------------
-
-    def _guided_rows(self, decodes: tuple[Sequence, ...], rows: list[ScheduledRow]) -> tuple[int, ...]:
-        sampled = [*decodes, *(row.seq for row in rows if row.step.num_sampled)]
-        return tuple([seq.row for seq in sampled if seq.guide is not None])
-
-    def masks(self) -> tuple[dict[int, list[bytes]], list[Sequence]]:
-        """Return the masks of the step launched last, and the sequences that ended because their guide gave up.
-
-        Must be called when the results of all earlier steps are in. By row, a mask for each sampled position: one bit
-        per token, low bits first. A verification has fewer masks if the grammar refuses a proposed token: no token is
-        kept after such a position. A sequence that has ended needs no mask.
-        """
-        from nanovllm.engine.guide import masks_of
-
-        step = self._in_flight[-1]
-        guided = set(step.plan.guided_rows)
-        proposed = {row.seq: row.step.proposed for row in step.rows if row.step.proposed}
-        seqs = [seq for seq in self.decoding if seq.row in guided]
-        masks, given_up = masks_of(seqs, proposed)
-        self._num_masks.update({seq: len(masks[seq.row]) for seq in proposed if seq.row in masks})
-        for seq in given_up:
-            self.finish(seq, "error")
-        for seq in seqs:
-            if seq.guide is not None and seq.guide.is_over:
-                seq.guide, self._num_guided, self._steady = None, self._num_guided - 1, None
-        return masks, given_up
-
     # --- update -------------------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Apply the result of the oldest launched step; returns the sequences that ended with it."""
-        step = self._in_flight.popleft()
+        step = self.in_flight.popleft()
         assert step.plan is plan, "results must come back in the order of their plans"
         ended: list[Sequence] = []
         running = SequenceStatus.RUNNING  # looked up once: this loop runs for every sequence of every step
@@ -348,7 +311,7 @@ class Scheduler:
         for row in step.rows:
             seq = row.seq
             tokens = next(sampled) if row.step.num_sampled else []
-            tokens = tokens[: self._num_masks.pop(seq, len(tokens))]
+            tokens = tokens[: self.num_masks.pop(seq, len(tokens))]
             if seq.status is not SequenceStatus.RUNNING or seq.num_preemptions != row.num_preemptions:
                 continue
             seq.prompt_logprobs += result.prompt_logprobs.get(seq.row, ())
@@ -394,6 +357,16 @@ class Scheduler:
 
     # --- small parts --------------------------------------------------------------------------------------------------
 
+    def _guided_rows(self, decodes: tuple[Sequence, ...], rows: list[ScheduledRow]) -> tuple[int, ...]:
+        sampled = [*decodes, *(row.seq for row in rows if row.step.num_sampled)]
+        return tuple([seq.row for seq in sampled if seq.guide is not None])
+
+    def drop_guide(self, seq: Sequence) -> None:
+        """Let a running sequence continue without its guide."""
+        seq.guide = None
+        self._num_guided -= 1
+        self._steady = None
+
     def _advance(self, seqs: Iterable[Sequence], num_tokens: int) -> None:
         """Count more positions of these sequences as computed."""
         for seq in seqs:
@@ -429,11 +402,3 @@ class Scheduler:
         from nanovllm.engine.consistency import check_scheduler
 
         check_scheduler(self)
-
-
-def _proposals(proposer: "Proposer | None", scheduler: Scheduler) -> "Proposals | None":
-    if proposer is None:
-        return None
-    from nanovllm.engine.proposals import Proposals
-
-    return Proposals(proposer, scheduler.block_manager, max_num_tokens=scheduler.config.max_num_batched_tokens)

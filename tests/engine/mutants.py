@@ -186,7 +186,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         Edit(BlockPool, "acquire", "self._ref_count[block] += 1", "self._ref_count[block] = 1"),
     ),
     "a request of one block too many is accepted": (
-        Edit(Scheduler, "add", "if needed > group.num_blocks:", "if needed > group.num_blocks + 1:"),
+        Edit(Scheduler, "add", "<= group.num_blocks for", "<= group.num_blocks + 1 for"),
     ),
     "a prompt of one block too many is accepted if it asks for no length": (
         Edit(Scheduler, "add", "max(seq.num_tokens, seq.max_num_tokens - 1)", "seq.max_num_tokens - 1"),
@@ -218,8 +218,8 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         Edit(
             BlockManager,
             "extend",
-            "self.blocks_for(end) - len(table.blocks)",
-            "(end - 1) // self.block_size - len(table.blocks)",
+            "self.blocks_for(end)",
+            "(end - 1) // self.block_size",
         ),
     ),
     "the device is not told of a chunk's blocks": (Edit(Scheduler, "_chunk", "new_blocks += blocks", "pass"),),

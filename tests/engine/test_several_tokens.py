@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from nanovllm.engine.growing_text import GrowingText
+from nanovllm.engine.guide import step_masks
 from nanovllm.engine.request import Completion
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -125,10 +126,10 @@ def test_a_grammar_follows_every_one_of_them() -> None:
     scheduler.add(seq)
     feed(scheduler, [5, 6, 7])
     plan = schedule(scheduler)
-    assert scheduler.masks() == ({seq.row: [b"\xff"]}, []) and guide.tokens == [5, 6, 7]
+    assert step_masks(scheduler) == ({seq.row: [b"\xff"]}, []) and guide.tokens == [5, 6, 7]
     scheduler.update(plan, StepResult(tokens=[[8, 9]]))
     plan = schedule(scheduler)
-    assert scheduler.masks() == ({}, [seq]) and guide.tokens == [5, 6, 7, 8, 9]
+    assert step_masks(scheduler) == ({}, [seq]) and guide.tokens == [5, 6, 7, 8, 9]
     assert seq.finish_reason == "error"
 
 
