@@ -19,17 +19,13 @@ if TYPE_CHECKING:
     from nanovllm.remote.async_llm import AsyncLLM
     from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
-_MODULES = {  # public name: the module that defines it, imported on first use
-    "LLM": "llm",
-    "AsyncLLM": "remote.async_llm",
-    "SamplingParams": "sampling_params",
-    "BeamSearchParams": "engine.beam_search",
-    "StructuredOutputs": "sampling_params",
-    "RequestOutput": "outputs",
-    "CompletionOutput": "outputs",
-    "BeamSearchOutput": "engine.beam_search",
-    "Logprob": "outputs",
-    "NanoError": "errors",
+_MODULES = {  # by the module that defines them: public names, imported on first use
+    "engine.beam_search": ("BeamSearchOutput", "BeamSearchParams"),
+    "errors": ("NanoError",),
+    "llm": ("LLM",),
+    "outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
+    "remote.async_llm": ("AsyncLLM",),
+    "sampling_params": ("SamplingParams", "StructuredOutputs"),
 }
 
 __all__ = [
@@ -47,8 +43,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"nanovllm.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"nanovllm.{module}"), name)
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

@@ -1,7 +1,6 @@
 """The front door: `LLM(model).generate(prompts)`, and chat, stream, beam search and embeddings."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.engine.memory_plan import MemoryPlan
     from nanovllm.text.chat_template import Message
-    from nanovllm.utils.progress import Progress
 
 
 class LLM:
@@ -61,15 +59,21 @@ class LLM:
         names = self.add_requests(prompts, sampling_params, priority=priority)
         own = set(names)
         done: dict[str, RequestOutput] = {}
+        progress = None
         try:
-            with _progress(len(names)) if use_tqdm else nullcontext() as progress:
-                while len(done) < len(names):
-                    outputs = self.llm_engine.step_for(own)
-                    done |= {output.request_id: output for output in outputs}
-                    if progress is not None:
-                        progress.saw(self.llm_engine.last_plan, outputs)
+            if use_tqdm:
+                from nanovllm.utils.progress import Progress
+
+                progress = Progress(len(names))
+            while len(done) < len(names):
+                outputs = self.llm_engine.step_for(own)
+                done |= {output.request_id: output for output in outputs}
+                if progress is not None:
+                    progress.saw(self.llm_engine.last_plan, outputs)
         finally:
             self.abort(names)  # what is left after an error or Ctrl-C
+            if progress is not None:
+                progress.close()
         return [done[name] for name in names]
 
     def chat(
@@ -105,8 +109,6 @@ class LLM:
         """Conversations as prompts for `generate` or `stream`: their text and its token ids."""
         from nanovllm.text.chat_template import chat_prompts
 
-        if self.tokenizer is None:
-            raise RequestError("skip_tokenizer_init=True: a conversation needs the tokenizer and its chat template")
         return chat_prompts(
             self.tokenizer,
             messages,
@@ -130,8 +132,7 @@ class LLM:
         )
 
     def embed(self, token_ids: list[int], pooling: str = "last") -> list[float]:
-        """The hidden state of the last token ("last") or the mean of all ("mean"), scaled to length 1; None while the
-        KV cache has too few free blocks."""
+        """The hidden state of the last token ("last") or the mean of all ("mean"), scaled to length 1."""
         from nanovllm.engine.pooling import embed
 
         return embed(self.llm_engine, token_ids, pooling)
@@ -239,9 +240,3 @@ class LLM:
         plan = make_plan(None if model is None else str(model), options)
         print(plan)
         return plan
-
-
-def _progress(total: int) -> "Progress":
-    from nanovllm.utils.progress import Progress
-
-    return Progress(total)

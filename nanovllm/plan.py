@@ -92,10 +92,6 @@ class StepPlan:
             return self.decode_rows
         return self.decode_rows + tuple(step.row for step in self.row_steps for _ in range(step.num_sampled))
 
-    def proposed(self) -> list[tuple[int, ...]]:
-        """The proposed tokens of each of `sampled_rows()`."""
-        return [()] * len(self.decode_rows) + [step.proposed for step in self.row_steps if step.num_sampled]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -130,23 +130,3 @@ class CacheLayout:
             most = 2 * self.max_num_seqs * self.blocks_needed(window) + new_tokens
             groups.append(BlockGroup(min(num_blocks, most), window))
         return tuple(groups)
-
-    def num_blocks_in(self, num_bytes: int, block_bytes: Seq[int]) -> int | None:
-        """The most blocks of the first group with which all fit into `num_bytes`; None if blocks take no memory.
-
-        `block_bytes`: of a block of each group.
-        """
-        if not any(block_bytes):
-            return None
-
-        def takes(num_blocks: int) -> int:
-            groups = self.groups(num_blocks)
-            return sum(group.num_blocks * size for group, size in zip(groups, block_bytes, strict=True))
-
-        low, high = 0, 1
-        while takes(high) <= num_bytes:
-            high *= 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if takes(middle) <= num_bytes else (low, middle)
-        return low

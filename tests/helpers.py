@@ -221,6 +221,11 @@ def scheduler_of(llm: LLM) -> Any:
     return llm.llm_engine.scheduler
 
 
+def compiler_of(llm: LLM) -> Any:
+    assert llm.llm_engine.text_params is not None
+    return llm.llm_engine.text_params.compiler
+
+
 def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(3, vocab_size, (length,), generator=generator).tolist()

@@ -157,6 +157,7 @@ ALLOWED_SETTERS = {
     "executor.worker": "a process of its own",
     "server.lifecycle": "a program of its own",
     "utils.child_process": "a process of its own",
+    "utils.frozen_objects": "Python has one garbage collector; undone when the engine is closed",
     "utils.collector": "Python has one garbage collector; within a block its settings are restored",
 }
 

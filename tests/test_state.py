@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from nanovllm.runner.memory_budget import num_blocks_in
 from nanovllm.state import BlockGroup, CacheLayout, PagedState, RowState, StateGroup, state_groups
 
 
@@ -40,7 +41,7 @@ def test_groups_have_as_many_blocks_as_the_first_unless_their_windows_need_fewer
 
 def test_memory_is_used_up_and_not_exceeded() -> None:
     for num_bytes in range(0, 9000, 37):
-        num_blocks = LAYOUT.num_blocks_in(num_bytes, (30, 20))
+        num_blocks = num_blocks_in(num_bytes, LAYOUT, (30, 20))
         assert num_blocks is not None
 
         def takes(number: int) -> int:
@@ -48,5 +49,5 @@ def test_memory_is_used_up_and_not_exceeded() -> None:
             return 30 * full.num_blocks + 20 * windowed.num_blocks
 
         assert takes(num_blocks) <= num_bytes < takes(num_blocks + 1)
-    assert replace(LAYOUT, windows=(None,)).num_blocks_in(1000, (30,)) == 33
-    assert LAYOUT.num_blocks_in(1000, (0, 0)) is None, "a rank without paged layers has no limit"
+    assert num_blocks_in(1000, replace(LAYOUT, windows=(None,)), (30,)) == 33
+    assert num_blocks_in(1000, LAYOUT, (0, 0)) is None, "a rank without paged layers has no limit"

@@ -17,14 +17,13 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, read_prompt
-from nanovllm.utils.collector import collector_paused, freeze_objects, unfreeze_objects
+from nanovllm.utils.collector import collector_paused
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
     from nanovllm.engine.growing_text import GrowingText
     from nanovllm.engine.proposer import Proposer
     from nanovllm.engine.text_params import TextParams
-    from nanovllm.structured.compiler import Compiler
 
 
 class LLMEngine:
@@ -73,6 +72,8 @@ class LLMEngine:
             executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
         self.startup_seconds = executor.startup_seconds
         if executor.runs_beside_host:
+            from nanovllm.utils.frozen_objects import freeze_objects
+
             freeze_objects()  # a collection would take as long as several steps
         overlap = executor.runs_beside_host if self.config.overlap is None else self.config.overlap
         layout = self.config.cache_layout(windows=self.model_config.windows, max_model_len=self.max_model_len)
@@ -127,13 +128,6 @@ class LLMEngine:
 
                 completion.growing = GrowingText(completion.seq, completion.tokenizer, finish=scheduler.finish)
                 self._watched[completion.seq] = completion.growing
-
-    @property
-    def compiler(self) -> "Compiler":
-        """The compiler of structured outputs. `add_request` reuses what another thread has compiled with it."""
-        if self.text_params is None:
-            raise RequestError("structured_outputs need a tokenizer, and skip_tokenizer_init=True leaves none")
-        return self.text_params.compiler
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests without an output. Unknown and finished ones are ignored."""
@@ -254,7 +248,10 @@ class LLMEngine:
         finally:
             if self.text_params is not None:
                 self.text_params.close()
-            unfreeze_objects()
+            if self._core.executor.runs_beside_host:
+                from nanovllm.utils.frozen_objects import unfreeze_objects
+
+                unfreeze_objects()
             del self._core
 
     def check_health(self) -> None:

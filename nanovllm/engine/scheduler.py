@@ -43,10 +43,6 @@ class ScheduledStep:
     decodes: tuple[Sequence, ...]  # of plan.decode_rows
     rows: tuple[ScheduledRow, ...] = ()  # of plan.row_steps
 
-    def sampled(self) -> tuple[Sequence, ...]:
-        """The sequences that sample, in the order of the result's tokens."""
-        return self.decodes + tuple([row.seq for row in self.rows if row.step.num_sampled])
-
 
 class Scheduler:
     def __init__(
@@ -153,13 +149,14 @@ class Scheduler:
         decode_rows = tuple([seq.row for seq in decodes])
         if decode_rows != self._decode_rows:  # else the very same tuple says that the device knows them
             self._decode_rows = decode_rows
+        guided = [seq.row for seq in _sampled(decodes, rows) if seq.guide is not None] if self._num_guided else []
         step = ScheduledStep(
             plan=StepPlan(
                 decode_rows=self._decode_rows,
                 row_steps=tuple([row.step for row in rows]),
                 new_rows=tuple(new_rows),
                 new_blocks=tuple(new_blocks),
-                guided_rows=self._guided_rows(decodes, rows) if self._num_guided else (),
+                guided_rows=tuple(guided),
             ),
             decodes=decodes,
             rows=tuple(rows),
@@ -327,7 +324,7 @@ class Scheduler:
                     seq.redo_from = row.step.start
 
     def _keep_logprobs(self, step: ScheduledStep, result: StepResult) -> None:
-        sampled = step.sampled()
+        sampled = _sampled(step.decodes, step.rows)
         for index, logprobs in result.logprobs.items():
             seq = sampled[index]
             seq.logprobs += logprobs[: seq.num_completion_tokens - len(seq.logprobs)]  # the others were dropped above
@@ -356,10 +353,6 @@ class Scheduler:
             ended.append(seq)
 
     # --- small parts --------------------------------------------------------------------------------------------------
-
-    def _guided_rows(self, decodes: tuple[Sequence, ...], rows: list[ScheduledRow]) -> tuple[int, ...]:
-        sampled = [*decodes, *(row.seq for row in rows if row.step.num_sampled)]
-        return tuple([seq.row for seq in sampled if seq.guide is not None])
 
     def drop_guide(self, seq: Sequence) -> None:
         """Let a running sequence continue without its guide."""
@@ -402,3 +395,8 @@ class Scheduler:
         from nanovllm.engine.consistency import check_scheduler
 
         check_scheduler(self)
+
+
+def _sampled(decodes: Iterable[Sequence], rows: Iterable[ScheduledRow]) -> list[Sequence]:
+    """The sequences that sample, in the order of the result's tokens."""
+    return [*decodes, *(row.seq for row in rows if row.step.num_sampled)]

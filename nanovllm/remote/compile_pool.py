@@ -31,7 +31,8 @@ class CompilePool:
         """Put the grammar, or the reason why it is refused, into the compiler's cache, where `add_request` finds it."""
         assert request.params.structured_outputs is not None
         try:
-            engine.compiler.compile(request.params.structured_outputs)
+            if engine.text_params is not None:
+                engine.text_params.compiler.compile(request.params.structured_outputs)
         except RequestError:
             pass  # add_request raises it again
         finally:

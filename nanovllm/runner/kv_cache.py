@@ -59,7 +59,7 @@ def size_kv_cache(
     if config.num_kv_cache_blocks != -1:
         num_blocks, reason = config.num_kv_cache_blocks, f"num_kv_cache_blocks={config.num_kv_cache_blocks}"
     else:
-        from nanovllm.runner.memory_budget import memory_budget
+        from nanovllm.runner.memory_budget import memory_budget, num_blocks_in
 
         budget, reason = memory_budget(
             config,
@@ -70,7 +70,7 @@ def size_kv_cache(
             num_ranks=num_ranks,
         )
         useful = config.max_num_seqs * -(-max_model_len // layout.block_size)
-        fits = layout.num_blocks_in(budget - row_bytes, block_bytes)
+        fits = num_blocks_in(budget - row_bytes, layout, block_bytes)
         num_blocks = useful if fits is None else fits
         if config.kv_cache_memory_bytes is None:
             num_blocks = min(num_blocks, useful)

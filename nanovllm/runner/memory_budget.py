@@ -1,11 +1,13 @@
 """How many bytes of memory the state of sequences may take: an option, or a share of what is free."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.models.shard import Shard
+from nanovllm.state import CacheLayout
 
 GIB = 2**30
 
@@ -64,3 +66,24 @@ def _gpu_budget(
         f"{(activation_bytes + graph_bytes) / GIB:.1f} kept for a step"
     )
     return max(budget, 0), share
+
+
+def num_blocks_in(num_bytes: int, layout: CacheLayout, block_bytes: Sequence[int]) -> int | None:
+    """The most blocks of the first group with which all fit into `num_bytes`; None if blocks take no memory.
+
+    `block_bytes`: of a block of each group.
+    """
+    if not any(block_bytes):
+        return None
+
+    def takes(num_blocks: int) -> int:
+        groups = layout.groups(num_blocks)
+        return sum(group.num_blocks * size for group, size in zip(groups, block_bytes, strict=True))
+
+    low, high = 0, 1
+    while takes(high) <= num_bytes:
+        high *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if takes(middle) <= num_bytes else (low, middle)
+    return low

@@ -32,7 +32,8 @@ class Verification:
         tokens: list[list[int]] = []
         kept_logprobs: dict[int, list[TokenLogprobs]] = {}
         begin = 0
-        for index, guesses in enumerate(self.plan.proposed()):
+        proposed = [step.proposed for step in self.plan.row_steps if step.num_sampled]
+        for index, guesses in enumerate([()] * len(self.plan.decode_rows) + proposed):
             own = list(sampled[begin : begin + len(guesses) + 1])
             count = 1 + next((i for i, guess in enumerate(guesses) if own[i] != guess), len(guesses))
             tokens.append(own[:count])

@@ -19,9 +19,11 @@ MAX_RENDERED_CHARS = 16 * 2**20
 
 
 def chat_prompts(
-    tokenizer: Tokenizer, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any
+    tokenizer: Tokenizer | None, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any
 ) -> list[dict[str, Any]]:
     """One conversation or several as prompts, each with its text and token ids; `options` as in `render_chat`."""
+    if tokenizer is None:
+        raise RequestError("skip_tokenizer_init=True: a conversation needs the tokenizer and its chat template")
     if not messages:
         raise RequestError("messages: at least one message is needed")
     prompts = []

@@ -25,8 +25,7 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def collector_calmed() -> Iterator[None]:
-    """Raise the threshold for a collection. With thousands of requests the collector would scan their tokens every few
-    milliseconds and free nothing."""
+    """Collect less often. With thousands of requests every few milliseconds would go into scans that free nothing."""
     before = gc.get_threshold()
     raises = 0 < before[0] < YOUNG_OBJECTS  # 0 means off; a high value was set by another thread, which restores it
     if raises:
@@ -36,14 +35,3 @@ def collector_calmed() -> Iterator[None]:
     finally:
         if raises:
             gc.set_threshold(*before)
-
-
-def freeze_objects() -> None:
-    """Exclude all present objects from collections: the model and the imported modules stay alive anyway."""
-    gc.freeze()
-
-
-def unfreeze_objects() -> None:
-    """Undo `freeze_objects`, so that a closed engine's objects can be collected. Objects of another engine in the
-    process are looked at again too, which costs time but changes nothing else."""
-    gc.unfreeze()

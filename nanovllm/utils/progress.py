@@ -15,10 +15,7 @@ class Progress:
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._last = time.perf_counter()
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._bar.close()
 
     def saw(self, plan: StepPlan | None, outputs: list[RequestOutput]) -> None:

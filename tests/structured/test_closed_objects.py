@@ -13,7 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.server.parsers import forced_call_schema
 from nanovllm.structured.closed_objects import close_objects
-from tests.helpers import TEXT_MODEL, open_llm
+from tests.helpers import TEXT_MODEL, compiler_of, open_llm
 
 jsonschema = pytest.importorskip("jsonschema")
 pydantic = pytest.importorskip("pydantic")
@@ -179,7 +179,7 @@ def llm() -> Iterator[LLM]:
 def follows(llm: LLM, schema: dict[str, Any], text: str, *, complete: bool) -> bool:
     """True if the grammar allows every token of the text and, for a complete one, the end of sequence after it."""
     assert llm.tokenizer is not None
-    guide = llm.llm_engine.compiler.compile(StructuredOutputs(json=schema)).guide()
+    guide = compiler_of(llm).compile(StructuredOutputs(json=schema)).guide()
     mask = guide.mask_after(())
     eos = min(llm.llm_engine.eos_token_ids)
     for token in [*llm.tokenizer.encode(text, False), *([eos] if complete else [])]:

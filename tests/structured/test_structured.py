@@ -17,6 +17,7 @@ from tests.helpers import (
     TEXT_MODEL,
     TOKENIZER,
     VOCAB_SIZE,
+    compiler_of,
     copy_of,
     edit_config,
     open_llm,
@@ -201,7 +202,7 @@ def keywords(schema: Any) -> set[str]:
 def accepts(llm: LLM, spec: StructuredOutputs, value: Any) -> bool:
     """True if the guide allows every token of the value, and EOS after it."""
     assert llm.tokenizer is not None
-    guide = llm.llm_engine.compiler.compile(spec).guide()
+    guide = compiler_of(llm).compile(spec).guide()
     mask = guide.mask_after(())
     for token in [*llm.tokenizer.encode(json.dumps(value, ensure_ascii=False), False), 2]:
         if mask is None or not mask[token // 8] >> token % 8 & 1:
@@ -214,7 +215,7 @@ def test_sample_has_enough_of_both(llm: LLM) -> None:
     kept = 0
     for case in SCHEMAS:
         try:
-            llm.llm_engine.compiler.compile(StructuredOutputs(json=case["schema"]))
+            compiler_of(llm).compile(StructuredOutputs(json=case["schema"]))
             kept += 1
         except RequestError:
             pass
@@ -355,7 +356,7 @@ def test_failing_guide_ends_only_its_request(overlap: bool) -> None:
 
 def test_batches_without_a_grammar_are_not_asked_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_llm(TEXT_MODEL, overlap=True) as llm:
-        monkeypatch.setattr(scheduler_of(llm), "masks", None)
+        monkeypatch.setattr("nanovllm.engine.guide.step_masks", None)
         answers(llm, ["Hello", "you"], SamplingParams(max_tokens=20))
 
 
