@@ -196,7 +196,7 @@ class LLM:
             for item, param, rank in zip(items, params, priorities, strict=True):
                 names.append(engine.add_request(item, param, priority=rank, stream=stream))
                 if room > 0:
-                    room -= engine.num_prompt_tokens(names[-1])
+                    room -= engine.scheduler.waiting[-1].num_tokens  # the newest one
                     if room <= 0:
                         engine.step_for(())
         except BaseException as error:

@@ -127,9 +127,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         for index in range(seq.num_cached_blocks, num_tokens // self.block_size):
-            keys = seq.block_keys
-            key = keys[index] if index < len(keys) else self._key_after(seq.prefix.digest, seq, index)
-            node = self.prefixes.extend(seq.prefix, key, seq.extras)
+            node = self.prefixes.extend(seq.prefix, self._key(seq, index), seq.extras)
             node.num_uses += 1
             seq.prefix.num_uses -= 1  # the node keeps its parent in use
             for pool, table in zip(self.pools, seq.block_tables, strict=True):
@@ -161,9 +159,6 @@ class BlockManager:
         keys = seq.block_keys
         if index == len(keys):
             _, parent_digest = keys[-1] if keys else (b"", ROOT_DIGEST)
-            keys.append(self._key_after(parent_digest, seq, index))
+            start = index * self.block_size
+            keys.append(self.prefixes.key(parent_digest, seq.token_ids[start : start + self.block_size], seq.extras))
         return keys[index]
-
-    def _key_after(self, parent_digest: bytes, seq: Sequence, index: int) -> BlockKey:
-        start = index * self.block_size
-        return self.prefixes.key(parent_digest, seq.token_ids[start : start + self.block_size], seq.extras)

@@ -146,10 +146,6 @@ class LLMEngine:
     def num_unfinished_requests(self) -> int:
         return len(self._requests)
 
-    def num_prompt_tokens(self, request_id: str) -> int:
-        """The length of an unfinished request's prompt."""
-        return len(self._requests[request_id].prompt_token_ids)
-
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:

@@ -20,6 +20,8 @@ ROOT_DIGEST = bytes(DIGEST_SIZE)
 NO_EXTRAS = bytes(4)  # their number
 
 Digest = Callable[[bytes], bytes]
+# digest, parent (None = this is the root, the empty prefix), tokens, extras
+Content = tuple[bytes, "PrefixNode | None", bytes, bytes]
 BlockKey = tuple[bytes, bytes]  # of a full block: the number of tokens and the tokens as the digest reads them; digest
 
 
@@ -30,18 +32,12 @@ def blake2b_256(content: bytes) -> bytes:
 class PrefixNode:
     """A full block's content: its own tokens, and through its parent all tokens before them."""
 
-    __slots__ = ("digest", "extras", "num_uses", "parent", "tokens")
+    __slots__ = ("content", "digest", "num_uses", "parent")
 
-    def __init__(self, parent: "PrefixNode | None", tokens: bytes, extras: bytes, digest: bytes) -> None:
-        self.parent = parent  # None = this is the root, the empty prefix
-        self.tokens = tokens
-        self.extras = extras
-        self.digest = digest
+    def __init__(self, content: Content) -> None:
+        self.content = content
+        self.digest, self.parent, _, _ = content
         self.num_uses = 0  # blocks, children and sequences that refer to the node
-
-    @property
-    def content(self) -> "tuple[bytes, PrefixNode | None, bytes, bytes]":
-        return self.digest, self.parent, self.tokens, self.extras
 
 
 class PrefixTable:
@@ -51,12 +47,12 @@ class PrefixTable:
     """
 
     def __init__(self, *, block_size: int, digest: Digest = blake2b_256) -> None:
-        self.root = PrefixNode(None, b"", NO_EXTRAS, ROOT_DIGEST)
+        self.root = PrefixNode((ROOT_DIGEST, None, b"", NO_EXTRAS))
         self.root.num_uses = 1  # it is never removed
         self._block_size = block_size
         self._digest = digest
         self._pack = Struct(f"<I{block_size}q").pack
-        self._nodes: dict[tuple[bytes, PrefixNode | None, bytes, bytes], PrefixNode] = {}  # by their content
+        self._nodes: dict[Content, PrefixNode] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -73,10 +69,11 @@ class PrefixTable:
 
     def extend(self, parent: PrefixNode, key: BlockKey, extras: bytes) -> PrefixNode:
         """The node of this block after `parent`, made if it is not known. The caller adds its use at once."""
-        node = self.find(parent, key, extras)
+        tokens, digest = key
+        content = (digest, parent, tokens, extras)
+        node = self._nodes.get(content)
         if node is None:
-            tokens, digest = key
-            node = self._nodes[digest, parent, tokens, extras] = PrefixNode(parent, tokens, extras, digest)
+            node = self._nodes[content] = PrefixNode(content)
             parent.num_uses += 1
         return node
 

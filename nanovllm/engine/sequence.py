@@ -77,8 +77,7 @@ class Sequence:
     # the full blocks known to the prefix cache: how many, and the last of them, while running
     num_cached_blocks: int = field(init=False, default=0)
     prefix: PrefixNode = field(init=False)
-    # of its first full blocks, as far as they were looked up
-    block_keys: list[BlockKey] = field(init=False, default_factory=list)
+    block_keys: list[BlockKey] = field(init=False, default_factory=list)  # of its first full blocks
     # `num_computed_tokens` from which schedule() must look at it (new block, length reached), and `num_tokens` from
     # which update() must (block full, length reached): one comparison each per step
     event_at: int = field(init=False, default=0)

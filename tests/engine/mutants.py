@@ -148,7 +148,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "a prefix lacks the salt": (
         Edit(BlockManager, "_match", "seq.extras)", 'b"")'),
         Edit(BlockManager, "cache_full_blocks", "seq.extras)", 'b"")'),
-        Edit(BlockManager, "_key_after", "seq.extras)", 'b"")'),
+        Edit(BlockManager, "_key", "seq.extras)", 'b"")'),
     ),
     "a prefix is forgotten while a sequence extends it": (
         Edit(BlockManager, "allocate", "seq.prefix.num_uses += 1", "pass"),
