@@ -11,10 +11,10 @@ closed together: each part also allows the properties that the others declare, w
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 from nanovllm.errors import RequestError
 from nanovllm.structured.keywords import NOT_SCHEMAS, SCHEMAS_BY_NAME
+from nanovllm.structured.references import local_target
 
 _COMBINED = ("allOf", "anyOf", "oneOf")
 _MAX_WORK = 200_000  # visited schemas and added properties; a schema of the largest size has 40,000 parts
@@ -157,7 +157,7 @@ class _Closer:
     def _declared_by_reference(self, ref: str) -> _Declared:
         if ref not in self._declared_by_ref:
             self._declared_by_ref[ref] = _NOTHING  # for a reference that leads back to itself
-            target = self._target(ref)
+            target = local_target(self._document, ref)
             # Unknown properties of an unknown target must not be refused.
             self._declared_by_ref[ref] = _Declared({}, {}, True) if target is None else self._declared(target)
         return self._declared_by_ref[ref]
@@ -170,7 +170,7 @@ class _Closer:
             return ref
         if not (around.names or around.patterns or around.is_open):
             return ref
-        target = self._target(ref)
+        target = local_target(self._document, ref)
         if not isinstance(target, dict) or self._definitions is None:
             return ref
         key = (ref, tuple(sorted(around.names)), tuple(sorted(around.patterns)), around.is_open)
@@ -179,21 +179,6 @@ class _Closer:
             own = {keyword: value for keyword, value in target.items() if keyword not in _NOT_COPIED}
             self._new_definitions[name] = self._close(own, around)
         return f"#/$defs/{self._copies[key]}"
-
-    def _target(self, ref: str) -> Any:
-        """What a local reference, a JSON pointer, points to; None if it is not local or points to nothing."""
-        if ref != "#" and not ref.startswith("#/"):
-            return None
-        found: Any = self._document
-        for step in ref.split("/")[1:]:
-            step = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and step in found:
-                found = found[step]
-            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            else:
-                return None
-        return found
 
     def _work(self, amount: int) -> None:
         self._work_left -= amount

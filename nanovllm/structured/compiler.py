@@ -12,6 +12,7 @@ from nanovllm.structured.closed_objects import close_objects
 from nanovllm.structured.compile_sandbox import CompileSandbox
 from nanovllm.structured.grammar import LIMITS, Grammar
 from nanovllm.structured.lark import check_lark
+from nanovllm.structured.property_names import list_properties
 from nanovllm.structured.schema import ESCAPES, check_schema
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -103,7 +104,7 @@ class Compiler:
 
 def _exact_schema(text: str) -> str:
     """The schema with its objects closed; a RequestError if it cannot be enforced exactly."""
-    schema = close_objects(json.loads(text))
+    schema = close_objects(list_properties(json.loads(text)))
     check_schema(schema)
     return json.dumps(schema)
 

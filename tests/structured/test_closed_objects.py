@@ -156,6 +156,27 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"a": {"properties": {}}}'],
         ['{"a": {"properties": {}, "additionalProperties"'],
     ),
+    "names from a list": (
+        {
+            "$defs": {"Color": {"enum": ["red", "blue"], "type": "string", "title": "Color"}},
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/Color"},
+            "additionalProperties": object_of("a"),
+            "required": ["blue"],
+        },
+        ['{"red": {"a": 1}, "blue": {}}', '{"blue": {"a": 1}}'],
+        ['{"red": {}}', '{"blue": {}, "blue"', '{"green"', '{"blue": {"b"', '{"blue": 1'],
+    ),
+    "one name": (
+        {"type": "object", "propertyNames": {"const": "x"}},
+        ['{"x": [1, {"y": 2}]}', "{}"],
+        ['{"y"', '{"x": 1, "x"'],
+    ),
+    "names from a pattern": (
+        {"type": "object", "propertyNames": {"type": "string", "pattern": "^x"}, "additionalProperties": INT},
+        ['{"xa": 1, "xb": 2}'],
+        ['{"ya"', '{"xa": "'],
+    ),
     "tool arguments": (
         forced_call_schema(
             [
@@ -248,6 +269,8 @@ class Person(pydantic.BaseModel):
     pet: Cat | Dog = pydantic.Field(discriminator="kind")
     second_pet: Cat | Dog | None = None
     pair: tuple[Small, Short]
+    scores: dict[Literal["good", "bad"], Small]
+    by_color: dict[Color, Address] = {}
     described: Address = pydantic.Field(description="where", title="Described")
     flag: bool
 

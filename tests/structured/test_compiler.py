@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from functools import reduce
 
 import pytest
 
@@ -77,6 +78,16 @@ HOSTILE = {
             "$defs": {"base": {"properties": {f"property{i}": {} for i in range(3000)}}},
             "anyOf": [{"$ref": "#/$defs/base", "properties": {f"own{i}": {}}} for i in range(2000)],
         }
+    ),
+    "nested names": StructuredOutputs(
+        json=reduce(
+            lambda inner, _: {
+                "propertyNames": {"enum": [f"name{i}" for i in range(200)]},
+                "additionalProperties": inner,
+            },
+            range(8),
+            {"type": "integer"},
+        )
     ),
     "chain of references": StructuredOutputs(
         json={

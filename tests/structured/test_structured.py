@@ -301,6 +301,8 @@ def test_tokens_that_the_model_lacks_are_never_sampled(tmp_path: Path) -> None:
         ),
         (StructuredOutputs(json={"type": "string", "format": "nonsense"}), "nonsense"),
         (StructuredOutputs(json={"type": "object", "minProperties": 2}), "minProperties"),
+        (StructuredOutputs(json={"type": "object", "propertyNames": {"maxLength": 3}}), "propertyNames"),
+        (StructuredOutputs(json={"properties": {"a": {}}, "propertyNames": {"const": "b"}}), "propertyNames"),
         (StructuredOutputs(json={"const": "a\x01"}), "control character"),
         (StructuredOutputs(json={"type": "string", "pattern": "a\\x01b"}), "control character"),
         (StructuredOutputs(json={"oneOf": [{"multipleOf": 3}, {"multipleOf": 5}]}), "oneOf"),
