@@ -4,11 +4,15 @@ Noise is computed only for tokens that top-k, top-p and min-p leave.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanovllm.layers.noise import gumbel, noise_keys
+
+if TYPE_CHECKING:
+    from nanovllm.layers.sampler_cuts import CutRows
 
 
 @dataclass(frozen=True)
@@ -17,11 +21,8 @@ class SamplingRows:
 
     greedy: Tensor | None  # [n] indices of greedy rows; None = there are none
     plain: Tensor | None  # indices of rows that draw from the whole vocabulary
-    cut: Tensor | None  # indices of rows with top-k, top-p or min-p
+    cut: "CutRows | None"  # rows with top-k, top-p or min-p
     temperature: Tensor  # [rows] 1 for greedy rows
-    top_k: Tensor  # [rows] int64, vocabulary size = off
-    top_p: Tensor  # [rows]
-    min_p: Tensor  # [rows]
     seed: Tensor  # [rows] int64
 
 
@@ -38,12 +39,8 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
         ids = torch.arange(logits.shape[1], device=logits.device)
         tokens[rows.plain] = _most_likely(scaled + gumbel(keys[rows.plain], ids))
     if rows.cut is not None:
-        from nanovllm.layers.sampler_cuts import sample_cut
-
-        scaled = logits[rows.cut] / rows.temperature[rows.cut, None]
-        tokens[rows.cut] = sample_cut(
-            scaled, keys[rows.cut], rows.top_k[rows.cut], rows.top_p[rows.cut], rows.min_p[rows.cut]
-        )
+        at = rows.cut.rows
+        tokens[at] = rows.cut.sample(logits[at] / rows.temperature[at, None], keys[at])
     return tokens
 
 

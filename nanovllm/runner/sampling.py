@@ -131,32 +131,28 @@ class Sampler:
 
     def draw(self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor) -> Tensor:
         if self._rows is None or self._rows[0] is not batch:
-            self._rows = batch, self._sampling_rows(batch.requests)
+            self._rows = batch, self._sampling_rows(batch)
         verification = self._verification
         lengths = self._table.length[device_rows] if verification is None else verification.lengths
         tokens = sample(logits.float(), self._rows[1], positions=lengths.long())
         self._table.append(device_rows, tokens, verification)
         return tokens
 
-    def _sampling_rows(self, requests: list[NewRow]) -> SamplingRows:
-        device, vocab_size = self._table.tokens.device, self._vocab_size
-        params = [request.params for request in requests]
-        cut = [_is_cut(request) for request in requests]
+    def _sampling_rows(self, batch: SamplingBatch) -> SamplingRows:
+        device, requests = self._table.tokens.device, batch.requests
+        greedy = [index for index, request in enumerate(requests) if request.params.greedy]
+        chosen = {index: request.params for index, request in enumerate(requests) if _is_cut(request)}
+        plain = [index for index, request in enumerate(requests) if not request.params.greedy and index not in chosen]
+        cut = None
+        if chosen:
+            from nanovllm.layers.sampler_cuts import CutRows
 
-        def indices(chosen: list[bool]) -> Tensor | None:
-            found = [index for index, yes in enumerate(chosen) if yes]
-            return torch.tensor(found, device=device) if found else None
-
-        def column(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
+            cut = CutRows.of(chosen, self._vocab_size, device)
+        temperature = [request.params.temperature or 1.0 for request in requests]
         return SamplingRows(
-            greedy=indices([p.greedy for p in params]),
-            plain=indices([not p.greedy and not c for p, c in zip(params, cut, strict=True)]),
-            cut=indices(cut),
-            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
-            top_k=column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], torch.int64),
-            top_p=column([p.top_p for p in params], torch.float32),
-            min_p=column([p.min_p for p in params], torch.float32),
-            seed=column([request.seed for request in requests], torch.int64),
+            greedy=torch.tensor(greedy, device=device) if greedy else None,
+            plain=torch.tensor(plain, device=device) if plain else None,
+            cut=cut,
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
+            seed=torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device),
         )

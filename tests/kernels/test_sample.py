@@ -11,6 +11,7 @@ from nanovllm.kernels.sampling import thresholds as kernels
 from nanovllm.kernels.sampling.sample import sample
 from nanovllm.kernels.sampling.thresholds import cut_thresholds
 from nanovllm.layers import sampler
+from nanovllm.layers.sampler_cuts import CutRows
 from tests.helpers import assert_distributed
 from tests.kernels.support import DEVICE
 
@@ -114,14 +115,17 @@ def reference_tokens(logits: Tensor, table: Table, rows: Tensor) -> Tensor:
 
     top_k = chosen["top_k"].long()
     seed = torch.stack([chosen["seed_low"], chosen["seed_high"]], dim=1).view(torch.int64)[:, 0]
+    cut_rows = CutRows(
+        rows=cut.nonzero()[:, 0],
+        top_k=torch.where(top_k > 0, top_k, vocab_size)[cut],
+        top_p=chosen["top_p"][cut],
+        min_p=chosen["min_p"][cut],
+    )
     settings = sampler.SamplingRows(
         greedy=indices(greedy),
         plain=indices(~greedy & ~cut),
-        cut=indices(cut),
+        cut=cut_rows if cut.any() else None,
         temperature=torch.where(greedy, 1.0, chosen["temperature"]),
-        top_k=torch.where(top_k > 0, top_k, vocab_size),
-        top_p=chosen["top_p"],
-        min_p=chosen["min_p"],
         seed=seed,
     )
     return sampler.sample(logits.float().cpu(), settings, chosen["length"].long())

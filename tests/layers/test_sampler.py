@@ -16,7 +16,7 @@ from transformers import (
 
 from nanovllm.layers.noise import gumbel, noise_keys
 from nanovllm.layers.sampler import SamplingRows, sample
-from nanovllm.layers.sampler_cuts import NUM_CANDIDATES
+from nanovllm.layers.sampler_cuts import NUM_CANDIDATES, CutRows
 from tests.helpers import UNLIKELY, assert_distributed
 
 SIBLING = 0x9E3779B97F4A7C15 - 2**64  # difference between the seeds of a request's completions
@@ -34,14 +34,17 @@ def make_rows(
 ) -> SamplingRows:
     everyone = torch.arange(count)
     is_cut = top_k is not None or top_p < 1.0 or min_p > 0.0
-    return SamplingRows(
-        greedy=everyone if temperature == 0.0 else None,
-        plain=everyone if temperature and not is_cut else None,
-        cut=everyone if temperature and is_cut else None,
-        temperature=torch.full((count,), temperature or 1.0),
+    cut = CutRows(
+        rows=everyone,
         top_k=torch.full((count,), top_k or vocab_size),
         top_p=torch.full((count,), top_p),
         min_p=torch.full((count,), min_p),
+    )
+    return SamplingRows(
+        greedy=everyone if temperature == 0.0 else None,
+        plain=everyone if temperature and not is_cut else None,
+        cut=cut if temperature and is_cut else None,
+        temperature=torch.full((count,), temperature or 1.0),
         seed=seed,
     )
 
@@ -149,14 +152,15 @@ def test_a_row_draws_alone_what_it_draws_in_a_mixed_batch() -> None:
     ]
     one_by_one = [sample(logits[i : i + 1], rows, positions[i : i + 1]).item() for i, rows in enumerate(alone)]
 
-    def column(name: str) -> torch.Tensor:
-        return torch.cat([getattr(rows, name) for rows in alone])
+    def column(name: str, of: list[Any]) -> torch.Tensor:
+        return torch.cat([getattr(rows, name) for rows in of])
 
+    cuts = [rows.cut for rows in alone if rows.cut is not None]
     batch = SamplingRows(
         greedy=torch.tensor([0]),
         plain=torch.tensor([1, 4]),
-        cut=torch.tensor([2, 3, 5]),
-        **{name: column(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
+        cut=CutRows(torch.tensor([2, 3, 5]), *(column(name, cuts) for name in ("top_k", "top_p", "min_p"))),
+        **{name: column(name, alone) for name in ("temperature", "seed")},
     )
     assert sample(logits, batch, positions).tolist() == one_by_one
 
