@@ -66,7 +66,7 @@ class LLM:
 
                 progress = Progress(len(names))
             while len(done) < len(names):
-                outputs = self.llm_engine.step_for(own)
+                outputs = self.llm_engine.step(own)
                 done |= {output.request_id: output for output in outputs}
                 if progress is not None:
                     progress.saw(self.llm_engine.last_plan, outputs)
@@ -148,7 +148,7 @@ class LLM:
         waiting = set(self.add_requests(prompts, sampling_params, stream=True))
         try:
             while waiting:
-                for output in self.llm_engine.step_for(waiting):
+                for output in self.llm_engine.step(waiting):
                     if output.finished:
                         waiting.remove(output.request_id)
                     yield output
@@ -198,7 +198,7 @@ class LLM:
                 if room > 0:
                     room -= engine.scheduler.waiting[-1].num_tokens  # the newest one
                     if room <= 0:
-                        engine.step_for(())
+                        engine.step(())
         except BaseException as error:
             self.abort(names)
             if isinstance(error, RequestError) and len(items) > 1:

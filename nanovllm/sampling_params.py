@@ -162,10 +162,7 @@ class SamplingParams:
         return replace(self, **changes)
 
     def __repr__(self) -> str:
-        """Only the fields that differ from their defaults."""
-        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not self._is_default(f.name, f.default)]
+        """Only the fields that differ from their defaults; an empty list is one."""
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        shown = [f"{name}={value!r}" for name, value, default in values if value not in (default, ())]
         return f"SamplingParams({', '.join(shown)})"
-
-    def _is_default(self, name: str, default: object) -> bool:
-        value = getattr(self, name)
-        return value == default or (default is None and value == ())

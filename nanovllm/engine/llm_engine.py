@@ -148,24 +148,20 @@ class LLMEngine:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs of requests that ended, and of streamed ones that grew."""
-        undelivered, self._undelivered = self._undelivered, {}
-        return list((undelivered | {output.request_id: output for output in self._step()}).values())
+    def step(self, names: Collection[str] | None = None) -> list[RequestOutput]:
+        """Run one step; returns the outputs of requests that ended, and of streamed ones that grew.
 
-    def step_for(self, names: Collection[str]) -> list[RequestOutput]:
-        """Run one step and return the outputs of these requests; outputs of others wait for their own caller."""
-        if self._undelivered:
-            kept = [self._undelivered.pop(name) for name in names if name in self._undelivered]
-            if kept:
-                return kept
-        own = []
-        for output in self._step():
-            if output.request_id in names:
-                own.append(output)
-            else:
-                self._undelivered[output.request_id] = output
-        return own
+        With `names`, only of these requests; the outputs of others wait for their own caller.
+        """
+        waited = {name: self._undelivered.pop(name) for name in [*self._undelivered] if names is None or name in names}
+        if waited and names is not None:
+            return list(waited.values())
+        changed = self.step_requests()
+        new = {each.request_id: each.output(self.eos_token_ids) for each in changed if each.finished or each.stream}
+        if names is None:
+            return list((waited | new).values())
+        self._undelivered |= {name: output for name, output in new.items() if name not in names}
+        return [output for name, output in new.items() if name in names]
 
     def step_requests(self) -> list[Request]:
         """Run one step; returns the requests that ended, and those with streaming or stop strings that grew."""
@@ -201,10 +197,6 @@ class LLMEngine:
     def last_plan(self) -> StepPlan | None:
         """The plan whose result the last `step` took in."""
         return self._core.last_plan
-
-    def _step(self) -> list[RequestOutput]:
-        changed = self.step_requests()
-        return [request.output(self.eos_token_ids) for request in changed if request.finished or request.stream]
 
     def _stamp(self, ended: list[Sequence], began: float) -> None:
         """Record when requests first ran and had their first token; only steps with prompt chunks change that."""

@@ -64,7 +64,7 @@ def embed(engine: LLMEngine, token_ids: list[int], pooling: str) -> list[float]:
     name = embeddings.add(token_ids, pooling)
     try:
         while (vector := embeddings.take(name)) is None:
-            engine.step_for(())
+            engine.step(())
     finally:
         engine.abort(name)  # what is left after an error or Ctrl-C
     return vector
