@@ -9,11 +9,8 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.errors import ConfigError
 from nanovllm.models.shard import Shard
 from nanovllm.state import BlockGroup, CacheLayout, PagedState, state_groups
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,33 +51,20 @@ def size_kv_cache(
     layout = config.cache_layout(windows=shard.model.windows, max_model_len=max_model_len)
     own = state_groups(shard.layer_states(str(dtype).removeprefix("torch.")))
     own_bytes = {group.window: group.bytes_per_block(layout.block_size) for group in own if group.paged}
-    block_bytes = tuple(own_bytes.get(window, 0) for window in layout.windows)
-    row_bytes = (config.max_num_seqs + 1) * sum(group.num_bytes for group in own if not group.paged)
+    size = CacheSize(
+        num_blocks=config.num_kv_cache_blocks,
+        layout=layout,
+        block_bytes=tuple(own_bytes.get(window, 0) for window in layout.windows),
+        row_bytes=(config.max_num_seqs + 1) * sum(group.num_bytes for group in own if not group.paged),
+        reason=f"num_kv_cache_blocks={config.num_kv_cache_blocks}",
+    )
     if config.num_kv_cache_blocks != -1:
-        num_blocks, reason = config.num_kv_cache_blocks, f"num_kv_cache_blocks={config.num_kv_cache_blocks}"
-    else:
-        from nanovllm.runner.memory_budget import memory_budget, num_blocks_in
+        return size
+    from nanovllm.runner.memory_budget import fit
 
-        budget, reason = memory_budget(
-            config,
-            shard,
-            device=device,
-            weight_bytes=weight_bytes,
-            activation_bytes=activation_bytes,
-            num_ranks=num_ranks,
-        )
-        useful = config.max_num_seqs * -(-max_model_len // layout.block_size)
-        fits = num_blocks_in(budget - row_bytes, layout, block_bytes)
-        num_blocks = useful if fits is None else fits
-        if config.kv_cache_memory_bytes is None:
-            num_blocks = min(num_blocks, useful)
-    if num_blocks < 1 and layout.windows:
-        size = sum(block_bytes)
-        raise ConfigError(
-            f"no memory for the KV cache: one block of {layout.block_size} tokens takes {size / GIB:.3f} GiB, and "
-            f"{reason} leaves less; raise it, or lower kv_cache_block_size, max_num_batched_tokens or the model"
-        )
-    return CacheSize(num_blocks=num_blocks, layout=layout, block_bytes=block_bytes, row_bytes=row_bytes, reason=reason)
+    return fit(
+        size, config, shard, device, weight_bytes=weight_bytes, activation_bytes=activation_bytes, num_ranks=num_ranks
+    )
 
 
 def smallest(size: CacheSize, world: Group, device: torch.device) -> CacheSize:

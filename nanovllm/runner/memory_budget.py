@@ -1,27 +1,59 @@
-"""How many bytes of memory the state of sequences may take: an option, or a share of what is free."""
+"""How many blocks fit into memory: into a number of bytes that an option gives, or into a share of what is free."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.config import Config
+from nanovllm.errors import ConfigError
 from nanovllm.models.shard import Shard
 from nanovllm.state import CacheLayout
+
+if TYPE_CHECKING:
+    from nanovllm.runner.kv_cache import CacheSize
 
 GIB = 2**30
 
 
-def memory_budget(
+def fit(
+    size: "CacheSize",
     config: Config,
     shard: Shard,
+    device: torch.device,
     *,
+    weight_bytes: int,
+    activation_bytes: int | None,
+    num_ranks: int,
+) -> "CacheSize":
+    """`size` with as many blocks as fit into memory. The other arguments are those of `size_kv_cache`."""
+    budget, reason = _budget(config, shard, device, weight_bytes, activation_bytes, num_ranks)
+    layout = size.layout
+    useful = layout.max_num_seqs * -(-layout.max_model_len // layout.block_size)
+    fits = num_blocks_in(budget - size.row_bytes, layout, size.block_bytes)
+    num_blocks = useful if fits is None else fits
+    if config.kv_cache_memory_bytes is None:
+        num_blocks = min(num_blocks, useful)
+    if num_blocks < 1 and layout.windows:
+        one_block = sum(size.block_bytes)
+        raise ConfigError(
+            f"no memory for the KV cache: one block of {layout.block_size} tokens takes {one_block / GIB:.3f} GiB, and "
+            f"{reason} leaves less; raise it, or lower kv_cache_block_size, max_num_batched_tokens or the model"
+        )
+    return replace(size, num_blocks=num_blocks, reason=reason)
+
+
+def _budget(
+    config: Config,
+    shard: Shard,
     device: torch.device,
     weight_bytes: int,
     activation_bytes: int | None,
     num_ranks: int,
 ) -> tuple[int, str]:
-    """Bytes for the state of sequences, and where the number comes from. The arguments are those of `size_kv_cache`."""
+    """Bytes for the state of sequences, and where the number comes from."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     if device.type == "cuda":
