@@ -83,6 +83,13 @@ class Config:
         "lowered to max_num_batched_tokens if that is smaller.",
         POSITIVE,
     )
+    target_itl_ms: float | None = option(
+        None,
+        "Milliseconds between two tokens of a sequence that a step should not exceed: while sequences decode, prompts "
+        "are computed in chunks that take about this long, longer if many prompts wait. 0 means no limit. Without it, "
+        "the server and AsyncLLM derive it from measured steps, and LLM has no limit.",
+        number(0, math.inf),
+    )
     max_model_len: int = option(
         4096,
         "Maximum length of a sequence in tokens, prompt and output together. It is lowered to the model's own limit.",

@@ -44,7 +44,10 @@ DEFAULT_RATE, DEFAULT_NUM_REQUESTS = 10.0, 1000
 DEVICE_OPTIONS = ("bandwidth", "tflops", "overhead_ms")
 # Options of each simulated engine.
 ENGINE_OPTIONS = frozenset(
-    {"max_num_batched_tokens", "max_num_seqs", "num_kv_cache_blocks", "kv_cache_block_size", "enable_prefix_caching"}
+    {
+        *("max_num_batched_tokens", "max_num_seqs", "num_kv_cache_blocks", "kv_cache_block_size"),
+        *("enable_prefix_caching", "target_itl_ms"),
+    }
 )
 SHOWN_DEFAULTS = {"num_kv_cache_blocks": "as many as fit into --memory-gib"}
 FIND_COLUMNS = (
@@ -324,7 +327,13 @@ def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple
     longest = max(arrival.input_len + arrival.output_len for arrival in arrivals)
     groups = (BlockGroup(num_blocks),)
     config = engine.scheduler_config(max_model_len=args.max_model_len or longest, groups=groups)
-    settings = Settings(config, _step_time(args, model), args.max_lead or MAX_LEAD, args.max_ratio or MAX_RATIO)
+    settings = Settings(
+        config,
+        _step_time(args, model),
+        args.max_lead or MAX_LEAD,
+        args.max_ratio or MAX_RATIO,
+        target_itl_ms=engine.target_itl_ms,
+    )
     described: Row = {
         "model": args.model_shape,
         "step_time": args.step_time or f"{_bandwidth(args):g} TB/s, {_tflops(args):g} TFLOP/s, {_overhead(args):g} ms",

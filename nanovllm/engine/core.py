@@ -18,6 +18,7 @@ class EngineCore:
         self.depth = depth  # launched steps whose results need not be known when the next one is scheduled
         self.last_plan: StepPlan | None = None  # the plan whose result was read in the last step()
         self._pending: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._clock = None if scheduler.pacer is None else scheduler.pacer.clock(scheduler)
 
     def step(self) -> list[Sequence]:
         """Launch one step and read the result of the oldest; returns the sequences that ended."""
@@ -25,6 +26,8 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan is not None:
             handle = self.executor.launch(plan)
+            if self._clock is not None:
+                self._clock.launched(plan)
             self._pending.append((plan, handle))
             if plan.guided_rows:
                 return self._sample_guided(handle)
@@ -49,7 +52,10 @@ class EngineCore:
 
     def _take_in(self) -> list[Sequence]:
         self.last_plan, handle = self._pending.popleft()
-        return self.scheduler.update(self.last_plan, handle.wait())
+        result = handle.wait()
+        if self._clock is not None:
+            self._clock.ended()
+        return self.scheduler.update(self.last_plan, result)
 
     @property
     def has_work(self) -> bool:

@@ -29,8 +29,18 @@ if TYPE_CHECKING:
 class LLMEngine:
     """An engine in this process: call `add_request`, then `step` until `is_finished`."""
 
-    def __init__(self, model: str | Path | None = None, *, proposer: "Proposer | None" = None, **options: Any) -> None:
-        """`options` are those of `Config`. `proposer` guesses next tokens, several of which a step then verifies."""
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        proposer: "Proposer | None" = None,
+        serves: bool = False,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `Config`. `proposer` guesses next tokens, several of which a step then verifies.
+
+        `serves`: clients read tokens as they come, so the option target_itl_ms has a default.
+        """
         self._closed: str | None = None
         self._cause: Exception | None = None  # the failure that closed the engine, if one did
         self.config = Config.from_options(None if model is None else str(model), options)
@@ -49,7 +59,7 @@ class LLMEngine:
 
             self.text_params = load_text_params(path, description, self.config.tokenizer)
         self.tokenizer = None if self.text_params is None else self.text_params.tokenizer
-        self._core = self._build_core(path, proposer)
+        self._core = self._build_core(path, proposer, serves=serves)
         self._requests: dict[str, Request] = {}
         self._of_seq: dict[Sequence, Request] = {}
         self._watched: dict[Sequence, GrowingText] = {}  # texts that are read after every step
@@ -63,7 +73,7 @@ class LLMEngine:
         )
         self._num_added = 0
 
-    def _build_core(self, path: Path, proposer: "Proposer | None") -> EngineCore:
+    def _build_core(self, path: Path, proposer: "Proposer | None", *, serves: bool) -> EngineCore:
         if proposer is not None and self.model_config.keeps_row_state and any(self.model_config.windows):
             raise ConfigError("a proposer needs a model without windows, or without a state per sequence")
         with collector_paused():
@@ -82,7 +92,12 @@ class LLMEngine:
             groups=layout.groups(executor.num_blocks),
             keeps_row_state=self.model_config.keeps_row_state,
         )
-        return EngineCore(Scheduler(sizes, proposer=proposer), executor, depth=int(overlap))
+        pacer = None
+        if serves or self.config.target_itl_ms:
+            from nanovllm.engine.pacer import make_pacer
+
+            pacer = make_pacer(self.config.target_itl_ms, serves=serves)
+        return EngineCore(Scheduler(sizes, proposer=proposer, pacer=pacer), executor, depth=int(overlap))
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -262,9 +277,8 @@ class LLMEngine:
         """Drop all requests and make a new scheduler: a step was interrupted, so host and device may differ."""
         self._drop_requests()
         old = self._core
-        self._core = EngineCore(
-            Scheduler(old.scheduler.config, proposer=old.scheduler.proposer), old.executor, depth=old.depth
-        )
+        scheduler = Scheduler(old.scheduler.config, proposer=old.scheduler.proposer, pacer=old.scheduler.pacer)
+        self._core = EngineCore(scheduler, old.executor, depth=old.depth)
 
     def _drop_requests(self) -> None:
         self._requests.clear()

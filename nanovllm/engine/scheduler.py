@@ -23,6 +23,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.plan import NewBlocks, NewRow, RowStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from nanovllm.engine.pacer import Pacer
     from nanovllm.engine.proposer import Proposer
 
 
@@ -51,8 +52,10 @@ class Scheduler:
         block_manager: BlockManager | None = None,
         *,
         proposer: "Proposer | None" = None,
+        pacer: "Pacer | None" = None,
     ) -> None:
         self.config = config
+        self.pacer = pacer  # limits the prompt tokens of a step in which sequences decode
         self.proposer = proposer
         self.block_manager = block_manager or BlockManager(
             groups=config.groups,
@@ -129,17 +132,21 @@ class Scheduler:
             at_event.sort(key=lambda seq: seq.order)
         resting, new_blocks = self._handle_events(at_event)
         decodes = tuple(seq for seq in self.decoding if seq not in resting) if resting else tuple(self.decoding)
+        advancing = decodes
         budget = self.config.max_num_batched_tokens
         rows: list[ScheduledRow] = []
         if self._proposals is not None:
-            candidates = decodes
-            decodes, verified = self._proposals.choose(candidates, new_blocks)
-            for seq in candidates:
+            decodes, verified = self._proposals.choose(advancing, new_blocks)
+            for seq in advancing:
                 self._set_event(seq)
             rows = [ScheduledRow(seq, step, seq.num_preemptions) for seq, step in verified]
             self._advance([row.seq for row in rows], 1)
             budget -= sum([row.step.num_new for row in rows])
         budget -= len(decodes)
+        num_waiting = len(self.prefilling) + len(self.waiting)
+        if self.pacer is not None and advancing and num_waiting:
+            start = self.prefilling[0].num_computed_tokens if self.prefilling else 0
+            budget = min(budget, self.pacer.num_prompt_tokens(advancing, num_waiting=num_waiting, start=start))
         self._advance(decodes, 1)
         may_admit = num_preemptions == self.num_preemptions or not (decodes or rows)
         chunks, new_rows = self._prefill(budget=budget, may_admit=may_admit, resting=resting, new_blocks=new_blocks)

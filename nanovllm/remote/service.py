@@ -231,7 +231,7 @@ def _start(connection: Connection) -> LLMEngine:
     first = commands[0]
     if not isinstance(first, Start) or len(commands) > 1:
         raise RuntimeError(f"the first command must be one Start, not {commands}")
-    engine = LLMEngine(first.model, **first.options)
+    engine = LLMEngine(first.model, serves=True, **first.options)
     sizes = engine.scheduler.config
     connection.send(
         Ready(

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from math import inf, isnan, nan
 
 from nanovllm.config import SchedulerConfig
+from nanovllm.engine.pacer import make_pacer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
 from nanovllm.remote.routing import Policy
@@ -30,6 +31,7 @@ class Outcome:
     ended: list[float] = field(default_factory=list)
     num_cached: list[int] = field(default_factory=list)  # prompt tokens found in the prefix cache
     replica: list[int] = field(default_factory=list)
+    decode_gaps: list[tuple[float, int]] = field(default_factory=list)  # seconds between two tokens, and how often
     # per replica
     busy_seconds: list[float] = field(default_factory=list)
     num_preemptions: list[int] = field(default_factory=list)
@@ -39,8 +41,18 @@ class Outcome:
 class Fleet:
     """`policy` identifies the replicas by the numbers 0, 1, ..."""
 
-    def __init__(self, *, num_replicas: int, config: SchedulerConfig, step_time: StepTime, policy: Policy) -> None:
-        self.replicas = [Replica(config, step_time) for _ in range(num_replicas)]
+    def __init__(
+        self,
+        *,
+        num_replicas: int,
+        config: SchedulerConfig,
+        step_time: StepTime,
+        policy: Policy,
+        target_itl_ms: float | None = 0.0,  # the engine's option; None = its default in a server
+    ) -> None:
+        self.replicas = [
+            Replica(config, step_time, make_pacer(target_itl_ms, serves=True)) for _ in range(num_replicas)
+        ]
         self.policy = policy
         self._steps: list[tuple[float, int]] = []  # a heap of (when the step ends, replica)
 
@@ -59,6 +71,7 @@ class Fleet:
                 woken.add(self._route(coming, outcome))
                 coming += 1
             self._begin_steps(now, woken)
+        outcome.decode_gaps = [gap for replica in self.replicas for gap in replica.decode_gaps]
         outcome.busy_seconds = [replica.busy_seconds for replica in self.replicas]
         outcome.num_preemptions = [replica.scheduler.num_preemptions for replica in self.replicas]
         outcome.num_steps = [replica.num_steps for replica in self.replicas]

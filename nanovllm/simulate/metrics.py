@@ -47,6 +47,9 @@ def measure(outcome: Outcome) -> Row:
     for name, values in latencies(outcome).items():
         row[f"{name}_mean_ms"] = 1e3 * float(np.mean(values)) if values else None
         row |= {f"{name}_p{percent}_ms": percentile_ms(values, percent) for percent in PERCENTILES}
+    for percent in PERCENTILES:
+        row[f"itl_p{percent}_ms"] = gap_percentile_ms(outcome.decode_gaps, percent)
+    row["itl_max_ms"] = gap_percentile_ms(outcome.decode_gaps, 100)
     return row | {
         "preemptions": sum(outcome.num_preemptions),
         "steps": sum(outcome.num_steps),
@@ -64,6 +67,15 @@ def duration(outcome: Outcome) -> float:
 
 def percentile_ms(seconds: Sequence[float], percent: float) -> float | None:
     return 1e3 * float(np.percentile(seconds, percent)) if seconds else None
+
+
+def gap_percentile_ms(gaps: Sequence[tuple[float, int]], percent: float) -> float | None:
+    """Of times between two tokens, each given with how often it occurred."""
+    if not gaps:
+        return None
+    seconds, counts = (np.array(column) for column in zip(*sorted(gaps), strict=True))
+    reached = np.searchsorted(np.cumsum(counts), percent / 100 * counts.sum())
+    return 1e3 * float(seconds[min(reached, len(seconds) - 1)])
 
 
 def _max_over_mean(outcome: Outcome) -> float:

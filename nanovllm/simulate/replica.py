@@ -6,11 +6,13 @@ Every step samples the same token for all sequences; only the time of the step i
 from typing import NamedTuple
 
 from nanovllm.config import SchedulerConfig
+from nanovllm.engine.pacer import Pacer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_time import StepWork, WorkCounter
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.simulate.requests import GENERATED
-from nanovllm.simulate.step_time import StepTime, StepWork
+from nanovllm.simulate.step_time import StepTime
 
 
 class StepEnd(NamedTuple):
@@ -23,14 +25,15 @@ class StepEnd(NamedTuple):
 class Replica:
     """One engine of the fleet."""
 
-    def __init__(self, config: SchedulerConfig, step_time: StepTime) -> None:
-        self.scheduler = Scheduler(config)
+    def __init__(self, config: SchedulerConfig, step_time: StepTime, pacer: Pacer | None = None) -> None:
+        self.scheduler = Scheduler(config, pacer=pacer)
         self.busy_seconds = 0.0
         self.num_steps = 0
         self._step_time = step_time
+        self.decode_gaps: list[tuple[float, int]] = []  # seconds of each step, and sequences that waited for its token
+        self._counter = WorkCounter()
         self._plan: StepPlan | None = None  # of the running step, if any
-        self._last_plan: StepPlan | None = None
-        self._num_context = 0  # tokens that the decoding sequences of the last plan read
+        self._running: tuple[StepWork, float] = (StepWork(0, 0, 0, 0, 0), 0.0)  # its work and its time
         self._at_row: dict[int, Sequence] = {}
         self._results: dict[int, StepResult] = {}  # by number of sampled tokens
 
@@ -46,8 +49,13 @@ class Replica:
         """Schedule a step and return how many seconds it takes."""
         plan = self.scheduler.schedule()
         assert plan is not None, "with no step in flight, something can always be scheduled"
-        seconds = self._step_time.seconds(self._work(plan))
-        self._plan = self._last_plan = plan
+        if plan.new_rows:
+            self._at_row = {seq.row: seq for seq in self.scheduler.running}
+        work = self._counter.count(plan, self.scheduler)
+        seconds = self._step_time.seconds(work)
+        self._plan, self._running = plan, (work, seconds)
+        if plan.decode_rows:
+            self.decode_gaps.append((seconds, len(plan.decode_rows)))
         self.busy_seconds += seconds
         self.num_steps += 1
         return seconds
@@ -56,26 +64,10 @@ class Replica:
         """Give the running step's tokens to the scheduler."""
         plan, self._plan = self._plan, None
         assert plan is not None
+        if self.scheduler.pacer is not None:
+            self.scheduler.pacer.learn(*self._running)
         sampled = [self._at_row[chunk.row] for chunk in plan.row_steps if chunk.num_sampled]
         return StepEnd(sampled, self.scheduler.update(plan, self._result(len(plan.decode_rows) + len(sampled))))
-
-    def _work(self, plan: StepPlan) -> StepWork:
-        if plan.new_rows:
-            self._at_row = {seq.row: seq for seq in self.scheduler.running}
-        num_decodes = len(plan.decode_rows)
-        if plan is self._last_plan:  # the same sequences, each one token longer
-            self._num_context += num_decodes
-            return StepWork(0, num_decodes, num_decodes, self._num_context, 0)
-        num_prefill = num_scores = num_completed = num_sampled = 0
-        for chunk in plan.row_steps:
-            num_prefill += chunk.num_new
-            num_scores += chunk.num_new * chunk.start + chunk.num_new * (chunk.num_new + 1) // 2
-            if chunk.num_sampled:
-                num_sampled += 1
-                num_completed += chunk.start + chunk.num_new
-        # the scheduler already counts a prompt that this step completes among the decoding sequences
-        self._num_context = sum([seq.num_computed_tokens for seq in self.scheduler.decoding]) - num_completed
-        return StepWork(num_prefill, num_decodes, num_decodes + num_sampled, self._num_context, num_scores)
 
     def _result(self, num_sampled: int) -> StepResult:
         if num_sampled not in self._results:

@@ -21,6 +21,7 @@ class Settings:
     step_time: StepTime
     max_lead: int
     max_ratio: float
+    target_itl_ms: float | None = None  # the engine's option
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,20 @@ def simulate(arrivals: Sequence[Arrival], *, num_replicas: int, policy: str, set
     """Simulate the requests on `num_replicas` replicas with the named policy."""
     if policy == POOLED:
         config, step_time = pooled(settings.config, num_replicas), Divided(settings.step_time, num_replicas)
-        fleet = Fleet(num_replicas=1, config=config, step_time=step_time, policy=RoundRobin(range(1)))
+        fleet = Fleet(
+            num_replicas=1,
+            config=config,
+            step_time=step_time,
+            policy=RoundRobin(range(1)),
+            target_itl_ms=settings.target_itl_ms,
+        )
     else:
         fleet = Fleet(
             num_replicas=num_replicas,
             config=settings.config,
             step_time=settings.step_time,
             policy=make_policy(policy, num_replicas, settings),
+            target_itl_ms=settings.target_itl_ms,
         )
     return fleet.run(arrivals)
 

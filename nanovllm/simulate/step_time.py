@@ -10,9 +10,10 @@ where linears and head each take the longer of reading their weights and multipl
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from nanovllm.bench.roofline import Machine, Roofline
+from nanovllm.engine.step_time import StepWork
 from nanovllm.errors import ConfigError
 
 # What this engine reaches on an H200, fitted to the latencies of docs/performance.md. The card itself copies 4.28 TB/s
@@ -20,16 +21,6 @@ from nanovllm.errors import ConfigError
 H200 = Machine(bytes_per_second=3.95e12, flops_per_second=660e12)
 H200_OVERHEAD = 0.3e-3  # seconds
 H200_MEMORY = 139 * 2**30
-
-
-class StepWork(NamedTuple):
-    """The work of one step. The numbers are fractions when it is divided over several devices."""
-
-    num_prefill: float  # prompt tokens computed
-    num_decodes: float  # sequences that advance by one token
-    num_sampled: float  # sampled tokens: of the decoding sequences, and of prompts that this step completes
-    num_context: float  # tokens whose keys and values the decoding sequences read
-    num_scores: float  # pairs of a prompt token and a token that it attends to
 
 
 class StepTime(Protocol):

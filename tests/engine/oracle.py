@@ -266,6 +266,17 @@ class FakeExecutor:
 # --- the engine under test, watched -----------------------------------------------------------------------------------
 
 
+class RandomPacer:
+    def __init__(self, random: random.Random) -> None:
+        self._random = random
+
+    def num_prompt_tokens(self, decodes: Seq[Sequence], *, num_waiting: int, start: int) -> int:
+        return self._random.randint(1, 12)
+
+    def clock(self, scheduler: Scheduler) -> None:
+        """Nothing is measured."""
+
+
 class Harness:
     """An EngineCore with the fake device. After every operation all checks run.
 
@@ -281,6 +292,7 @@ class Harness:
         digest: Digest = blake2b_256,
         guesses: random.Random | None = None,
         pools: bool = True,  # whether random requests may be for a pooled vector
+        pacing: random.Random | None = None,  # prompts are computed in chunks of random sizes while others decode
     ) -> None:
         self.config = config
         self.pools = pools
@@ -291,7 +303,12 @@ class Harness:
             enable_prefix_caching=config.enable_prefix_caching,
             digest=digest,
         )
-        self.scheduler = Scheduler(config, self.block_manager, proposer=None if guesses is None else self)
+        self.scheduler = Scheduler(
+            config,
+            self.block_manager,
+            proposer=None if guesses is None else self,
+            pacer=None if pacing is None else RandomPacer(pacing),
+        )
         self.device = FakeExecutor(
             config,
             lazy=lazy,

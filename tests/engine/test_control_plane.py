@@ -69,6 +69,7 @@ class ControlPlane(RuleBasedStateMachine):
         more_blocks=st.integers(-2, 4),
         lazy=st.booleans(),
         guesses=st.sampled_from((None, 0, 1)),
+        pacing=st.sampled_from((None, 0)),
     )
     def open(
         self,
@@ -83,6 +84,7 @@ class ControlPlane(RuleBasedStateMachine):
         more_blocks: int,
         lazy: bool,
         guesses: int | None,
+        pacing: int | None,
     ) -> None:
         self.config = SchedulerConfig(
             max_num_batched_tokens=max_num_seqs + spare_budget,
@@ -100,6 +102,7 @@ class ControlPlane(RuleBasedStateMachine):
                 lazy=lazy,
                 digest=digest,
                 guesses=None if guesses is None else random.Random(guesses),
+                pacing=None if pacing is None else random.Random(pacing),
             )
             for depth in (0, 1)
         )
