@@ -34,6 +34,7 @@ FOUNDATION = {
     "state",
     "structured_outputs",
     "value_lists",
+    "layers.part_spec",
     "layers.spec",
     "models.spec",
     "sampling_params",

@@ -1,8 +1,7 @@
-"""The interface of attention backends. `sdpa.py` is the plain implementation that the others are tested against."""
+"""What attention backends are given: shapes, the sequences of a step, the cache of a layer and how it attends."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -59,29 +58,3 @@ class LayerCache:
 
     kv: Tensor  # [k|v, block, kv_head, position_in_block, head_dim]
     scales: Tensor | None = None  # [k|v, block, kv_head, position_in_block] if kv holds 8-bit numbers
-
-
-class AttentionBackend(Protocol):
-    shape: CacheShape
-    block_size: int
-    plans_on_device: bool  # it is a `DeviceBackend`
-
-    def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
-        """A cache for each layer, with as many blocks as its window's group has."""
-        ...
-
-    def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> Any:
-        """Prepare what all layers of a step use, such as indices and masks.
-
-        `upload` copies an array to the device together with the step's other arrays; the tensor that it returns is
-        filled when `forward` runs.
-        """
-        ...
-
-    def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: Any) -> Tensor:
-        """Normalize and rotate queries and keys, store keys and values in the cache, and attend.
-
-        `qkv` is the output of the projection, [num_tokens, heads + 2 * kv_heads, head_dim], and may be overwritten.
-        `step` comes from `prepare` or `decode_step`. Returns [num_tokens, heads * head_dim].
-        """
-        ...

@@ -1,16 +1,20 @@
 """Chooses the attention backend for a model and a device."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.attention.backend import AttentionBackend, CacheShape
+from nanovllm.attention.backend import CacheShape
 from nanovllm.attention.rotation import rotary_table
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.device import usable
 from nanovllm.layers.spec import AttentionSpec, RopeSpec
+
+if TYPE_CHECKING:
+    from nanovllm.attention.interface import AttentionBackend
 
 MAX_GROUP = 16  # query heads per KV head that our kernels support
 # Shape of the backend in a model, or a pipeline stage, without attention layers; it is never called
@@ -30,7 +34,7 @@ def make_backend(
     dtype: torch.dtype,  # of activations
     cache_dtype: torch.dtype,
     device: torch.device,
-) -> AttentionBackend:
+) -> "AttentionBackend":
     first = layers[0] if layers else NO_ATTENTION
     sizes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
     if len(sizes) > 1:

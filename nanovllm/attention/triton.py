@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
-from nanovllm.attention.device_backend import uneven
+from nanovllm.attention.interface import uneven
 from nanovllm.kernels.attention.decode import paged_decode
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, decode_config, plan_decode
 from nanovllm.kernels.attention.decode_tables import decode_tables

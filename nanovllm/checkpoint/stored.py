@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nanovllm.layers.spec import Weight
+
 Part = tuple[slice, ...]  # a slice per leading dimension; the remaining dimensions are complete
 Index = tuple[int | slice, ...]  # where in a weight of the model a tensor goes; () is all of it
 
@@ -40,3 +42,8 @@ class Slot:
 
     def load(self, tensor: Stored) -> None:
         self.target.load(self.index, tensor, self.part)
+
+
+def slots_of(spec: Weight, target: Target, rank: int = 0, num_ranks: int = 1) -> dict[str, Slot]:
+    """Where the tensors of a parameter go in the weight that this rank holds, by their names in checkpoints."""
+    return {part.name: Slot(target, part.shape, part.index, part.part) for part in spec.parts(rank, num_ranks)}

@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import LayerAttention, LayerCache
-from nanovllm.checkpoint.stored import Slot
+from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.mlp import part_of
 from nanovllm.layers.residual import Residual
-from nanovllm.layers.slots import slots_of
 from nanovllm.layers.spec import AttentionSpec
 from nanovllm.layers.step import Step
 from nanovllm.weights.dense import DenseWeight

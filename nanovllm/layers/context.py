@@ -1,26 +1,28 @@
 """What every layer is built with: one frozen object per rank. Questions about the device are answered here."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.attention.backend import AttentionBackend
 from nanovllm.distributed.group import ALONE, Group
 from nanovllm.kernels.device import usable
 from nanovllm.layers.spec import RopeSpec
 from nanovllm.weights.dense import DenseFormat
-from nanovllm.weights.format import WeightFormat
+
+if TYPE_CHECKING:
+    from nanovllm.attention.interface import AttentionBackend
+    from nanovllm.weights.format import WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
     dtype: torch.dtype  # the model computes in
     device: torch.device
-    attention: AttentionBackend
+    attention: "AttentionBackend"
     ropes: tuple[RopeSpec, ...] = ()  # of the model's layers, in the order of the backend's rotary tables
     group: Group = ALONE  # tensor parallel ranks, which divide each layer
-    weight_format: WeightFormat = DenseFormat()  # of linears and experts
+    weight_format: "WeightFormat" = DenseFormat()  # of linears and experts
     deterministic: bool = False  # a row's result must not depend on how many others there are
     kernels: bool = False  # our Triton kernels run on the device
     gluon: bool = False  # and those written in Gluon

@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.checkpoint.stored import Slot
+from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.context import BuildContext
-from nanovllm.layers.slots import slots_of
 from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseWeight
 

@@ -7,21 +7,22 @@ residual for this format, number of rows, shape and device, it runs; otherwise p
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.stored import Slot
+from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.distributed.group import ALONE
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual import Residual
-from nanovllm.layers.slots import slots_of
 from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat, DenseWeight
-from nanovllm.weights.format import StoredWeight
+
+if TYPE_CHECKING:
+    from nanovllm.weights.format import StoredWeight
 
 Activation = Literal["silu"]  # silu(gate) * up, where the rows of the weight are those of gate, then those of up
 

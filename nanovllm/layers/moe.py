@@ -6,14 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.stored import Slot
+from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.residual import Residual
-from nanovllm.layers.slots import slots_of
 from nanovllm.weights.format import StoredWeight
 
 

@@ -6,10 +6,13 @@ divide them, the number of parameters, the bytes of weights and KV cache, and wh
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.errors import ConfigError
-from nanovllm.state import DTYPE_BYTES, PagedState, RowState
+from nanovllm.state import DTYPE_BYTES, PagedState
+
+if TYPE_CHECKING:
+    from nanovllm.layers.part_spec import MixerSpec, PartSpec
 
 FP8_SCALE_BYTES = 2  # one 16-bit scale for a token's key, or value, in one head
 
@@ -135,25 +138,6 @@ def linear_weights(
     return found
 
 
-class PartSpec(Protocol):
-    """What every part of a layer (mixer, feed-forward) states about itself."""
-
-    def weights(self) -> dict[str, Weight]:
-        """Its parameters by the part's own names; checkpoint names are relative to the part."""
-        ...
-
-
-class MixerSpec(PartSpec, Protocol):
-    """A part that moves information between the tokens of a sequence, such as attention."""
-
-    def state(self, dtype: str, num_ranks: int = 1) -> PagedState | RowState:
-        """What one of `num_ranks` tensor parallel ranks keeps for every token, or for every running sequence.
-
-        `dtype` is that of the KV cache.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """Rotary position embedding."""
@@ -229,8 +213,8 @@ class LayerSpec:
     """One decoder layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
     hidden_size: int
-    mixer: MixerSpec
-    feed_forward: PartSpec
+    mixer: "MixerSpec"
+    feed_forward: "PartSpec"
     norm_eps: float
     mixer_name: str = "self_attn"  # in checkpoints
     feed_forward_name: str = "mlp"

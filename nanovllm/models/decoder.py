@@ -1,6 +1,6 @@
 """The one decoder: every family is a `ModelSpec`, and its layers are built from their specs."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,24 +16,8 @@ from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, norm_weight
 from nanovllm.layers.step import Step
 from nanovllm.models.shard import Shard
 
-
-class Part(Protocol):
-    def slots(self) -> dict[str, Slot]: ...
-    def finish_loading(self) -> None: ...
-
-
-class Mixer(Part, Protocol):
-    """Moves information between the tokens of a sequence: attention, or another kind."""
-
-    o_proj: Any  # (mixed, add_to=x) adds the result to the residual stream
-
-    def mix(self, x: Residual, state: Any, step: Step, *, norm: RMSNorm) -> Tensor:
-        """norm(x) mixed: [num_tokens, ...]. `state` is this layer's, `step` says which tokens belong together."""
-        ...
-
-
-class FeedForward(Part, Protocol):
-    def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual: ...
+if TYPE_CHECKING:
+    from nanovllm.layers.part import FeedForward, Mixer, Part
 
 
 def build_part(spec: Any, context: BuildContext) -> Any:
@@ -68,7 +52,7 @@ class DecoderLayer:
         x = self.mixer.o_proj(mixed, add_to=x)
         return self.feed_forward(x, norm=self.ffn_norm)
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> "dict[str, Part]":
         """By name in checkpoints."""
         before, after = self._spec.norm_names
         return {
@@ -119,7 +103,7 @@ class Decoder:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def _parts(self) -> dict[str, Part]:
+    def _parts(self) -> "dict[str, Part]":
         """By prefix in checkpoints."""
         found: dict[str, Part] = {}
         for index, layer in zip(self.shard.layers, self.layers, strict=True):

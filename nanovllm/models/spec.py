@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.spec import (
@@ -16,12 +16,14 @@ from nanovllm.layers.spec import (
     Dim,
     LayerSpec,
     MlpSpec,
-    PartSpec,
     RopeSpec,
     Weight,
     norm_weight,
 )
 from nanovllm.state import StateGroup, state_groups
+
+if TYPE_CHECKING:
+    from nanovllm.layers.part_spec import PartSpec
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3", "gguf_factors")
@@ -96,7 +98,7 @@ def llama_shaped(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    experts: Mapping[int, PartSpec] = MappingProxyType({}),  # feed-forward of the layers that have no MLP
+    experts: Mapping[int, "PartSpec"] = MappingProxyType({}),  # feed-forward of the layers that have no MLP
 ) -> ModelSpec:
     """The spec of a Llama-shaped model, from the part of its config that all such families spell alike."""
     architecture = raw["architectures"][0]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.device_backend import DeviceBackend, uneven
+from nanovllm.attention.interface import DeviceBackend, uneven
 from nanovllm.kernels.select import compiled_sizes, graph_sizes
 from nanovllm.layers.step import Sequences, Step
 from nanovllm.plan import StepPlan

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from nanovllm.attention.backend import AttentionBackend, BatchGeometry
+from nanovllm.attention.backend import BatchGeometry
 from nanovllm.layers.step import Sequences, Step
 from nanovllm.plan import StepPlan
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.upload import Upload
 
 if TYPE_CHECKING:
+    from nanovllm.attention.interface import AttentionBackend
     from nanovllm.runner.verification import Verification
 
 
@@ -40,7 +41,7 @@ def extra_capacity(plan: StepPlan) -> int:
 def build_batch(
     plan: StepPlan,
     table: RequestTable,
-    backend: AttentionBackend,
+    backend: "AttentionBackend",
     upload: Upload,
     *,
     head_size: int,

@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from nanovllm.attention.device_backend import DeviceBackend
+from nanovllm.attention.interface import DeviceBackend
 from nanovllm.config import Config
 from nanovllm.layers.context import BuildContext
 from nanovllm.runner.decode_step import DecodeStep

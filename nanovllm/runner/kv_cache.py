@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.attention.backend import AttentionBackend
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.models.shard import Shard
 from nanovllm.state import BlockGroup, CacheLayout, PagedState, state_groups
+
+if TYPE_CHECKING:
+    from nanovllm.attention.interface import AttentionBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ def smallest(size: CacheSize, world: Group, device: torch.device) -> CacheSize:
 
 
 def make_states(
-    shard: Shard, backend: AttentionBackend, num_blocks: Mapping[int | None, int], *, max_num_seqs: int
+    shard: Shard, backend: "AttentionBackend", num_blocks: Mapping[int | None, int], *, max_num_seqs: int
 ) -> list[Any]:
     """What each of the rank's layers keeps: the attention backend's cache, or a tensor [max_num_seqs + 1, *shape].
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.checkpoint.stored import Part, Stored
-from nanovllm.weights.format import Index
+from nanovllm.checkpoint.stored import Index, Part, Stored
 
 # OpenBLAS, which torch uses on Arm, is up to a third faster for a few rows when the weight is the left factor
 WEIGHT_LEFT_ROWS = 64 if platform.machine() in ("aarch64", "arm64") else 0

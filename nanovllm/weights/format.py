@@ -9,9 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.stored import Part, Stored
-
-Index = tuple[int | slice, ...]  # of a weight's leading dimensions: rows, or an expert and its rows
+from nanovllm.checkpoint.stored import Index, Part, Stored
 
 
 class StoredWeight(Protocol):

@@ -1,22 +1,25 @@
 """The weight formats by the name that the option `quantization` gives them."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from nanovllm.errors import ConfigError
 from nanovllm.weights.dense import DenseFormat
-from nanovllm.weights.format import WeightFormat
+
+if TYPE_CHECKING:
+    from nanovllm.weights.format import WeightFormat
 
 
-def _int8() -> WeightFormat:
+def _int8() -> "WeightFormat":
     from nanovllm.weights.int8 import Int8Format
 
     return Int8Format()
 
 
-FORMATS: dict[str, Callable[[], WeightFormat]] = {"int8": _int8}
+FORMATS: dict[str, Callable[[], "WeightFormat"]] = {"int8": _int8}
 
 
-def weight_format(quantization: str | None) -> WeightFormat:
+def weight_format(quantization: str | None) -> "WeightFormat":
     """None = dense, in the model's dtype."""
     if quantization is None:
         return DenseFormat()

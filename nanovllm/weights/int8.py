@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.checkpoint.stored import Part, Stored
-from nanovllm.weights.format import Index
+from nanovllm.checkpoint.stored import Index, Part, Stored
 
 SCALE_BYTES = 4
 FEW_ROWS = 8  # up to here reading 8-bit weights in the product costs less than converting them first

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.backend import AttentionBackend, BatchGeometry, CacheShape, LayerAttention, LayerCache
+from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
+from nanovllm.attention.interface import AttentionBackend
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.features import dependent_launch
