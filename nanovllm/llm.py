@@ -81,21 +81,10 @@ class LLM:
         messages: "Sequence[Message] | Sequence[Sequence[Message]]",
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, written out by the model's chat template."""
-        prompts = self.render_chat(
-            messages,
-            chat_template_kwargs=chat_template_kwargs,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return self.generate(prompts, sampling_params, use_tqdm)
+        """Answer one conversation, or several, written out by the chat template with the options of `render_chat`."""
+        return self.generate(self.render_chat(messages, **template_options), sampling_params, use_tqdm)
 
     def render_chat(
         self,

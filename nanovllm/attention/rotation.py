@@ -3,8 +3,6 @@
 Queries, keys and values of a token are adjacent in one tensor. One operation rotates all of them: values by angle 0.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,22 +13,11 @@ from nanovllm.layers.spec import RopeSpec
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:  # [head_dim / 2]
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    if rope.rope_type == "linear":
-        return frequencies / rope.factor
-    if rope.rope_type == "gguf_factors":
-        return frequencies / torch.tensor(rope.factors)
-    if rope.rope_type == "llama3":
-        return _llama3(frequencies, rope)
-    return frequencies
+    if rope.rope_type == "default":
+        return frequencies
+    from nanovllm.attention.rope_scaling import scaled_frequencies
 
-
-def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    wavelength = 2 * math.pi / frequencies
-    turns = rope.original_max_position / wavelength
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
-    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+    return scaled_frequencies(frequencies, rope)
 
 
 def rotary_table(rope: RopeSpec, *, head_dim: int, max_position: int, device: torch.device) -> Tensor:

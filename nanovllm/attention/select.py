@@ -10,13 +10,11 @@ from nanovllm.attention.rotation import rotary_table
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.device import usable
 from nanovllm.layers.spec import AttentionSpec, RopeSpec
 
 if TYPE_CHECKING:
     from nanovllm.attention.interface import AttentionBackend
 
-MAX_GROUP = 16  # query heads per KV head that our kernels support
 # Shape of the backend in a model, or a pipeline stage, without attention layers; it is never called
 NO_ATTENTION = AttentionSpec(hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, rope=RopeSpec(theta=10000.0))
 
@@ -53,40 +51,11 @@ def make_backend(
         rotary_table(rope, head_dim=first.head_dim, max_position=max_position, device=device)
         for rope in ropes_of(layers)
     ]
-    name = config.attention_backend
-    obstacle = _obstacle(shape)
-    if name == "auto":
-        name = "triton" if obstacle is None else "sdpa"
-    if name == "triton" and obstacle is not None:
-        raise ConfigError(f"attention_backend='triton': {obstacle}; use 'auto' or 'sdpa'")
-    if name == "sdpa":
-        for option in ("deterministic", "kv_cache_dtype"):
-            if getattr(config, option) in (True, "fp8"):
-                raise ConfigError(
-                    f"{option}={getattr(config, option)!r}: only the triton backend can do this, and "
-                    f"{obstacle or 'another was chosen'}"
-                )
-        return SdpaBackend(shape, tables)
-    from nanovllm.attention.triton import TritonBackend
-    from nanovllm.kernels.features import dependent_launch
+    asked = config.attention_backend == "triton" or config.deterministic or config.kv_cache_dtype == "fp8"
+    if device.type != "cpu" or asked:
+        from nanovllm.attention.select_kernels import kernel_backend
 
-    return TritonBackend(
-        shape,
-        tables,
-        max_num_seqs=config.max_num_seqs,
-        deterministic=config.deterministic,
-        pdl=dependent_launch(),
-    )
-
-
-def _obstacle(shape: CacheShape) -> str | None:
-    """Why our kernels cannot run this model on this device; None if they can."""
-    if shape.device.type != "cuda":
-        return f"it runs on CUDA devices, not on {shape.device.type}"
-    if not usable(shape.device.type):
-        return "the triton package is not installed"
-    if shape.num_heads // shape.num_kv_heads > MAX_GROUP:
-        return f"{shape.num_heads} heads on {shape.num_kv_heads} KV heads are more than {MAX_GROUP} per KV head"
-    if shape.head_dim % 16:
-        return f"head_dim={shape.head_dim} is not a multiple of 16"
-    return None
+        backend = kernel_backend(config, shape, tables)
+        if backend is not None:
+            return backend
+    return SdpaBackend(shape, tables)
