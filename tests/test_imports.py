@@ -34,6 +34,7 @@ FOUNDATION = {
     "state",
     "structured_outputs",
     "value_lists",
+    "layers.division",
     "layers.part_spec",
     "layers.spec",
     "models.spec",

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanovllm.errors import ConfigError
 from nanovllm.state import DTYPE_BYTES, PagedState
 
 if TYPE_CHECKING:
@@ -47,24 +46,9 @@ class Dim:
         """The part of rank `rank`; ConfigError where the units cannot be divided like that."""
         if self.divided is None or num_ranks == 1:
             return Span(0, self.size, self.size)
-        if self.pads:
-            held = -(-self.count // num_ranks)
-            start = min(rank * held, self.count)
-            size = min(held, self.count - start)
-            return Span(start * self.unit, size * self.unit, held * self.unit)
-        if self.count % num_ranks and not (self.repeats and num_ranks % self.count == 0):
-            self._refuse(num_ranks)
-        units = max(self.count // num_ranks, 1)
-        return Span(rank * self.count // num_ranks * self.unit, units * self.unit, units * self.unit)
+        from nanovllm.layers.division import divide
 
-    def _refuse(self, num_ranks: int) -> None:
-        rule, remedy = "cannot be split evenly", "a divisor"
-        if self.repeats:
-            rule, remedy = "can be neither split nor repeated evenly", "a divisor or a multiple"
-        raise ConfigError(
-            f"tensor_parallel_size={num_ranks}: the model's {self.count} {self.divided} {rule}; "
-            f"use {remedy} of {self.count}"
-        )
+        return Span(*divide(self, rank, num_ranks))
 
 
 @dataclass(frozen=True)

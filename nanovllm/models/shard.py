@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nanovllm.distributed.group import Rank
-from nanovllm.errors import ConfigError
 from nanovllm.layers.spec import LayerSpec, Weight, norm_weight
 from nanovllm.models.spec import ModelSpec
 from nanovllm.state import LayerState
@@ -61,20 +60,12 @@ class Shard:
 
 def shard_of(model: ModelSpec, rank: Rank) -> Shard:
     """ConfigError where the model cannot be divided like that."""
-    layers = _stage_layers(model.num_layers, rank)
+    layers = range(model.num_layers)
+    if rank.pipeline_parallel_size > 1:
+        from nanovllm.layers.division import stage_layers
+
+        layers = stage_layers(model.num_layers, rank.pipeline_rank, rank.pipeline_parallel_size)
     shard = Shard(model, layers, rank.tensor_rank, rank.tensor_parallel_size)
     for weight in shard.weights():
         weight.shard_shape(shard.tensor_rank, shard.tensor_parallel_size)
     return shard
-
-
-def _stage_layers(num_layers: int, rank: Rank) -> range:
-    """Evenly; what is left over goes to the stages before the last, which has the head to compute."""
-    stages = rank.pipeline_parallel_size
-    if stages > num_layers:
-        raise ConfigError(f"pipeline_parallel_size={stages}: the model has only {num_layers} layers; use at most that")
-    each, extra = divmod(num_layers, stages)
-    longer = range(stages - 1 - extra, stages - 1)
-    counts = [each + (stage in longer) for stage in range(stages)]
-    first = sum(counts[: rank.pipeline_rank])
-    return range(first, first + counts[rank.pipeline_rank])
