@@ -56,7 +56,7 @@ CONTROL_PLANE = {
     "engine.proposer",
     "engine.refusal",
     "engine.sequence",
-    "engine.step_time",
+    "engine.step_work",
     "engine.prefix",
     "engine.block_pool",
     "engine.block_manager",

@@ -25,9 +25,9 @@ class EngineCore:
         self.last_plan = None
         plan = self.scheduler.schedule()
         if plan is not None:
-            handle = self.executor.launch(plan)
             if self._clock is not None:
-                self._clock.launched(plan)
+                self._clock.begins(plan)
+            handle = self.executor.launch(plan)
             self._pending.append((plan, handle))
             if plan.guided_rows:
                 return self._sample_guided(handle)

@@ -145,8 +145,8 @@ class Scheduler:
         budget -= len(decodes)
         num_waiting = len(self.prefilling) + len(self.waiting)
         if self.pacer is not None and advancing and num_waiting:
-            start = self.prefilling[0].num_computed_tokens if self.prefilling else 0
-            budget = min(budget, self.pacer.num_prompt_tokens(advancing, num_waiting=num_waiting, start=start))
+            most = self.pacer.num_prompt_tokens(num_decodes=len(advancing), num_waiting=num_waiting)
+            budget = min(budget, most)
         self._advance(decodes, 1)
         may_admit = num_preemptions == self.num_preemptions or not (decodes or rows)
         chunks, new_rows = self._prefill(budget=budget, may_admit=may_admit, resting=resting, new_blocks=new_blocks)

@@ -9,7 +9,7 @@ from nanovllm.config import SchedulerConfig
 from nanovllm.engine.pacer import Pacer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_time import StepWork, WorkCounter
+from nanovllm.engine.step_work import StepWork, WorkCounter
 from nanovllm.plan import StepPlan, StepResult
 from nanovllm.simulate.requests import GENERATED
 from nanovllm.simulate.step_time import StepTime
@@ -65,7 +65,7 @@ class Replica:
         plan, self._plan = self._plan, None
         assert plan is not None
         if self.scheduler.pacer is not None:
-            self.scheduler.pacer.learn(*self._running)
+            self.scheduler.pacer.learn(*self._running, self.scheduler.pacer.limit)
         sampled = [self._at_row[chunk.row] for chunk in plan.row_steps if chunk.num_sampled]
         return StepEnd(sampled, self.scheduler.update(plan, self._result(len(plan.decode_rows) + len(sampled))))
 

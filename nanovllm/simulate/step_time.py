@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.bench.roofline import Machine, Roofline
-from nanovllm.engine.step_time import StepWork
+from nanovllm.engine.step_work import StepWork
 from nanovllm.errors import ConfigError
 
 # What this engine reaches on an H200, fitted to the latencies of docs/performance.md. The card itself copies 4.28 TB/s

@@ -270,7 +270,7 @@ class RandomPacer:
     def __init__(self, random: random.Random) -> None:
         self._random = random
 
-    def num_prompt_tokens(self, decodes: Seq[Sequence], *, num_waiting: int, start: int) -> int:
+    def num_prompt_tokens(self, *, num_decodes: int, num_waiting: int) -> int:
         return self._random.randint(1, 12)
 
     def clock(self, scheduler: Scheduler) -> None:
