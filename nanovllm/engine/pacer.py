@@ -36,7 +36,7 @@ ENOUGH_STEPS = 8  # for that mean to count
 
 
 class Limit(NamedTuple):
-    """Of a step in which sequences decode."""
+    """What a step may take while sequences decode."""
 
     num_tokens: int  # of prompts
     seconds: float

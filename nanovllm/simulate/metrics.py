@@ -70,7 +70,7 @@ def percentile_ms(seconds: Sequence[float], percent: float) -> float | None:
 
 
 def gap_percentile_ms(gaps: Sequence[tuple[float, int]], percent: float) -> float | None:
-    """Of times between two tokens, each given with how often it occurred."""
+    """A percentile of the inter-token latencies, each given as (seconds, number of tokens that waited so long)."""
     if not gaps:
         return None
     seconds, counts = (np.array(column) for column in zip(*sorted(gaps), strict=True))

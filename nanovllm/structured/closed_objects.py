@@ -1,6 +1,6 @@
 """Close the objects of a JSON schema: where `properties` are listed, a model generates no other keys.
 
-JSON Schema allows additional properties unless it is told otherwise, and a model would invent them until the length
+JSON Schema allows additional properties unless the schema forbids them, and a model would invent some until the length
 limit. As in vLLM and in OpenAI's strict mode, an object with `properties` or `patternProperties` is closed unless the
 schema has `additionalProperties`.
 

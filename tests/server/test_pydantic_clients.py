@@ -1,35 +1,17 @@
 """Clients that send pydantic's schemas, against a real engine with random weights: every answer ends and is valid."""
 
 from collections.abc import Iterator
-from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pytest
 
 from nanovllm.text.tokenizer import Tokenizer
 from tests.helpers import TOKENIZER
+from tests.pydantic_models import Cat, Color, Dog, Small
 from tests.server.process import ServerProcess, server_process
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
-
-Short = Annotated[str, pydantic.Field(max_length=6)]
-Small = Annotated[int, pydantic.Field(ge=0, le=99)]
-
-
-class Color(Enum):
-    RED = "red"
-    BLUE = "blue"
-
-
-class Cat(pydantic.BaseModel):
-    kind: Literal["cat"]
-    lives: Small
-
-
-class Dog(pydantic.BaseModel):
-    kind: Literal["dog"]
-    name: Short
 
 
 class Person(pydantic.BaseModel):
