@@ -21,7 +21,8 @@ executor, layers -> distributed
 server -> remote
 llm, engine -> text -> checkpoint
 server, engine -> structured -> text
-models -> checkpoint
+models -> checkpoint -> checkpoint.packed
+weights -> checkpoint.packed
 cli -> simulate -> bench
 simulate -> remote.routing
 cli -> bench.server_overhead -> server, bench
@@ -38,6 +39,7 @@ FOUNDATION = {
     "layers.part_spec",
     "layers.spec",
     "models.spec",
+    "weights.forms",
     "sampling_params",
     "outputs",
     "errors",

@@ -22,7 +22,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nanovllm.layers.spec import AttentionSpec, Weight, norm_weight
+from nanovllm.layers.spec import AttentionSpec, Weight
 from nanovllm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Roofline:
     model: ModelSpec
     weight_bytes: int  # of one weight in the model's dtype
     kv_dtype: str  # of the KV cache
-    packed_bytes: Callable[[tuple[int, ...], int], int] | None = None  # a weight format's `num_bytes`; None = dense
+    packed_bytes: Callable[[str, Weight], int] | None = None  # of a weight with this prefix; None = all are dense
 
     def workload_seconds(self, input_lens: Sequence[int], output_lens: Sequence[int]) -> float:
         """All prompts in one step, which gives each request its first token; then all requests decode together.
@@ -91,29 +91,30 @@ class Roofline:
     def layers_seconds(self, num_tokens: float) -> float:
         """The linears of all layers, for the tokens of one step."""
         read, used = 0.0, 0.0  # bytes that any of the tokens needs; weights that each token is multiplied with
-        for weight in self._layer_weights:
+        for num_bytes, weight in self._layer_weights:
             touched = 1.0
             if weight.num_experts:
                 touched -= (1 - weight.num_active / weight.num_experts) ** num_tokens
-            read += self._num_bytes(weight) * touched
+            read += num_bytes * touched
             used += weight.num_parameters * (weight.num_active / weight.num_experts if weight.num_experts else 1)
         return self._linear_seconds(num_tokens, num_bytes=read, num_used=used)
 
     def head_seconds(self, num_tokens: float) -> float:
         """The output head, for the sampled tokens of one step."""
         head = self.model.head_weight()
-        return self._linear_seconds(num_tokens, num_bytes=self._num_bytes(head), num_used=head.num_parameters)
+        return self._linear_seconds(num_tokens, num_bytes=self._num_bytes("", head), num_used=head.num_parameters)
 
     @cached_property
-    def _layer_weights(self) -> list[Weight]:
-        """The weights of all layers and of the norm before the head."""
-        layers = [weight for layer in self.model.layers for _, weight in layer.weights()]
-        return [*layers, norm_weight(self.model.hidden_size)]
+    def _layer_weights(self) -> list[tuple[int, Weight]]:
+        """The weights of all layers and of the norm before the head, each with its bytes."""
+        ends = {self.model.embedding_weight().names, self.model.head_weight().names}
+        inner = [(prefix, weight) for prefix, weight in self.model.weights() if weight.names not in ends]
+        return [(self._num_bytes(prefix, weight), weight) for prefix, weight in inner]
 
-    def _num_bytes(self, weight: Weight) -> int:
-        if self.packed_bytes is None or not weight.packable:
+    def _num_bytes(self, prefix: str, weight: Weight) -> int:
+        if self.packed_bytes is None:
             return weight.num_parameters * self.weight_bytes
-        return self.packed_bytes(weight.shard_shape(0, 1), self.weight_bytes)
+        return self.packed_bytes(prefix, weight)
 
     def _linear_seconds(self, num_tokens: float, *, num_bytes: float, num_used: float) -> float:
         read = num_bytes / self.machine.bytes_per_second
@@ -168,16 +169,21 @@ def _sum_of_least(first: int, last: int, limit: int | None) -> int:
 def roofline_of(llm: "LLM") -> Roofline:
     """The roofline of an engine's model on its device. Measuring needs memory: close the engine first."""
     from nanovllm.runner.device import resolve_device, resolve_dtype
-    from nanovllm.weights.formats import weight_format
+    from nanovllm.weights.formats import weight_formats
 
     device = resolve_device(llm.config.device)
     dtype = resolve_dtype(llm.config.dtype, llm.model_config.dtype, device)
+    formats = weight_formats(llm.config.quantization, llm.model_config.packing)
+
+    def packed_bytes(prefix: str, weight: Weight) -> int:
+        return formats.of(prefix, weight).num_bytes(weight.shard_shape(0, 1), dtype.itemsize)
+
     return Roofline(
         machine=measure(device, dtype),
         model=llm.model_config,
         weight_bytes=dtype.itemsize,
         kv_dtype=kv_dtype(llm.config.kv_cache_dtype, str(dtype).removeprefix("torch.")),
-        packed_bytes=weight_format(llm.config.quantization).num_bytes,
+        packed_bytes=packed_bytes,
     )
 
 

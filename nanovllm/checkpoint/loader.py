@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.stored import Part, Slot, Stored
 from nanovllm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from nanovllm.weights.forms import Packing
 
 # buffers that some checkpoints contain and that are computed here
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$")
@@ -24,10 +28,15 @@ def load_checkpoint(
     slots: dict[str, Slot],
     *,
     dtype: torch.dtype,  # that the model computes in
+    packing: "Packing | None" = None,  # of a quantized checkpoint
     is_elsewhere: Callable[[str], bool],  # whether a tensor without a slot belongs to other ranks, or is not needed
     shows_progress: bool,
 ) -> None:
     tensors = checkpoint_tensors(path, load_format, dtype)
+    if packing is not None:
+        from nanovllm.checkpoint.packed.tensors import packed_tensors
+
+        tensors = packed_tensors(tensors, packing, source=str(path))
     # disable=None: a bar on a terminal, nothing in a log
     disable = None if shows_progress else True
     bar = tqdm(tensors, desc="Loading weights", unit="tensor", total=len(slots), leave=False, disable=disable)
@@ -35,7 +44,7 @@ def load_checkpoint(
 
 
 def checkpoint_tensors(path: Path, load_format: str, dtype: torch.dtype) -> Iterator[tuple[str, Stored]]:
-    """Each is readable until the next is asked for."""
+    """Those of a GGUF file are readable until the last was asked for."""
     if load_format == "gguf" or (load_format == "auto" and path.is_file()):
         from nanovllm.checkpoint.gguf import GGUFFile
 

@@ -40,7 +40,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class _File:
-    """A safetensors file that is opened by the first read and closed regularly.
+    """A safetensors file that is opened when a tensor is read and closed regularly.
 
     Closing unmaps the pages that were read. Otherwise the process would hold the model in memory twice.
     """
@@ -56,13 +56,10 @@ class _File:
                 self._opened = _open(self._path)
             tensor = self._opened.get_slice(name)[part] if part else self._opened.get_tensor(name)
         self._num_bytes += tensor.nbytes
-        return tensor
-
-    def close_after(self, num_bytes: int) -> None:
-        """Close the file if at least `num_bytes` were read since it was opened."""
-        if self._opened is not None and self._num_bytes >= num_bytes:
+        if self._num_bytes >= BYTES_PER_OPEN:  # the tensor keeps the pages that it needs
             self._opened.__exit__(None, None, None)
             self._opened, self._num_bytes = None, 0
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -78,15 +75,13 @@ class _SafetensorsTensor:
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
-    """Yield (name, stored tensor) for all tensors of a checkpoint. Each must be read before the next is requested."""
+    """Yield (name, stored tensor) for all tensors of a checkpoint."""
     for path in weight_files(folder):
         with _errors_name_file(path), _open(path) as tensors:
             shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
         file = _File(path)
         for name, shape in shapes.items():
             yield name, _SafetensorsTensor(file, name, shape)
-            file.close_after(BYTES_PER_OPEN)
-        file.close_after(0)
 
 
 def _open(file: Path) -> Any:

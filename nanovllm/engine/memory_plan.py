@@ -1,7 +1,6 @@
 """Computes how much memory a model needs and how many tokens fit, without loading it."""
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
@@ -108,7 +107,7 @@ def _group_plans(model: ModelSpec, size: "CacheSize") -> tuple[GroupPlan, ...]:
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
     from nanovllm.runner.kv_cache import size_kv_cache
-    from nanovllm.weights.formats import weight_format
+    from nanovllm.weights.formats import weight_formats
 
     config = Config.from_options(model, options)
     path = resolve_model(config.model)
@@ -119,10 +118,10 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype)
     tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
 
-    packed = weight_format(config.quantization)
+    formats = weight_formats(config.quantization, model_config.packing)
 
-    def of_weight(weight: Weight, shape: tuple[int, ...]) -> int:
-        return packed.num_bytes(shape, dtype.itemsize) if weight.packable else prod(shape) * dtype.itemsize
+    def of_weight(prefix: str, weight: Weight, shape: tuple[int, ...]) -> int:
+        return formats.of(prefix, weight, tensor).num_bytes(shape, dtype.itemsize)
 
     def of_stage(stage: int) -> "tuple[CacheSize, int]":
         shard = shard_of(model_config, Rank(stage * tensor, tensor, pipeline))

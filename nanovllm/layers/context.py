@@ -1,14 +1,14 @@
 """What every layer is built with: one frozen object per rank. Questions about the device are answered here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.distributed.group import ALONE, Group
 from nanovllm.kernels.device import usable
-from nanovllm.layers.spec import RopeSpec
-from nanovllm.weights.dense import DenseFormat
+from nanovllm.layers.spec import RopeSpec, Weight
+from nanovllm.weights.formats import WeightFormats
 
 if TYPE_CHECKING:
     from nanovllm.attention.interface import AttentionBackend
@@ -22,7 +22,8 @@ class BuildContext:
     attention: "AttentionBackend"
     ropes: tuple[RopeSpec, ...] = ()  # of the model's layers, in the order of the backend's rotary tables
     group: Group = ALONE  # tensor parallel ranks, which divide each layer
-    weight_format: "WeightFormat" = DenseFormat()  # of linears and experts
+    weight_formats: WeightFormats = WeightFormats()  # of linears and experts
+    prefix: str = ""  # of the names of the part's tensors in checkpoints
     deterministic: bool = False  # a row's result must not depend on how many others there are
     kernels: bool = False  # our Triton kernels run on the device
     gluon: bool = False  # and those written in Gluon
@@ -47,3 +48,10 @@ class BuildContext:
             pdl=pdl,
             **settings,
         )
+
+    def within(self, prefix: str) -> "BuildContext":
+        """For a part of a part."""
+        return replace(self, prefix=self.prefix + prefix)
+
+    def format_of(self, weight: Weight) -> "WeightFormat":
+        return self.weight_formats.of(self.prefix, weight, self.group.size)

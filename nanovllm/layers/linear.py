@@ -19,7 +19,7 @@ from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual import Residual
 from nanovllm.layers.spec import Weight
-from nanovllm.weights.dense import DenseFormat, DenseWeight
+from nanovllm.weights.dense import DenseWeight
 
 if TYPE_CHECKING:
     from nanovllm.weights.format import StoredWeight
@@ -45,9 +45,12 @@ class Linear:
         self._spec = weights
         group = context.group
         spec = weights["weight"]
-        form = context.weight_format if spec.packable else DenseFormat()
         shape = spec.shard_shape(group.rank, group.size)
-        self.weight: StoredWeight = shared or form.empty(shape, dtype=context.dtype, device=context.device)
+        if shared is None:
+            form = context.format_of(spec)
+            self.weight: StoredWeight = form.empty(shape, dtype=context.dtype, device=context.device)
+        else:
+            self.weight = shared
         self._shared = shared is not None
         self.bias: Tensor | None = None
         if "bias" in weights and (group.rank == 0 or not weights["bias"].on_first_rank):

@@ -26,7 +26,7 @@ class MoE:
         self.num_experts = spec.num_experts
         self.num_experts_per_token = spec.num_experts_per_token
         self.norm_topk_prob = spec.norm_topk_prob
-        self.group = context.group
+        self.group, self._dtype = context.group, context.dtype
         self._weights = spec.weights()
         self.router = Linear({"weight": self._weights["router"]}, context)
         self.gate_up = self._empty("gate_up", context)  # [experts, gate's rows then up's, hidden]
@@ -34,8 +34,8 @@ class MoE:
         self._arguments: dict[str, Tensor] = {}  # of the kernels
         self._kernels: Callable[..., Tensor] | None = None
         self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
-        formats = {"dense", "int8"}  # that the kernels know
-        if context.kernels and context.weight_format.name in formats:
+        self._dequantizes = not {self.gate_up.format_name, self.down.format_name} <= {"dense", "int8"}
+        if context.kernels:
             from nanovllm.kernels.moe.experts import experts_forward
             from nanovllm.kernels.moe.route import route
 
@@ -44,7 +44,8 @@ class MoE:
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
         shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
-        return context.weight_format.empty(shape, dtype=context.dtype, device=context.device)
+        form = context.format_of(self._weights[name])
+        return form.empty(shape, dtype=context.dtype, device=context.device)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -60,6 +61,9 @@ class MoE:
         self._arguments.clear()
 
     def _kernel_arguments(self) -> dict[str, Tensor]:
+        if self._dequantizes:  # no kernel takes this format, nor can a CUDA graph ask which experts are used
+            dense = {"gate_up": self.gate_up.dequantized(), "down": self.down.dequantized()}
+            return {name: weight.to(self._dtype) for name, weight in dense.items()}
         if not self._arguments:
             gate_up, down = self.gate_up.kernel_arguments(), self.down.kernel_arguments()
             self._arguments = {"gate_up": gate_up["weight"], "down": down["weight"]}

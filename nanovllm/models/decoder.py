@@ -37,9 +37,9 @@ class DecoderLayer:
     def __init__(self, spec: LayerSpec, context: BuildContext) -> None:
         self._spec = spec
         self.input_norm = RMSNorm(norm_weight(spec.hidden_size), context, eps=spec.norm_eps)
-        self.mixer: Mixer = build_part(spec.mixer, context)
+        self.mixer: Mixer = build_part(spec.mixer, context.within(f"{spec.mixer_name}."))
         self.ffn_norm = RMSNorm(norm_weight(spec.hidden_size), context, eps=spec.norm_eps)
-        self.feed_forward: FeedForward = build_part(spec.feed_forward, context)
+        self.feed_forward: FeedForward = build_part(spec.feed_forward, context.within(f"{spec.feed_forward_name}."))
 
     def __call__(self, x: Residual, state: Any, step: Step, wanted: Tensor | None = None) -> Residual:
         """`wanted`: the tokens, [n] indices, whose rows are kept; of the others only the state is updated."""
@@ -72,7 +72,10 @@ class Decoder:
         self.embed_tokens: Embedding | None = None
         if shard.has_embedding:
             self.embed_tokens = Embedding(self.spec.embedding_weight(), context)
-        self.layers = [DecoderLayer(layer, context) for layer in shard.layer_specs]
+        self.layers = [
+            DecoderLayer(layer, context.within(f"model.layers.{index}."))
+            for index, layer in zip(shard.layers, shard.layer_specs, strict=True)
+        ]
         self.norm: RMSNorm | None = None
         self.lm_head: Linear | None = None
         if shard.has_head:

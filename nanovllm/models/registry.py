@@ -37,11 +37,13 @@ def parse_config(raw: dict[str, Any]) -> ModelSpec:
         near = difflib.get_close_matches(str(architecture), FAMILIES, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
         raise CheckpointError(f"architecture {architecture!r} is not known{hint}; known: {', '.join(FAMILIES)}")
+    packing = None
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(f"quantization_config: weights quantized with {method!r} cannot be read yet")
+        from nanovllm.checkpoint.packed.config import read_packing
+
+        packing = read_packing(raw["quantization_config"])
     try:
-        return FAMILIES[architecture](raw)
+        return replace(FAMILIES[architecture](raw), packing=packing)
     except KeyError as error:
         raise CheckpointError(f"config: {error.args[0]!r} is missing for {architecture}") from error
     except CheckpointError:
@@ -67,7 +69,10 @@ def describe(path: Path) -> Description:
             return Description(_with_all_eos(file.hf_config(), file.generation_config()), file.metadata)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
-    return Description(_with_all_eos(read_json(path / "config.json"), generation), None)
+    raw = read_json(path / "config.json")
+    if (modelopt := path / "hf_quant_config.json").exists() and not raw.get("quantization_config"):
+        raw["quantization_config"] = {**read_json(modelopt).get("quantization", {}), "quant_method": "modelopt"}
+    return Description(_with_all_eos(raw, generation), None)
 
 
 def _with_all_eos(raw: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:

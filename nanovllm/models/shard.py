@@ -8,7 +8,7 @@ from nanovllm.layers.spec import LayerSpec, Weight, norm_weight
 from nanovllm.models.spec import ModelSpec
 from nanovllm.state import LayerState
 
-NumBytes = Callable[[Weight, tuple[int, ...]], int]
+NumBytes = Callable[[str, Weight, tuple[int, ...]], int]
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,23 @@ class Shard:
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         return self.model.layers[self.layers.start : self.layers.stop]
 
-    def weights(self) -> Iterator[Weight]:
-        """Every parameter that this rank holds, a tied head counted once."""
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """Every parameter that this rank holds with its prefix in checkpoints, a tied head counted once."""
         if self.has_embedding:
-            yield self.model.embedding_weight()
-        for layer in self.layer_specs:
-            yield from (weight for _, weight in layer.weights() if self.tensor_rank == 0 or not weight.on_first_rank)
+            yield "", self.model.embedding_weight()
+        for index, layer in zip(self.layers, self.layer_specs, strict=True):
+            for prefix, weight in layer.weights():
+                if self.tensor_rank == 0 or not weight.on_first_rank:
+                    yield f"model.layers.{index}.{prefix}", weight
         if self.has_head:
-            yield norm_weight(self.model.hidden_size)
+            yield "model.norm.", norm_weight(self.model.hidden_size)
             if not (self.model.tie_word_embeddings and self.has_embedding):
-                yield self.model.head_weight()
+                yield "", self.model.head_weight()
 
     def num_bytes(self, of_weight: NumBytes) -> int:
-        """`of_weight`: the bytes of a weight of which this rank holds so much, [experts,] rows [, columns]."""
+        """`of_weight`: from a weight's prefix, the weight, and the shape that this rank holds, to its bytes."""
         rank, size = self.tensor_rank, self.tensor_parallel_size
-        return sum(of_weight(weight, weight.shard_shape(rank, size)) for weight in self.weights())
+        return sum(of_weight(prefix, weight, weight.shard_shape(rank, size)) for prefix, weight in self.weights())
 
     def layer_states(self, dtype: str) -> list[LayerState]:
         """What each of this rank's layers keeps, of its KV heads, in a KV cache of this dtype."""
@@ -66,6 +68,6 @@ def shard_of(model: ModelSpec, rank: Rank) -> Shard:
 
         layers = stage_layers(model.num_layers, rank.pipeline_rank, rank.pipeline_parallel_size)
     shard = Shard(model, layers, rank.tensor_rank, rank.tensor_parallel_size)
-    for weight in shard.weights():
+    for _, weight in shard.weights():
         weight.shard_shape(shard.tensor_rank, shard.tensor_parallel_size)
     return shard

@@ -24,6 +24,7 @@ from nanovllm.state import StateGroup, state_groups
 
 if TYPE_CHECKING:
     from nanovllm.layers.part_spec import PartSpec
+    from nanovllm.weights.forms import Packing
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3", "gguf_factors")
@@ -40,6 +41,7 @@ class ModelSpec:
     tie_word_embeddings: bool  # the head uses the embedding's weight
     dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    packing: "Packing | None" = None  # how a quantized checkpoint stores its linears
 
     @property
     def num_layers(self) -> int:

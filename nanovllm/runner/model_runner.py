@@ -26,7 +26,7 @@ from nanovllm.runner.results import PendingStep
 from nanovllm.runner.sampling import Sampling
 from nanovllm.runner.stage import Stage
 from nanovllm.runner.upload import Upload
-from nanovllm.weights.formats import weight_format
+from nanovllm.weights.formats import weight_formats
 
 if TYPE_CHECKING:
     from nanovllm.runner.decode_step import DecodeStep
@@ -110,7 +110,9 @@ class ModelRunner:
             ropes=ropes_of(attention),
             group=self._parallel.tensor,
             deterministic=config.deterministic,
-            weight_format=weight_format(config.quantization),
+            weight_formats=weight_formats(
+                config.quantization, model_config.packing, dummy=config.load_format == "dummy"
+            ),
         )
         self.model = Decoder(shard, self._context)
 
@@ -171,6 +173,7 @@ class ModelRunner:
                 config.load_format,
                 slots,
                 dtype=dtype,
+                packing=self.model.spec.packing,
                 is_elsewhere=self.model.is_elsewhere,
                 shows_progress=self._parallel.rank.index == 0,  # the other ranks are about as far
             )

@@ -39,6 +39,9 @@ class DenseWeight:
             if not keep:
                 self.tensor = torch.empty(0, dtype=tensor.dtype)
 
+    def dequantized(self, expert: int | None = None) -> Tensor:
+        return self.tensor if expert is None else self.tensor[expert]
+
     def matmul(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")

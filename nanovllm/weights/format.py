@@ -28,6 +28,10 @@ class StoredWeight(Protocol):
         """Called once after the last `load`: lay the weight out for the kernels that read it."""
         ...
 
+    def dequantized(self, expert: int | None = None) -> Tensor:
+        """The weight, or that of one expert, as a dense tensor of the model's dtype or float32."""
+        ...
+
     def matmul(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
         """x W^T + bias on torch alone: [rows, in] -> [rows, out]. The definition that kernels are tested against."""
         ...

@@ -1,13 +1,16 @@
-"""The weight formats by the name that the option `quantization` gives them."""
+"""Which weight format each weight of a model has: the one that the option `quantization` names, or the checkpoint's."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.errors import ConfigError
+from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat
 
 if TYPE_CHECKING:
     from nanovllm.weights.format import WeightFormat
+    from nanovllm.weights.forms import Packing
 
 
 def _int8() -> "WeightFormat":
@@ -16,13 +19,28 @@ def _int8() -> "WeightFormat":
     return Int8Format()
 
 
-FORMATS: dict[str, Callable[[], "WeightFormat"]] = {"int8": _int8}
+FORMATS: dict[str, Callable[[], "WeightFormat"]] = {"int8": _int8}  # made while loading
 
 
-def weight_format(quantization: str | None) -> "WeightFormat":
-    """None = dense, in the model's dtype."""
+@dataclass(frozen=True)
+class WeightFormats:
+    made: "WeightFormat" = DenseFormat()  # of every weight that may have another format than dense
+    packing: "Packing | None" = None  # the formats of a quantized checkpoint, by name
+    dummy: bool = False  # random weights are loaded
+
+    def of(self, prefix: str, weight: Weight, num_ranks: int = 1) -> "WeightFormat":
+        """The format of a weight whose tensors' names begin with `prefix` in checkpoints."""
+        if self.packing is None:
+            return self.made if weight.packable else DenseFormat()
+        from nanovllm.weights.packed import packed_format
+
+        return packed_format(self.packing, prefix, weight, num_ranks, quantizes=self.dummy)
+
+
+def weight_formats(quantization: str | None, packing: "Packing | None" = None, *, dummy: bool = False) -> WeightFormats:
+    """`quantization` None = as the checkpoint holds them: dense, in the model's dtype, or packed."""
     if quantization is None:
-        return DenseFormat()
+        return WeightFormats(packing=packing, dummy=dummy)
     if quantization not in FORMATS:
         raise ConfigError(f"quantization={quantization!r}: no such weight format; known: {', '.join(FORMATS)}")
-    return FORMATS[quantization]()
+    return WeightFormats(FORMATS[quantization]())

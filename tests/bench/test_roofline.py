@@ -11,7 +11,7 @@ from nanovllm.bench.workload import make_workload
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.models.registry import describe
 from nanovllm.models.spec import ModelSpec, llama_shaped
-from nanovllm.weights.int8 import Int8Format
+from nanovllm.weights.formats import weight_formats
 
 H200 = Machine(bytes_per_second=4.28e12, flops_per_second=796e12)
 ENDLESS = 1e30  # so fast that it is never the limit
@@ -129,7 +129,11 @@ def test_bytes_of_the_cache(cache: str, expected: int) -> None:
 
 
 def test_packed_weights_are_read_as_they_are_stored() -> None:
-    packed = replace(of_tiny(bandwidth=1.0), packed_bytes=Int8Format().num_bytes)
+    formats = weight_formats("int8")
+    packed = replace(
+        of_tiny(bandwidth=1.0),
+        packed_bytes=lambda prefix, weight: formats.of(prefix, weight).num_bytes(weight.shard_shape(0, 1), 2),
+    )
     matrices = [weight for layer in TINY.layers for _, weight in layer.weights() if weight.packable]
     rows = sum(weight.shard_shape(0, 1)[0] for weight in matrices)
     saved = sum(weight.num_parameters for weight in matrices) - 4 * rows

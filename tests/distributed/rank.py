@@ -22,6 +22,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.models.registry import describe
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.weights.dense import DenseWeight
 
 TIMEOUT = 120.0
 
@@ -96,7 +97,8 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     for seq in seqs + pooling:
         core.scheduler.add(seq)
     seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=parallel.rank.returns_result)
-    seen.num_weights = sum(slot.target.tensor[slot.index].numel() for slot in runner.model.slots().values())
+    dense = [slot for slot in runner.model.slots().values() if isinstance(slot.target, DenseWeight)]
+    seen.num_weights = sum(slot.target.tensor[slot.index].numel() for slot in dense)
     seen.cache_elements = sum(cache.kv.numel() for cache in runner.states)
     while core.has_work:
         core.step()

@@ -18,6 +18,8 @@ from nanovllm.models.shard import shard_of
 from tests.checkpoint.gguf_files import write_model
 from tests.distributed.rank import TIMEOUT, Seen, run_case
 from tests.helpers import assert_greedy, generate_by_reference, model_dir, prompt_of
+from tests.weights.packed_files import write_packed
+from tests.weights.test_fp8 import WEIGHT_ONLY, WEIGHT_ONLY_BLOCKS, pack_blocks, pack_rows
 
 SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
 LENGTHS = (1, 16, 37, 70)
@@ -54,7 +56,12 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
     odd.mkdir()
     config = json.loads((model_dir("llama-old-rope3") / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(config | {"vocab_size": 161}))
-    return {
+    packed = {"fp8 blocks": (pack_blocks, WEIGHT_ONLY_BLOCKS), "fp8 rows": (pack_rows, WEIGHT_ONLY)}
+    quantized = {
+        name: {"model": write_packed("qwen3-moe", folder / name, *how).packed, "requests": greedy()}
+        for name, how in packed.items()
+    }
+    return quantized | {
         "chunked": {"model": model_dir("llama"), "options": small, "requests": greedy()},
         "preempted": {"model": model_dir("llama"), "options": tight, "requests": greedy((30, 40, 41, 42), 20)},
         "overlapped": {"model": model_dir("qwen3"), "depth": 1, "options": tight, "requests": greedy((30, 40, 41), 20)},
@@ -154,7 +161,8 @@ def test_families(results: Results, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["chunked", "gguf", "gguf of experts", "dummy", "odd vocabulary", "guided", "verified"]
+    "name",
+    ["chunked", "gguf", "gguf of experts", "dummy", "odd vocabulary", "guided", "verified", "fp8 blocks", "fp8 rows"],
 )
 def test_ways(results: Results, name: str) -> None:
     alone = check_equal(results, name)
@@ -203,7 +211,7 @@ def test_a_rank_holds_its_share_alone(results: Results, name: str) -> None:
     for split in ("tensor", "pipeline"):
         for rank, seen in enumerate(results[name, split]):
             shard = shard_of(config, Rank(rank, *SPLITS[split]))
-            assert seen.num_weights == shard.num_bytes(lambda weight, shape: math.prod(shape))
+            assert seen.num_weights == shard.num_bytes(lambda prefix, weight, shape: math.prod(shape))
             assert seen.num_blocks == alone.num_blocks
         if split == "tensor":
             assert seen.num_weights < 0.6 * alone.num_weights

@@ -10,7 +10,7 @@ from nanovllm.kernels.select import NARROW_INPUTS, WIDE_INPUTS
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.residual import Residual
-from nanovllm.weights.formats import weight_format
+from nanovllm.weights.formats import weight_formats
 from nanovllm.weights.int8 import Int8Weight
 from tests.kernels.support import DEVICE
 from tests.layers.build import context, make_linear, make_norm
@@ -42,8 +42,8 @@ def case(
 ) -> tuple[Linear, RMSNorm, Tensor]:
     torch.manual_seed(num_rows + hidden)
     device = torch.device(DEVICE)
-    form = weight_format(quantization)
-    built_with = context(dtype, device, kernels=True, deterministic=deterministic, weight_format=form)
+    formats = weight_formats(quantization)
+    built_with = context(dtype, device, kernels=True, deterministic=deterministic, weight_formats=formats)
     linear = make_linear(hidden, OUT, built_with, bias=True)
     weight = torch.empty(OUT, hidden, dtype=dtype, device=device).normal_(std=hidden**-0.5)
     linear.slots()["linear.weight"].load(Held(weight))

@@ -90,7 +90,7 @@ def test_end_of_sequence_ids_of_both_files(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not implemented"),
         ("llama", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "rope_type='dynamic' is not"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "weights quantized with 'gptq'"),
+        ("llama", {"quantization_config": {"quant_method": "eetq"}}, "quant_method='eetq' cannot be read"),
         ("mistral", {"num_hidden_layers": "three"}, "num_hidden_layers|wrong kind"),
         ("llama", {"rms_norm_eps": None}, "wrong kind"),
         ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps|wrong kind"),

@@ -31,7 +31,7 @@ def shards(model: ModelSpec, tensor: int, pipeline: int = 1) -> list[Shard]:
 
 
 def num_parameters(shard: Shard) -> int:
-    return shard.num_bytes(lambda weight, shape: prod(shape))
+    return shard.num_bytes(lambda prefix, weight, shape: prod(shape))
 
 
 @pytest.mark.parametrize("model", [QWEN3, MOE], ids=["dense", "experts"])

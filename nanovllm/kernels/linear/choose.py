@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from nanovllm.errors import ConfigError
 from nanovllm.kernels.linear.run import runner
 from nanovllm.kernels.select import LinearCase, LinearKernel, select_linear
 
@@ -54,5 +55,7 @@ def choose_kernel(
         )
     )
     if kernel is None:
+        if deterministic:
+            raise ConfigError(f"deterministic=True: no deterministic kernel computes {weight.format_name} weights yet")
         return None
     return Chosen(runner(kernel.name, weight.kernel_arguments(), bias, pdl=pdl), kernel)

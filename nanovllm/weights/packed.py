@@ -1,0 +1,49 @@
+"""The format of each weight of a quantized checkpoint."""
+
+import math
+from dataclasses import replace
+
+from nanovllm.layers.spec import Weight
+from nanovllm.weights.dense import DenseFormat
+from nanovllm.weights.format import WeightFormat
+from nanovllm.weights.forms import Form, Packing
+
+HEAD = ("lm_head.weight",)  # stays dense when weights are packed while loading; a checkpoint may hold it packed
+
+
+def packed_format(packing: Packing, prefix: str, weight: Weight, num_ranks: int, *, quantizes: bool) -> WeightFormat:
+    """`quantizes`: the format converts dense tensors as well; otherwise it refuses them."""
+    if not weight.packable and weight.names != HEAD:
+        return DenseFormat()
+    modules = [prefix + name.format(0).removesuffix(".weight") for name in weight.names]
+    forms = [packing.form_of(module) for module in modules]  # that of the first expert is that of all
+    if len(set(forms)) == 1:
+        return _make(forms[0], weight, num_ranks, quantizes)
+    from nanovllm.weights.stacked import StackedFormat
+
+    parts = [replace(weight, names=(name,), rows=(rows,)) for name, rows in zip(weight.names, weight.rows, strict=True)]
+    formats = tuple(_make(form, part, num_ranks, quantizes) for form, part in zip(forms, parts, strict=True))
+    return StackedFormat(formats, tuple(part.shard_shape(0, num_ranks)[-2] for part in parts))
+
+
+def _make(form: Form | None, weight: Weight, num_ranks: int, quantizes: bool) -> WeightFormat:
+    if form is None:
+        return DenseFormat()
+    from nanovllm.weights.fp8 import Fp8Format
+
+    return Fp8Format(form, starts=part_starts(weight, num_ranks), quantizes=quantizes)
+
+
+def part_starts(weight: Weight, num_ranks: int) -> tuple[int, int]:
+    """The largest numbers of rows and columns that divide where the ranks' parts begin, in the checkpoint's tensors and
+    in memory; 0 where all begin at 0."""
+    rows = columns = 0
+    one = replace(weight, num_experts=0)
+    for rank in range(num_ranks):
+        for part in one.parts(rank, num_ranks):
+            (here,) = part.index
+            assert isinstance(here, slice)
+            read_rows, read_columns = (*part.part, slice(0), slice(0))[:2]
+            rows = math.gcd(rows, here.start, read_rows.start or 0)
+            columns = math.gcd(columns, read_columns.start or 0)
+    return rows, columns

@@ -1,0 +1,84 @@
+"""`quantization_config`: which form each module has, and which configs are refused, with the key in question."""
+
+from typing import Any
+
+import pytest
+
+from nanovllm.checkpoint.packed.config import read_packing
+from nanovllm.errors import CheckpointError
+from nanovllm.weights.forms import Form, Fp8Form
+
+MODULE = "model.layers.3.mlp.up_proj"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+FLOAT = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "observer": "minmax"}
+TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+
+
+def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return config | {"quantization_status": "compressed", "version": "0.12", "kv_cache_scheme": None} | settings
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (FP8, Fp8Form()),
+        (FP8 | {"weight_block_size": [128, 128]}, Fp8Form((128, 128))),
+        (compressed(FLOAT, TOKENS), Fp8Form()),
+        (compressed(FLOAT | {"strategy": "tensor"}), Fp8Form(rounds_inputs=False)),
+        (compressed(FLOAT | {"strategy": "block", "block_structure": [128, 128]}, TOKENS), Fp8Form((128, 128))),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, Fp8Form()),
+    ],
+)
+def test_forms(config: dict[str, Any], expected: Form) -> None:
+    packing = read_packing(config)
+    assert packing.form_of(MODULE) == expected and packing.form_of("lm_head") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "is_packed"),
+    [
+        (FP8 | {"modules_to_not_convert": ["mlp.up_proj"]}, MODULE, False),
+        (FP8 | {"modules_to_not_convert": ["up"]}, MODULE, True),
+        (FP8 | {"modules_to_not_convert": ["model.layers.3"]}, MODULE, False),
+        (FP8 | {"modules_to_not_convert": ["model.layers.3"]}, "model.layers.31.mlp.up_proj", True),
+        (FP8 | {"ignored_layers": [MODULE]}, MODULE, False),
+        (compressed(FLOAT, ignore=["re:.*mlp.*"]), MODULE, False),
+        (compressed(FLOAT, ignore=["re:mlp.*"]), MODULE, True),
+        (compressed(FLOAT, ignore=[]), "lm_head", True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["*.mlp*"]}, MODULE, False),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["model.layers.3"]}, MODULE, False),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["model.layers.[45]*"]}, MODULE, True),
+    ],
+)
+def test_modules_that_are_left_out(config: dict[str, Any], module: str, is_packed: bool) -> None:
+    assert (read_packing(config).form_of(module) is not None) == is_packed
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("fp8", "quantization_config=.fp8.: must be a JSON object"),
+        ({}, "quant_method=None cannot be read"),
+        ({"quant_method": "hqq"}, "quant_method='hqq' cannot be read; known: "),
+        (FP8 | {"fmt": "e5m2"}, "fmt='e5m2' cannot be read; known: 'e4m3'"),
+        (FP8 | {"activation_scheme": "token"}, "activation_scheme='token' cannot be read"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size=\[128\] cannot be read: must be two sizes"),
+        (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head' cannot be read"),
+        (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0' cannot be read: the key is not known"),
+        (compressed(FLOAT | {"num_bits": 3}), "group_0: weights: num_bits=3 cannot be read with type='float'"),
+        (compressed(FLOAT | {"strategy": "group"}), "weights: strategy='group' cannot be read; known: 'tensor'"),
+        (compressed(FLOAT | {"strategy": "block"}), "block_structure=None cannot be read with strategy='block'"),
+        (compressed(FLOAT | {"rotation": 1}), "weights: rotation=1 cannot be read: the key is not known"),
+        (compressed(FLOAT, TOKENS | {"num_bits": 4}), "input_activations: num_bits=4 cannot be read"),
+        (compressed(FLOAT, ignore=["re:("]), "'re:\\(' is not a regular expression"),
+        (compressed(FLOAT, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config=.* cannot be read"),
+        (compressed(FLOAT, transform_config={"config_groups": {"R1": {}}}), "transform_config=.* cannot be read"),
+        (compressed(FLOAT, config_groups={}), "config_groups={} cannot be read"),
+        ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "quant_algo='INT4_AWQ' cannot be read"),
+    ],
+)
+def test_refused(config: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_packing(config)
