@@ -12,6 +12,7 @@ from nanovllm.server.conversation import Conversation, OutputParser, PreparedCha
 from nanovllm.server.errors import refuse
 from nanovllm.server.http import EventStream
 from nanovllm.server.intervals import in_intervals
+from nanovllm.server.parsers import forces_call
 from nanovllm.server.parsers.events import (
     ContentDelta,
     Event,
@@ -71,6 +72,7 @@ def _conversation(request: ChatRequest, service: Service) -> Conversation:
             request.structured_outputs,
             grammar=request.grammar,
             json_schema=request.json_schema,
+            forced_call=forces_call(request.tool_choice),
         ),
         add_generation_prompt=not continued if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=continued,

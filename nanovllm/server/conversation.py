@@ -13,6 +13,7 @@ from nanovllm.server.parsers import (
     check_parsers,
     check_tools,
     forced_call_schema,
+    forces_call,
     make_parser,
     opens_reasoning,
 )
@@ -112,11 +113,10 @@ class OutputParser:
 async def prepare(service: Service, chat: Conversation) -> PreparedChat:
     """Check the tools, render and tokenize the prompt, and make the sampling parameters and the parser."""
     check_tools(chat.tools)  # before a schema is made of them
-    forced = chat.tool_choice not in (None, "auto", "none")
     constraint = chat.constraint
-    if forced and constraint:
-        raise refuse("tool_choice", "a forced tool call cannot be combined with structured outputs; use one of them")
-    if forced:
+    if forces_call(chat.tool_choice):
+        if constraint:
+            raise refuse("tool_choice", "a forced call cannot be combined with structured outputs; use one of them")
         constraint = {"json": forced_call_schema(chat.tools, chat.tool_choice)}
     text, token_ids = await render_prompt(service.engine, chat)
     parser = _parser(service, chat, text, constrained=bool(constraint))

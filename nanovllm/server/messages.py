@@ -18,10 +18,12 @@ from nanovllm.server.conversation import (
 )
 from nanovllm.server.errors import ApiError, refuse
 from nanovllm.server.http import ErrorFormat, EventStream
+from nanovllm.server.parsers import forces_call
 from nanovllm.server.protocol import ApiRequest, Int, NeutralValues, parse_request
 from nanovllm.server.sampling import check_stop
 from nanovllm.server.service import Service
 from nanovllm.server.sse import named_event
+from nanovllm.server.structured import constraint
 from nanovllm.server.thinking import output_effort, read_thinking
 
 ERROR_TYPES = {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 413: "request_too_large"}
@@ -110,6 +112,7 @@ def _conversation(request: MessagesRequest, service: Service) -> Conversation:
         tool_choice=choice,
         parallel_tool_calls=parallel,
         include_reasoning=thinking.is_shown,
+        constraint=constraint(_format(request.output_config), None, forced_call=forces_call(choice)),
         template_kwargs=variables | (request.chat_template_kwargs or {}),
     )
 
@@ -136,6 +139,16 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
         case {"type": "tool", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}, parallel
     raise refuse("tool_choice", "type must be auto, any, none, or tool with a name")
+
+
+def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`output_config.format` in the form of `response_format` of the OpenAI API."""
+    match (config or {}).get("format"):
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"type": "json_schema", "json_schema": {"schema": schema}}
+    raise refuse("output_config", "format must be {'type': 'json_schema', 'schema': {...}}")
 
 
 def _messages(request: MessagesRequest) -> list[dict[str, Any]]:

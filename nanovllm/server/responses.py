@@ -9,6 +9,7 @@ from nanovllm.server.calls import Call
 from nanovllm.server.conversation import Conversation, PreparedChat, prepare
 from nanovllm.server.errors import refuse
 from nanovllm.server.http import EventStream
+from nanovllm.server.parsers import forces_call
 from nanovllm.server.protocol import GenerationRequest, Int, NeutralValues, parse_request
 from nanovllm.server.sampling import sampling_fields
 from nanovllm.server.service import Service
@@ -80,11 +81,12 @@ async def create_response(service: Service, call: Call, body: dict[str, Any]) ->
 
 def _conversation(request: ResponsesRequest, service: Service) -> Conversation:
     sampling = sampling_fields(request, service.settings) | {"max_tokens": request.max_output_tokens}
+    tool_choice = _tool_choice(request.tool_choice)
     return Conversation(
         messages=_messages(request),
         sampling=sampling,
         tools=[_tool(tool) for tool in request.tools or []],
-        tool_choice=_tool_choice(request.tool_choice),
+        tool_choice=tool_choice,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         include_reasoning=request.include_reasoning is not False,
         constraint=constraint(
@@ -92,6 +94,7 @@ def _conversation(request: ResponsesRequest, service: Service) -> Conversation:
             request.structured_outputs,
             grammar=request.grammar,
             json_schema=request.json_schema,
+            forced_call=forces_call(tool_choice),
         ),
         template_kwargs=check_reasoning(request.reasoning) | (request.chat_template_kwargs or {}),
     )

@@ -18,12 +18,16 @@ def constraint(
     *,
     grammar: str | None = None,
     json_schema: dict[str, Any] | None = None,
+    forced_call: bool = False,
 ) -> dict[str, Any]:
     """The keyword argument of `StructuredOutputs` that the request asks for; empty if there is none.
 
-    `grammar` and `json_schema` are fields of llama.cpp, where an empty grammar means none.
+    `grammar` and `json_schema` are fields of llama.cpp, where an empty grammar means none. `forced_call`: the request
+    forces a tool call. `response_format` then has nothing to apply to, because it is the format of the content.
     """
     from_format = _from_response_format(response_format)
+    if forced_call:
+        from_format = {}
     from_llama_cpp: dict[str, Any] = {"grammar": grammar} if grammar else {}
     if json_schema is not None:
         from_llama_cpp["json"] = json_schema

@@ -48,8 +48,8 @@ def check_reasoning(reasoning: dict[str, Any] | None) -> dict[str, Any]:
 def output_effort(config: dict[str, Any] | None) -> dict[str, Any]:
     """The template variables for the `output_config` field of the Messages API."""
     for name, value in (config or {}).items():
-        if name != "effort" and value is not None:
-            raise refuse("output_config", f"{name!r} is not supported; only effort is")
+        if name not in ("effort", "format") and value is not None:
+            raise refuse("output_config", f"{name!r} is not supported; supported are effort and format")
     return effort_variables((config or {}).get("effort"), "output_config")
 
 

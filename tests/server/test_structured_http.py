@@ -15,7 +15,8 @@ from nanovllm.text.tokenizer import Tokenizer
 from tests.helpers import TOKENIZER
 from tests.server.process import ServerProcess, server_process
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMAS = json.loads((Path(__file__).parent.parent / "data" / "schemas" / "draft2020-12.json").read_text())
 CHOICES = ["yes", "no", "vielleicht 🙂", 'say "no"\n\\']
@@ -198,6 +199,17 @@ def test_the_responses_api(server: ServerProcess) -> None:
         assert is_valid(item["content"][0]["text"], PERSON)
 
 
+def test_the_messages_api(server: ServerProcess) -> None:
+    form = {"output_config": {"format": {"type": "json_schema", "schema": AGE}}}
+    plain = {"messages": HELLO, "max_tokens": 150, "temperature": 0, **form}
+    whole, in_pieces = ask_all(server, MESSAGES, [plain, plain | {"stream": True}])
+    (block,) = whole.json()["content"]
+    assert is_valid(block["text"], AGE) and whole.json()["stop_reason"] == "end_turn"
+    lines = [line.removeprefix("data: ") for line in in_pieces.text.splitlines() if line.startswith("data: ")]
+    deltas = [event["delta"] for event in map(json.loads, lines) if event["type"] == "content_block_delta"]
+    assert "".join(delta["text"] for delta in deltas) == block["text"]
+
+
 def test_thinking_budget(server: ServerProcess) -> None:
     """A prompt that ends with <think>: </think>, which is made very unlikely, comes after as many tokens as allowed."""
     close = Tokenizer.from_dir(TOKENIZER).backend.token_to_id("</think>")
@@ -236,3 +248,36 @@ def test_forced_calls_have_valid_arguments(choice: Any, server: ServerProcess) -
             assert choice == "required" or call["name"] == "register"
             assert is_valid(call["arguments"], parameters[call["name"]])
     assert num_done >= 3, "too few calls came to their end to say anything"
+
+
+def test_a_forced_call_has_no_response_format(server: ServerProcess) -> None:
+    """The format describes the content, and a forced call has none. A grammar would describe the call as well."""
+    function = {"name": "make", "parameters": AGE}
+    schema = {"name": "x", "schema": PERSON}
+    chat = {"messages": HELLO, "max_tokens": 150, "tools": [{"type": "function", "function": function}]}
+    chat["tool_choice"] = "required"
+    asked = {
+        CHAT: {**chat, "response_format": {"type": "json_schema", "json_schema": schema}},
+        RESPONSES: {
+            "input": "Hello",
+            "max_output_tokens": 150,
+            "tools": [{"type": "function", **function}],
+            "tool_choice": {"type": "function", "name": "make"},
+            "text": {"format": {"type": "json_schema", **schema}},
+        },
+        MESSAGES: {
+            "messages": HELLO,
+            "max_tokens": 150,
+            "tools": [{"name": "make", "input_schema": AGE}],
+            "tool_choice": {"type": "any"},
+            "output_config": {"format": {"type": "json_schema", "schema": PERSON}},
+        },
+    }
+    answers = {path: ask_all(server, path, [body])[0].json() for path, body in asked.items()}
+    (call,) = answers[CHAT]["choices"][0]["message"]["tool_calls"]
+    (item,) = answers[RESPONSES]["output"]
+    (block,) = answers[MESSAGES]["content"]
+    for arguments in (call["function"]["arguments"], item["arguments"], json.dumps(block["input"])):
+        assert is_valid(arguments, AGE)
+    (refused,) = ask_all(server, CHAT, [{**chat, "structured_outputs": {"json": PERSON}}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")

@@ -1,7 +1,7 @@
 """Parse the text that a model generates into messages: reasoning, content and tool calls."""
 
 from nanovllm.server.parsers.chat import ChatParser, check_parsers, make_parser, parse_forced_call
-from nanovllm.server.parsers.choice import check_tools, forced_call_schema
+from nanovllm.server.parsers.choice import check_tools, forced_call_schema, forces_call
 from nanovllm.server.parsers.events import (
     ContentDelta,
     Event,
@@ -37,4 +37,5 @@ __all__ = [
     "make_parser",
     "parse_forced_call",
     "forced_call_schema",
+    "forces_call",
 ]

@@ -89,6 +89,11 @@ def _is_object_schema(parameters: Any) -> bool:
     return isinstance(parameters, Mapping) and (not parameters or parameters.get("type") == "object")
 
 
+def forces_call(tool_choice: ToolChoice) -> bool:
+    """True if the model must call a tool: any, or the one that is named."""
+    return tool_choice not in (None, "auto", "none")
+
+
 def resolve_choice(tool_schemas: Sequence[Mapping[str, Any]], tool_choice: ToolChoice) -> str | Mapping[str, Any]:
     """`tool_choice` with the default filled in; for a named tool, the definition of that tool."""
     if tool_choice is None:
