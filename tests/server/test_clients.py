@@ -35,7 +35,7 @@ def server(serve: Serve, engine: FakeEngine) -> LiveServer:
 def node(server: LiveServer) -> Callable[[str], Any]:
     """Run one of the calls of client.mjs and return what it printed."""
     if shutil.which("node") is None or not (NODE / "node_modules" / "openai").exists():
-        pytest.skip("needs Node with its openai package: run `npm ci` in tests/server/node")
+        pytest.skip("needs Node with the packages of tests/server/node: run `npm ci` there")
 
     def call(name: str) -> Any:
         command = ["node", str(NODE / "client.mjs"), f"{server.url}/v1", name]

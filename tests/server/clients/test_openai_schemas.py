@@ -8,7 +8,7 @@ import pytest
 from nanovllm.text.tokenizer import Tokenizer
 from tests.helpers import TOKENIZER
 from tests.pydantic_models import Cat, Color, Dog, Small
-from tests.server.process import ServerProcess, server_process
+from tests.server.process import ServerProcess
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
@@ -23,12 +23,6 @@ class Person(pydantic.BaseModel):
     color: Color
     pet: Cat | Dog | None = None
     others: Annotated[list[Cat], pydantic.Field(max_length=2)]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with server_process(tmp_path_factory.mktemp("model")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
