@@ -1,8 +1,10 @@
-"""What a GPU's generation has for our kernels: programmatic dependent launch, Gluon. Facts that never change."""
+"""What a GPU has for our kernels: Triton, Gluon, programmatic dependent launch. Facts that never change."""
 
 from functools import cache
 
 import torch
+
+from nanovllm.kernels.device import usable
 
 
 @cache
@@ -25,3 +27,9 @@ def gluon_usable() -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
     return (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+
+
+def features_of(device_type: str) -> dict[str, bool]:
+    """What runs on the device: our Triton `kernels`, those in `gluon`, and programmatic dependent launch (`pdl`)."""
+    kernels = usable(device_type)
+    return {"kernels": kernels, "gluon": kernels and gluon_usable(), "pdl": kernels and dependent_launch()}

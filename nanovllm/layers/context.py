@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.distributed.group import ALONE, Group
-from nanovllm.kernels.device import usable
 from nanovllm.layers.spec import RopeSpec, Weight
 from nanovllm.weights.formats import WeightFormats
 
@@ -34,20 +33,12 @@ class BuildContext:
         cls, device: torch.device, *, group: Group = ALONE, deterministic: bool = False, **settings: Any
     ) -> "BuildContext":
         """The context of a device, which says what kernels can run."""
-        kernels, gluon, pdl = usable(device.type), False, False
-        if kernels:
-            from nanovllm.kernels.features import dependent_launch, gluon_usable
+        if device.type != "cpu":
+            from nanovllm.kernels.features import features_of
 
-            gluon, pdl = gluon_usable(), dependent_launch()
-        return cls(
-            device=device,
-            group=group.in_order() if deterministic else group,
-            deterministic=deterministic,
-            kernels=kernels,
-            gluon=gluon,
-            pdl=pdl,
-            **settings,
-        )
+            settings |= features_of(device.type)
+        group = group.in_order() if deterministic else group
+        return cls(device=device, group=group, deterministic=deterministic, **settings)
 
     def within(self, prefix: str) -> "BuildContext":
         """For a part of a part."""

@@ -51,9 +51,3 @@ class RMSNorm:
             scale = torch.addcmul(self._eps, length, length, value=1 / self.size).rsqrt_()
             return (x * scale).mul_(self.weight)
         return F.rms_norm(x, (self.size,), self.weight, self.eps)
-
-    def after_adding(self, x: Tensor, partial_sums: Tensor) -> Tensor:  # [num_tokens, size], [splits, num_tokens, size]
-        """The norm of x with all partial sums added to it, in place; only kernels give partial sums."""
-        from nanovllm.kernels.elementwise.rms_norm import add_rms_norm
-
-        return add_rms_norm(x, partial_sums, self.weight, self.eps, pdl=self._pdl)

@@ -10,11 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.distributed.group import ALONE
-from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual import Residual
@@ -22,6 +22,7 @@ from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseWeight
 
 if TYPE_CHECKING:
+    from nanovllm.layers.linear_kernels import LinearKernels
     from nanovllm.weights.format import StoredWeight
 
 Activation = Literal["silu"]  # silu(gate) * up, where the rows of the weight are those of gate, then those of up
@@ -59,23 +60,11 @@ class Linear:
         divided = spec.columns is not None and spec.columns.divided is not None
         self._group = group if divided else ALONE  # whose ranks' results are summed
         self._computations: dict[tuple, Callable[..., Any]] = {}  # by class of rows and keywords
-        self._row_class: Callable[[int], int] | None = None  # None = on torch, where the number of rows decides nothing
-        self._choose_kernel: Callable[..., Any] | None = None
-        self._silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
+        self._kernels: LinearKernels | None = None  # None = on torch, where the number of rows decides nothing
         if context.kernels:
-            from nanovllm.kernels.elementwise import silu_and_mul as gate
-            from nanovllm.kernels.linear.choose import choose_kernel
-            from nanovllm.kernels.select import row_class
+            from nanovllm.layers.linear_kernels import LinearKernels
 
-            self._row_class = row_class
-            self._choose_kernel = partial(
-                choose_kernel,
-                dtype=context.dtype,
-                deterministic=context.deterministic,
-                gluon=context.gluon,
-                pdl=context.pdl,
-            )
-            self._silu_and_mul = partial(gate.silu_and_mul, pdl=context.pdl)
+            self._kernels = LinearKernels(context)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -112,8 +101,8 @@ class Linear:
     ) -> Tensor | Residual:
         """[rows, out], or half as many columns with an activation; `add_to` is added to in place and returned."""
         rows = 0
-        if self._row_class is not None:
-            rows = self._row_class(x.num_rows if isinstance(x, Residual) else x.shape[0])
+        if self._kernels is not None:
+            rows = self._kernels.row_class(len(x) if isinstance(x, Residual) else x.shape[0])
         case = (rows, norm is None, activation, add_to is None)
         compute = self._computations.get(case)
         if compute is None:
@@ -126,14 +115,15 @@ class Linear:
         added = adds and self._group.rank == 0  # of the ranks whose results are summed, one adds the residual
         operation = self._select(rows, activation, added)
         run, group = operation.run, self._group
+        gate = silu_and_mul if self._kernels is None else self._kernels.silu_and_mul
         if activation is not None and operation.gate:
             run = partial(run, gated=True)
 
         def product(x: Any, norm: Any) -> Tensor:
             y = run(x.rows, norm=norm) if operation.norm else run(x.normed(norm))
-            return y if activation is None or operation.gate else self._silu_and_mul(y)
+            return y if activation is None or operation.gate else gate(y)
 
-        def add(x: Tensor, norm: None, add_to: Residual) -> Residual:
+        def add(x: Tensor, norm: None, add_to: Any) -> Residual:
             if operation.splits:
                 add_to.add_later(run(x))
             elif operation.add:
@@ -150,9 +140,9 @@ class Linear:
         return lambda x, norm, add_to: run(x)
 
     def _select(self, rows: int, activation: Activation | None, added: bool) -> Operation:
-        if self._choose_kernel is not None:
+        if self._kernels is not None:
             whole, gated = self._group.size == 1, activation is not None
-            chosen = self._choose_kernel(self.weight, self.bias, rows=rows, gated=gated, added=added, whole=whole)
+            chosen = self._kernels.choose(self.weight, self.bias, rows=rows, gated=gated, added=added, whole=whole)
             if chosen is not None:
                 kernel = chosen.kernel
                 return Operation(chosen.run, kernel.norm, kernel.gate, kernel.add and added, kernel.splits)
@@ -161,3 +151,8 @@ class Linear:
         if added and add is not None:
             return Operation(partial(add, bias=self.bias), norm=False, gate=False, add=True)
         return Operation(partial(self.weight.matmul, bias=self.bias), norm=False, gate=False, add=False)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

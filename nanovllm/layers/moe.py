@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.stored import Slot, slots_of
-from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import Linear, silu_and_mul
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.residual import Residual
 from nanovllm.weights.format import StoredWeight

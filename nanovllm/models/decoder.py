@@ -1,5 +1,7 @@
 """The one decoder: every family is a `ModelSpec`, and its layers are built from their specs."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -69,6 +71,11 @@ class Decoder:
     def __init__(self, shard: Shard, context: BuildContext) -> None:
         self.shard, self.spec = shard, shard.model
         self._context = context
+        self._residual: Callable[[Tensor], Residual] = Residual
+        if context.kernels:
+            from nanovllm.layers.split_k_residual import SplitKResidual
+
+            self._residual = partial(SplitKResidual, pdl=context.pdl)
         self.embed_tokens: Embedding | None = None
         if shard.has_embedding:
             self.embed_tokens = Embedding(self.spec.embedding_weight(), context)
@@ -89,7 +96,7 @@ class Decoder:
 
         With `wanted`, [n] indices of tokens, gives [n, hidden]: the last layer does no more than these need.
         """
-        residual = Residual(x, pdl=self._context.pdl)
+        residual = self._residual(x)
         last = len(self.layers) - 1
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             residual = layer(residual, state, step, wanted if index == last else None)

@@ -10,6 +10,7 @@ from nanovllm.kernels.select import NARROW_INPUTS, WIDE_INPUTS
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.residual import Residual
+from nanovllm.layers.split_k_residual import SplitKResidual
 from nanovllm.weights.formats import weight_formats
 from nanovllm.weights.int8 import Int8Weight
 from tests.kernels.support import DEVICE
@@ -74,8 +75,8 @@ def test_every_number_of_rows(quantization: str | None, dtype: torch.dtype, hidd
     check(linear(Residual(x), norm=norm, activation="silu"), F.silu(gate) * up)
     residual = torch.randn(num_rows, OUT, device=DEVICE).to(dtype)
     expected = residual.double() + F.linear(x.double(), weight, bias)
-    check(linear(x, add_to=Residual(residual.clone())).rows, expected)
-    stream = linear(x, add_to=Residual(residual.clone()))
+    check(linear(x, add_to=SplitKResidual(residual.clone())).rows, expected)
+    stream = linear(x, add_to=SplitKResidual(residual.clone()))
     after = make_norm(OUT, context(dtype, torch.device(DEVICE), kernels=True))
     check(stream.normed(after), F.rms_norm(expected, (OUT,), eps=1e-6))
     check(stream.rows, expected)
@@ -86,7 +87,7 @@ def test_partial_sums_are_added_once() -> None:
     step = F.linear(x.double(), linear.weight.tensor.double(), linear.bias.double())
     rows = torch.randn(40, OUT, device=DEVICE).half()
     expected = rows.double() + 2 * step
-    stream = linear(x, add_to=Residual(rows))
+    stream = linear(x, add_to=SplitKResidual(rows))
     assert stream._partial_sums is not None
     stream = linear(x, add_to=stream)
     for _ in range(2):
@@ -131,7 +132,7 @@ def test_which_kernel_serves(
     x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
     linear(x)
     if len(kernels) > 1:
-        linear(x, add_to=Residual(x.new_empty(rows, outputs)))
+        linear(x, add_to=SplitKResidual(x.new_empty(rows, outputs)))
     assert used == kernels
 
 
