@@ -23,6 +23,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from nanovllm.layers.spec import AttentionSpec, Weight
+from nanovllm.models.parameters import parameters
+from nanovllm.models.shard import whole_model
 from nanovllm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ class Roofline:
     def _layer_weights(self) -> list[tuple[int, Weight]]:
         """The weights of all layers and of the norm before the head, each with its bytes."""
         ends = {self.model.embedding_weight().names, self.model.head_weight().names}
-        inner = [(prefix, weight) for prefix, weight in self.model.weights() if weight.names not in ends]
+        inner = [(prefix, weight) for prefix, weight in parameters(whole_model(self.model)) if weight.names not in ends]
         return [(self._num_bytes(prefix, weight), weight) for prefix, weight in inner]
 
     def _num_bytes(self, prefix: str, weight: Weight) -> int:

@@ -9,6 +9,7 @@ from nanovllm.bench.shapes import shape_folder, shape_names
 from nanovllm.cli.options import add_fields, engine_options
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
+from nanovllm.models.parameters import num_parameters
 from nanovllm.option_names import OPTION_ALIASES
 from nanovllm.simulate import POLICIES
 from nanovllm.simulate.step_time import H200, H200_MEMORY, H200_OVERHEAD
@@ -344,7 +345,7 @@ def _settings(args: argparse.Namespace, arrivals: "Sequence[Arrival]") -> "tuple
 
 def _blocks_in_memory(args: argparse.Namespace, model: "ModelSpec", block_size: int) -> int:
     memory = H200_MEMORY if args.memory_gib is None else args.memory_gib * 2**30
-    left = Config.gpu_memory_utilization * memory - 2 * model.num_parameters()
+    left = Config.gpu_memory_utilization * memory - 2 * num_parameters(model)
     num_blocks = int(left // (sum(group.num_bytes for group in model.state_groups("bfloat16")) * block_size))
     if num_blocks < 1:
         raise ConfigError(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import Config
 from nanovllm.distributed.group import Rank
 from nanovllm.layers.spec import Weight
+from nanovllm.models.parameters import num_bytes, num_parameters
 from nanovllm.models.registry import describe
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
@@ -125,27 +126,27 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
 
     def of_stage(stage: int) -> "tuple[CacheSize, int]":
         shard = shard_of(model_config, Rank(stage * tensor, tensor, pipeline))
-        num_bytes = shard.num_bytes(of_weight)
+        weight_bytes = num_bytes(shard, of_weight)
         size = size_kv_cache(
             config,
             shard,
             max_model_len=max_model_len,
             dtype=cache_dtype,
             device=device,
-            weight_bytes=num_bytes,
+            weight_bytes=weight_bytes,
             num_ranks=tensor * pipeline,
         )
-        return size, num_bytes
+        return size, weight_bytes
 
-    size, num_bytes = min(map(of_stage, range(pipeline)), key=lambda stage: stage[0].num_blocks)
+    size, weight_bytes = min(map(of_stage, range(pipeline)), key=lambda stage: stage[0].num_blocks)
     return MemoryPlan(
         model=path.name,
         architecture=model_config.architecture,
         device=str(device),
         num_devices=tensor * pipeline,
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=model_config.num_parameters(),
-        weight_bytes=num_bytes,
+        num_parameters=num_parameters(model_config),
+        weight_bytes=weight_bytes,
         kv_bytes_per_token=sum(size.block_bytes) // size.layout.block_size,
         kv_cache_bytes=size.num_bytes,
         row_state_bytes=size.row_bytes,

@@ -22,7 +22,6 @@ from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseWeight
 
 if TYPE_CHECKING:
-    from nanovllm.layers.linear_kernels import LinearKernels
     from nanovllm.weights.format import StoredWeight
 
 Activation = Literal["silu"]  # silu(gate) * up, where the rows of the weight are those of gate, then those of up
@@ -60,7 +59,7 @@ class Linear:
         divided = spec.columns is not None and spec.columns.divided is not None
         self._group = group if divided else ALONE  # whose ranks' results are summed
         self._computations: dict[tuple, Callable[..., Any]] = {}  # by class of rows and keywords
-        self._kernels: LinearKernels | None = None  # None = on torch, where the number of rows decides nothing
+        self._kernels = None  # on torch, where the number of rows decides nothing
         if context.kernels:
             from nanovllm.layers.linear_kernels import LinearKernels
 

@@ -131,11 +131,6 @@ class Decoder:
             found |= {prefix + name: slot for name, slot in part.slots().items()}
         return found
 
-    def is_elsewhere(self, name: str) -> bool:
-        """Whether a tensor of a checkpoint that has no slot here belongs to other ranks, or is not needed."""
-        tied_head = self.spec.tie_word_embeddings and name == "lm_head.weight"
-        return tied_head or name in self.spec.tensor_names
-
     def finish_loading(self) -> None:
         """Lay the weights out for their kernels, one at a time, so that never two copies of the model exist."""
         for part in self._parts().values():

@@ -4,22 +4,14 @@
 `torch_dtype`. What this decoder would compute differently from the reference is refused here, never ignored.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.spec import (
-    AttentionSpec,
-    Dim,
-    LayerSpec,
-    MlpSpec,
-    RopeSpec,
-    Weight,
-    norm_weight,
-)
+from nanovllm.layers.spec import AttentionSpec, Dim, LayerSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.state import StateGroup, state_groups
 
 if TYPE_CHECKING:
@@ -58,24 +50,6 @@ class ModelSpec:
         """The output head's own weight or, where they are tied, the embedding's."""
         embedding = self.embedding_weight()
         return embedding if self.tie_word_embeddings else replace(embedding, names=("lm_head.weight",))
-
-    def weights(self) -> Iterator[tuple[str, Weight]]:
-        """Every parameter of the model with its prefix in checkpoints; a tied head is not counted again."""
-        yield "", self.embedding_weight()
-        for index, layer in enumerate(self.layers):
-            yield from ((f"model.layers.{index}.{prefix}", weight) for prefix, weight in layer.weights())
-        yield "model.norm.", norm_weight(self.hidden_size)
-        if not self.tie_word_embeddings:
-            yield "", self.head_weight()
-
-    @cached_property
-    def tensor_names(self) -> frozenset[str]:
-        """The names of all tensors of a checkpoint."""
-        return frozenset(prefix + name for prefix, weight in self.weights() for name in weight.tensor_names())
-
-    def num_parameters(self) -> int:
-        """All weights, counted once where embedding and head are tied."""
-        return sum(weight.num_parameters for _, weight in self.weights())
 
     def state_groups(self, dtype: str = "float32") -> tuple[StateGroup, ...]:
         """What the layers keep of a sequence, in groups; `dtype`: of the KV cache."""

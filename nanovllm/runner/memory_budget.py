@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
+from nanovllm.models.parameters import widest_activation
 from nanovllm.models.shard import Shard
 from nanovllm.state import CacheLayout
 
@@ -87,10 +88,10 @@ def _gpu_budget(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     if activation_bytes is None:
-        wide = shard.widest_activation() + 4 * model.hidden_size
+        wide = widest_activation(shard) + 4 * model.hidden_size
         activation_bytes = 2 * config.max_num_batched_tokens * wide + 3 * 4 * config.max_num_seqs * model.vocab_size
     # recorded graphs keep the logits and activations of a decode step in their own memory pool
-    graph_bytes = 4 * config.max_num_seqs * (model.vocab_size + 16 * model.hidden_size + 2 * shard.widest_activation())
+    graph_bytes = 4 * config.max_num_seqs * (model.vocab_size + 16 * model.hidden_size + 2 * widest_activation(shard))
     in_use = total - free  # by all programs
     budget = int(total * config.gpu_memory_utilization) - in_use - activation_bytes - graph_bytes - weight_bytes
     share = (

@@ -167,6 +167,7 @@ class ModelRunner:
             load_dummy(slots, config.seed, dtype=dtype, device=self.device)
         else:
             from nanovllm.checkpoint.loader import load_checkpoint
+            from nanovllm.models.parameters import tensor_names
 
             load_checkpoint(
                 path,
@@ -174,7 +175,7 @@ class ModelRunner:
                 slots,
                 dtype=dtype,
                 packing=self.model.spec.packing,
-                is_elsewhere=self.model.is_elsewhere,
+                is_elsewhere=tensor_names(self.model.spec).__contains__,
                 shows_progress=self._parallel.rank.index == 0,  # the other ranks are about as far
             )
         self.model.finish_loading()

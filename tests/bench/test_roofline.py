@@ -9,6 +9,7 @@ from nanovllm.bench.roofline import Machine, Roofline, kv_dtype, measure
 from nanovllm.bench.shapes import shape_folder
 from nanovllm.bench.workload import make_workload
 from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.models.parameters import num_parameters
 from nanovllm.models.registry import describe
 from nanovllm.models.spec import ModelSpec, llama_shaped
 from nanovllm.weights.formats import weight_formats
@@ -32,7 +33,7 @@ RAW = {
 TINY = llama_shaped(RAW)
 Q_SIZE = 4 * 4
 HEAD = 50 * 8
-LAYERS = TINY.num_parameters() - HEAD
+LAYERS = num_parameters(TINY) - HEAD
 KV_TOKEN = 2 * 2 * 4 * 2  # bytes of one token's keys and values in one layer: both, heads, head_dim, bfloat16
 
 
@@ -112,7 +113,7 @@ def test_experts_are_read_as_far_as_the_batch_touches_them() -> None:
     moe = MoeSpec(hidden_size=8, num_experts=8, num_experts_per_token=2, intermediate_size=6, norm_topk_prob=True)
     model = llama_shaped(RAW, experts={0: moe, 1: moe})
     expert = 2 * 3 * 8 * 6  # weights, in both layers
-    others = model.num_parameters() - 8 * expert
+    others = num_parameters(model) - 8 * expert
     reading, computing = of_tiny(model, bandwidth=1.0), of_tiny(model, flops=1.0)
     kv = 2 * 10 * KV_TOKEN
     assert reading.step_seconds(1, 10) == pytest.approx(2 * (others + 2 * expert) + kv)

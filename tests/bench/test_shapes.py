@@ -10,6 +10,7 @@ from nanovllm.checkpoint.json_file import read_json
 from nanovllm.cli.main import main
 from nanovllm.errors import ConfigError
 from nanovllm.layers.spec import AttentionSpec, RopeSpec
+from nanovllm.models.parameters import num_parameters
 from nanovllm.models.registry import describe, parse_config
 from nanovllm.models.spec import ModelSpec
 
@@ -43,7 +44,7 @@ def test_there_are_these() -> None:
 @pytest.mark.parametrize("name", NUM_PARAMETERS)
 def test_number_of_parameters(name: str) -> None:
     config = read_shape(name)
-    assert config.num_parameters() == NUM_PARAMETERS[name]
+    assert num_parameters(config) == NUM_PARAMETERS[name]
     assert config.dtype == "bfloat16"
 
 

@@ -13,6 +13,7 @@ import torch
 
 from nanovllm.distributed.collectives import open_store
 from nanovllm.distributed.group import Parallel, Rank
+from nanovllm.models.parameters import num_bytes, num_parameters
 from nanovllm.models.registry import describe
 from nanovllm.models.shard import shard_of
 from tests.checkpoint.gguf_files import write_model
@@ -211,11 +212,11 @@ def test_a_rank_holds_its_share_alone(results: Results, name: str) -> None:
     for split in ("tensor", "pipeline"):
         for rank, seen in enumerate(results[name, split]):
             shard = shard_of(config, Rank(rank, *SPLITS[split]))
-            assert seen.num_weights == shard.num_bytes(lambda prefix, weight, shape: math.prod(shape))
+            assert seen.num_weights == num_bytes(shard, lambda prefix, weight, shape: math.prod(shape))
             assert seen.num_blocks == alone.num_blocks
         if split == "tensor":
             assert seen.num_weights < 0.6 * alone.num_weights
-    assert alone.num_weights == config.num_parameters()
+    assert alone.num_weights == num_parameters(config)
     assert sum(seen.cache_elements for seen in results[name, "pipeline"]) == alone.cache_elements
     copies = 2 if config.layers[0].mixer.num_kv_heads == 1 else 1
     assert sum(seen.cache_elements for seen in results[name, "tensor"]) == copies * alone.cache_elements

@@ -13,8 +13,9 @@ from nanovllm.distributed.group import Rank
 from nanovllm.errors import ConfigError
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.spec import AttentionSpec, Dim, MlpSpec
+from nanovllm.models.parameters import num_bytes, num_parameters, parameters
 from nanovllm.models.registry import describe, parse_config
-from nanovllm.models.shard import Shard, shard_of
+from nanovllm.models.shard import Shard, shard_of, whole_model
 from nanovllm.models.spec import ModelSpec
 
 SHAPES = Path(nanovllm.__file__).parent / "shapes"
@@ -30,15 +31,16 @@ def shards(model: ModelSpec, tensor: int, pipeline: int = 1) -> list[Shard]:
     return [shard_of(model, Rank(rank, tensor, pipeline, 0)) for rank in range(tensor * pipeline)]
 
 
-def num_parameters(shard: Shard) -> int:
-    return shard.num_bytes(lambda prefix, weight, shape: prod(shape))
+def num_held(shard: Shard) -> int:
+    return num_bytes(shard, lambda prefix, weight, shape: prod(shape))
 
 
 @pytest.mark.parametrize("model", [QWEN3, MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("tensor, pipeline", [(1, 1), (2, 1), (8, 1), (1, 5), (2, 3)])
 def test_parts_cover_everything_once(model: ModelSpec, tensor: int, pipeline: int) -> None:
     ranks = shards(model, tensor, pipeline)
-    dims = {dim for _, weight in model.weights() for dim in (*weight.rows, weight.columns) if dim and dim.divided}
+    weights = [weight for _, weight in parameters(whole_model(model))]
+    dims = {dim for weight in weights for dim in (*weight.rows, weight.columns) if dim and dim.divided}
     assert len(dims) >= 4  # queries, keys, columns of the MLP or the experts, vocabulary
     for dim in dims:
         if not dim.repeats or dim.count >= tensor:
@@ -52,7 +54,7 @@ def test_parts_cover_everything_once(model: ModelSpec, tensor: int, pipeline: in
 def test_one_rank_has_the_model_itself() -> None:
     for model in (QWEN3, MOE):
         (alone,) = shards(model, 1)
-        assert num_parameters(alone) == model.num_parameters()
+        assert num_held(alone) == num_parameters(model)
 
 
 def test_every_checkpoint_tensor_has_one_place() -> None:
