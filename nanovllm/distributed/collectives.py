@@ -10,7 +10,7 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.distributed.group import ALONE, Group, Parallel, Rank
+from nanovllm.distributed.group import Group, Parallel, Rank
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,12 @@ class ProcessGroup(Group):
         _done(self._backend.recv([x], source, 0))
         return x
 
+    def smallest(self, value: int, device: torch.device) -> int:
+        """The smallest `value` of all ranks, which are on devices of this kind."""
+        import torch
+
+        return int(self.all_gather(torch.tensor([value], device=device)).min())
+
     def close(self) -> None:
         if self._backend is not None:
             self._backend.shutdown()
@@ -138,7 +144,7 @@ def join(
     store.set_timeout(timeout)
     own_address = _own_address(host, port)
 
-    def group(name: str, index: int, size: int) -> Group:
+    def group(name: str, index: int, size: int) -> ProcessGroup:
         return ProcessGroup(
             index, size, make_backend(PrefixStore(name, store), index, size, device, own_address, timeout)
         )
@@ -146,9 +152,9 @@ def join(
     stage, shard = rank.pipeline_rank, rank.tensor_rank
     world = group("world", rank.index, rank.world_size)
     if rank.pipeline_parallel_size == 1:
-        return Parallel(rank, tensor=world, pipeline=ALONE, world=world)
+        return Parallel(rank, tensor=world, world=world)
     if rank.tensor_parallel_size == 1:
-        return Parallel(rank, tensor=ALONE, pipeline=world, world=world)
+        return Parallel(rank, pipeline=world, world=world)
     return Parallel(
         rank,
         tensor=group(f"tensor of stage {stage}", shard, rank.tensor_parallel_size),

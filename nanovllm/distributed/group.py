@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nanovllm.distributed.collectives import ProcessGroup
+
 
 class Group:
-    """A set of ranks as seen by one of them. The collectives of a group of one rank do nothing."""
+    """One rank alone: its collectives do nothing. `ProcessGroup` is a set of several ranks as seen by one of them."""
 
     rank = 0
     size = 1
@@ -24,24 +26,12 @@ class Group:
         """The sum of `x` over all ranks, written over `x`."""
         return x
 
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate the `x` of all ranks, which have the same shape, along `dim` in the order of ranks."""
-        return x
-
     def gather(self, x: Tensor, to: int, dim: int = -1) -> Tensor | None:
-        """As `all_gather`, but only rank `to` gets the result; the others get None."""
+        """Concatenate the `x` of all ranks, which have the same shape, along `dim` in the order of ranks.
+
+        Only rank `to` gets the result; the others get None.
+        """
         return x
-
-    def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """The `x` of the group's rank `source`, written over `x` on every rank."""
-        return x
-
-    def send(self, x: Tensor, to: int) -> None:
-        raise AssertionError("a group of one rank has nobody to send to")
-
-    def receive(self, x: Tensor, source: int) -> Tensor:
-        """What rank `source` sent, written over `x`."""
-        raise AssertionError("a group of one rank has nobody to receive from")
 
     def close(self) -> None:
         """Leave the group."""
@@ -88,10 +78,11 @@ class Parallel:
 
     rank: Rank = Rank()
     tensor: Group = ALONE  # ranks with the other shards of the same layers
-    pipeline: Group = ALONE  # ranks with the same shard of the other layers
-    world: Group = ALONE  # all ranks
+    pipeline: ProcessGroup | None = None  # ranks with the same shard of the other layers; None = this one alone
+    world: ProcessGroup | None = None  # all ranks; None = this one alone
 
     def close(self) -> None:
         """Leave all groups. Ranks that still wait for this one get an error."""
         for group in (self.tensor, self.pipeline, self.world):
-            group.close()
+            if group is not None:
+                group.close()

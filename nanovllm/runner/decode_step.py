@@ -25,6 +25,7 @@ from nanovllm.runner.kernel_sampler import KernelSampler
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.results import PendingStep
 from nanovllm.runner.sampling import Sampling
+from nanovllm.runner.sorted_step import SortedStep
 from nanovllm.runner.stage import Stage
 
 
@@ -112,7 +113,7 @@ class DecodeStep:
             if ending is Ending.LOGITS:
                 tokens, scores = self._sampling.draw(tokens, sampling, table.decode_rows[:n], masks)
             table.advance(sampling.host_rows)
-            return PendingStep(tokens, scores, self._device, order=order)
+            return SortedStep(tokens, scores, self._device, order)
 
         return GuidedStep(finish) if plan.guided_rows else finish({})
 
@@ -157,7 +158,7 @@ class DecodeStep:
             numbers = self._numbers[: kind.size]
             sequences = Sequences(rows=rows, starts=positions, first_tokens=numbers, num_new=torch.ones_like(numbers))
         step = Step(attention, sequences)
-        x = self._stage.newest_inputs(table, rows, positions)
+        x = self._inputs(rows, positions)
         logits = self._stage.logits(self._stage.forward(x, states, step))
         if kind.ending is Ending.LOGITS:
             return logits
@@ -166,6 +167,16 @@ class DecodeStep:
         tokens = self._sampler.launch(logits, rows, cuts=kind.ending is Ending.CUT_TOKENS)
         self._stage.broadcast_tokens(tokens)
         return tokens
+
+    def _inputs(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The input of the layers for each row's newest token; writes its position to `positions`, [num_rows]."""
+        table, kernels = self._table, self._stage.kernels
+        if kernels is not None:
+            return kernels.of_newest(table.tokens, table.length, rows, positions)
+        torch.sub(table.length[rows], 1, out=positions)
+        return self._stage.inputs(
+            table.tokens, rows, positions
+        )  # of padding at -1: the last token of row 0, which is 0
 
     def close(self) -> None:
         if self._graphs is not None:

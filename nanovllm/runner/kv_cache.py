@@ -1,13 +1,12 @@
 """How much memory the state of sequences gets: blocks for each paged group, and one state per row."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Group
 from nanovllm.models.shard import Shard
 from nanovllm.state import BlockGroup, CacheLayout, PagedState, state_groups
 
@@ -67,14 +66,6 @@ def size_kv_cache(
     return fit(
         size, config, shard, device, weight_bytes=weight_bytes, activation_bytes=activation_bytes, num_ranks=num_ranks
     )
-
-
-def smallest(size: CacheSize, world: Group, device: torch.device) -> CacheSize:
-    """The size that fits on every rank: all ranks have the same blocks, each stores its own heads and layers."""
-    if world.size == 1:
-        return size
-    everyone = world.all_gather(torch.tensor([size.num_blocks], device=device))
-    return replace(size, num_blocks=int(everyone.min()))
 
 
 def make_states(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from nanovllm.models.spec import ModelSpec
 from nanovllm.plan import StepPlan
 from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
 from nanovllm.runner.forward_batch import build_batch, extra_capacity, step_capacity
-from nanovllm.runner.kv_cache import make_states, size_kv_cache, smallest
+from nanovllm.runner.kv_cache import make_states, size_kv_cache
 from nanovllm.runner.phases import Phases
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.results import PendingStep
@@ -78,7 +79,7 @@ class ModelRunner:
             activation_bytes = 0 if gpu is None else gpu.activation_bytes(vocab_size=self.vocab_size)
         with self.phases.timed("kv_cache"):
             self.states: list[Any] = []  # frees those of the warm-up
-            size = size_kv_cache(
+            self.cache_size = size_kv_cache(
                 config,
                 self.model.shard,
                 max_model_len=max_model_len,
@@ -87,7 +88,9 @@ class ModelRunner:
                 activation_bytes=activation_bytes,
                 num_ranks=num_ranks,
             )
-            self.cache_size = smallest(size, self._parallel.world, self.device)
+            if self._parallel.world is not None:  # all ranks have the same blocks, each for its own heads and layers
+                fits_everywhere = self._parallel.world.smallest(self.cache_size.num_blocks, self.device)
+                self.cache_size = replace(self.cache_size, num_blocks=fits_everywhere)
             self.num_blocks = self.cache_size.num_blocks
             self._make_states({group.window: group.num_blocks for group in self.cache_size.groups})
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class PipelineStage(Stage):
     def __init__(self, model: Decoder, context: BuildContext, parallel: Parallel) -> None:
         super().__init__(model, context)
-        self._group = parallel.pipeline
+        assert parallel.world is not None, "a pipeline stage is that of one of several ranks"
+        self._pipeline = parallel.pipeline
         self._world = parallel.world
         self._sampling_rank = parallel.rank.sampling_index
         self._dtype, self._device = context.dtype, context.device
@@ -31,22 +32,14 @@ class PipelineStage(Stage):
     def inputs(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         if self.model.embed_tokens is not None:
             return super().inputs(tokens, rows, positions)
-        return self._received(len(rows))
-
-    def newest_inputs(self, table: RequestTable, rows: Tensor, positions: Tensor) -> Tensor:
-        if self.model.embed_tokens is not None:
-            return super().newest_inputs(table, rows, positions)
-        torch.sub(table.length[rows], 1, out=positions)
-        return self._received(len(rows))
-
-    def _received(self, num_tokens: int) -> Tensor:
-        x = torch.empty(num_tokens, self.model.spec.hidden_size, dtype=self._dtype, device=self._device)
-        return self._group.receive(x, self._group.rank - 1)
+        assert self._pipeline is not None
+        x = torch.empty(len(rows), self.model.spec.hidden_size, dtype=self._dtype, device=self._device)
+        return self._pipeline.receive(x, self._pipeline.rank - 1)
 
     def forward(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor | None:
-        if self._group.rank == self._group.size - 1:
+        if self._pipeline is None or self._pipeline.rank == self._pipeline.size - 1:
             return self.model(x, states, step, wanted)
-        self._group.send(self.model(x, states, step), self._group.rank + 1)
+        self._pipeline.send(self.model(x, states, step), self._pipeline.rank + 1)
         return None
 
     def broadcast_tokens(self, tokens: Tensor) -> None:

@@ -11,7 +11,8 @@ from nanovllm.runner.logprobs import RowScores, score_rows
 from nanovllm.runner.request_table import RequestTable
 
 if TYPE_CHECKING:
-    from nanovllm.runner.sampling import SamplingBatch, TokenSampler
+    from nanovllm.runner.kernel_sampler import KernelSampler
+    from nanovllm.runner.sampling import Sampler, SamplingBatch
     from nanovllm.runner.verification import Verification
 
 
@@ -20,7 +21,7 @@ def draw_processed(
     batch: "SamplingBatch",
     device_rows: Tensor,
     masks: Mapping[int, Sequence[bytes]],
-    sampler: "TokenSampler",
+    sampler: "Sampler | KernelSampler",
     table: RequestTable,
     verification: "Verification | None",
 ) -> tuple[Tensor, RowScores | None]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,13 +30,11 @@ class PendingStep:
         logprobs: "RowScores | None",
         device: torch.device,
         *,
-        order: np.ndarray | None = None,  # [num_sampled] index of each token in the plan; None = in order
         verification: "Verification | None" = None,
         prompts: "PendingPrompts | None" = None,
     ) -> None:
         self._tokens = None if tokens is None else to_host(tokens)
         self._logprobs = None if logprobs is None else logprobs.map(to_host)
-        self._order = order
         self._verification = verification
         self._prompts = None if prompts is None else prompts.map(to_host)
         self._event: Any = None
@@ -58,17 +55,7 @@ class PendingStep:
         return StepResult(tokens=tokens, logprobs=logprobs, **prompts)
 
     def _read_tokens(self) -> list[list[int]]:
-        if self._tokens is None:
-            return []
-        tokens = self._tokens.numpy()
-        if self._order is not None:
-            planned = np.empty_like(tokens)
-            planned[self._order] = tokens
-            tokens = planned
-        return tokens[:, None].tolist()
+        return [] if self._tokens is None else self._tokens.numpy()[:, None].tolist()
 
     def _read_logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        if self._logprobs is None:
-            return {}
-        found = self._logprobs.read()
-        return found if self._order is None else {int(self._order[index]): scores for index, scores in found.items()}
+        return {} if self._logprobs is None else self._logprobs.read()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.stage import Stage
 
 if TYPE_CHECKING:
+    from nanovllm.runner.kernel_sampler import KernelSampler
     from nanovllm.runner.logits import LogitsProcessor
     from nanovllm.runner.logprobs import RowScores
     from nanovllm.runner.verification import Verification
@@ -39,20 +40,14 @@ class SamplingBatch:
         return not self.processors and not self.scored
 
 
-class TokenSampler(Protocol):
-    def draw(self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor) -> Tensor:
-        """Sample a token for each row of [rows, vocab] logits and append it to the row in the table."""
-        ...
-
-
 class Sampling:
     """Samples a token for each row on the rank that has the logits; the other ranks receive them."""
 
-    def __init__(self, stage: Stage, table: RequestTable, sampler: TokenSampler | None = None) -> None:
+    def __init__(self, stage: Stage, table: RequestTable, sampler: "KernelSampler | None" = None) -> None:
         """`sampler` serves the steps that verify nothing; None = on torch alone."""
         self._stage, self._table = stage, table
         self._vocab_size = stage.model.spec.vocab_size
-        self._sampler = Sampler(table, self._vocab_size) if sampler is None else sampler
+        self._sampler: Sampler | KernelSampler = sampler or Sampler(table, self._vocab_size)
         self._batch: SamplingBatch | None = None
 
     def forget(self) -> None:
@@ -130,6 +125,7 @@ class Sampler:
         self._rows: tuple[SamplingBatch, SamplingRows] | None = None  # kept while the batch is the same
 
     def draw(self, logits: Tensor, batch: SamplingBatch, device_rows: Tensor) -> Tensor:
+        """Sample a token for each row of [rows, vocab] logits and append it to the row in the table."""
         if self._rows is None or self._rows[0] is not batch:
             self._rows = batch, self._sampling_rows(batch)
         verification = self._verification

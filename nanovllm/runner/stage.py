@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from nanovllm.layers.context import BuildContext
@@ -19,25 +18,18 @@ class Stage:
 
     def __init__(self, model: Decoder, context: BuildContext) -> None:
         self.model = model
-        self._kernels = None
+        self.kernels = None
         if context.kernels and model.embed_tokens is not None and model.embed_tokens.whole:
             from nanovllm.runner.kernel_inputs import KernelInputs
 
-            self._kernels = KernelInputs(model.embed_tokens, pdl=context.pdl)
+            self.kernels = KernelInputs(model.embed_tokens, pdl=context.pdl)
 
     def inputs(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """The input of the layers for tokens[row, position], given [num_tokens] rows and positions."""
-        if self._kernels is not None:
-            return self._kernels.of_rows(tokens, rows, positions)
+        if self.kernels is not None:
+            return self.kernels.of_rows(tokens, rows, positions)
         assert self.model.embed_tokens is not None
         return self.model.embed_tokens(tokens[rows, positions])
-
-    def newest_inputs(self, table: RequestTable, rows: Tensor, positions: Tensor) -> Tensor:
-        """The same for each row's newest token; writes its position to `positions`, [num_rows]."""
-        if self._kernels is not None:
-            return self._kernels.of_newest(table.tokens, table.length, rows, positions)
-        torch.sub(table.length[rows], 1, out=positions)
-        return self.inputs(table.tokens, rows, positions.clamp(min=0))
 
     def forward(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor | None:
         """Run the layers; returns hidden states on the last pipeline stage, else None.
