@@ -33,13 +33,6 @@ class StructuredOutputs:
         for name, value in checked(vars(self)).items():
             object.__setattr__(self, name, value)
 
-    @property
-    def source(self) -> tuple[str, str]:
-        """(kind, text): the kind of grammar (json, choice, regex or grammar) and its source text."""
-        from nanovllm.structured_outputs import grammar_source
-
-        return grammar_source(vars(self))
-
     def __repr__(self) -> str:
         """Short enough for a line in a log, however long the schema is."""
         kind, value = next((f.name, v) for f in fields(self) if (v := getattr(self, f.name)) not in (None, False))

@@ -94,7 +94,12 @@ class SdpaBackend:
         num_read = geometry.starts[:num_decodes] + 1
         if window is not None:
             num_read = np.minimum(num_read, window)
-        groups = _similar(num_read, 2 * self.shape.num_kv_heads * self.shape.head_dim) if num_decodes else []
+        groups = [np.arange(num_decodes)] if num_decodes else []
+        most_padding = MAX_PADDING // (2 * self.shape.num_kv_heads * self.shape.head_dim)  # in positions
+        if num_decodes and num_read.max() * num_decodes - num_read.sum() > most_padding:
+            from nanovllm.attention.length_groups import similar
+
+            groups = similar(num_read, most_padding)
         chunks = (np.array([index]) for index in range(num_decodes, len(geometry.starts)))
         return [self._part(seqs, geometry, window) for seqs in (*groups, *chunks)]
 
@@ -206,20 +211,3 @@ def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
         return torch.zeros(size, dtype=dtype, device=device)
     raw = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(size)
-
-
-def _similar(lengths: np.ndarray, width: int) -> list[np.ndarray]:
-    """Split sequences into groups of similar length: a group ends where its padding would exceed MAX_PADDING elements.
-
-    `width`: number of elements of one position.
-    """
-    if (lengths.max() * len(lengths) - lengths.sum()) * width <= MAX_PADDING:
-        return [np.arange(len(lengths))]
-    order = np.argsort(-lengths, kind="stable")
-    groups, begin, padding = [], 0, 0
-    for i, row in enumerate(order):
-        padding += int(lengths[order[begin]] - lengths[row]) * width
-        if padding > MAX_PADDING:
-            groups.append(order[begin:i])
-            begin, padding = i, 0
-    return [*groups, order[begin:]]

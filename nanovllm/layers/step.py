@@ -1,27 +1,13 @@
 """A step as the layers of the model see it."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """The sequences of a step, whose new tokens lie side by side; [num_seqs] int32 each, on the device.
-
-    A layer with a `RowState` has a tensor [max_num_seqs + 1, *shape] and reads and writes it at `rows`. What it finds
-    there was written by the tokens before `starts`, or, where `starts` is 0, by an earlier sequence: then it must take
-    the state to be zero. Row 0 is padding, with a start of -1; what is written there is never used.
-    """
-
-    rows: Tensor  # of the request table
-    starts: Tensor  # position of the first new token
-    first_tokens: Tensor  # index of the first new token among the step's tokens
-    num_new: Tensor
+if TYPE_CHECKING:
+    from nanovllm.layers.sequences import Sequences
 
 
 @dataclass(frozen=True)
 class Step:
     attention: Any  # what the attention backend prepared
-    sequences: Sequences | None = None  # None if no layer of the model keeps a state per row
+    sequences: "Sequences | None" = None  # None if no layer of the model keeps a state per row

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from nanovllm.attention.interface import DeviceBackend, uneven
 from nanovllm.kernels.select import compiled_sizes, graph_sizes
-from nanovllm.layers.step import Sequences, Step
+from nanovllm.layers.sequences import Sequences
+from nanovllm.layers.step import Step
 from nanovllm.plan import StepPlan
 from nanovllm.runner.graphs import Graphs
 from nanovllm.runner.guided_step import GuidedStep
@@ -174,9 +175,7 @@ class DecodeStep:
         if kernels is not None:
             return kernels.of_newest(table.tokens, table.length, rows, positions)
         torch.sub(table.length[rows], 1, out=positions)
-        return self._stage.inputs(
-            table.tokens, rows, positions
-        )  # of padding at -1: the last token of row 0, which is 0
+        return self._stage.inputs(table.tokens, rows, positions)  # padding, at -1, reads the last token of row 0: 0
 
     def close(self) -> None:
         if self._graphs is not None:

@@ -2,7 +2,6 @@
 
 import torch
 
-from nanovllm.errors import ConfigError
 from nanovllm.weights.dense import cpu_has_bfloat16
 
 
@@ -10,16 +9,11 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """The torch device for `name`; with several ranks, `local_rank` is the index of this rank's GPU on its host."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': torch sees no CUDA device here; use device='cpu' or a CUDA build of torch")
-    if name == "cpu" or local_rank is None:
-        return torch.device(name)
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"tensor_parallel_size, pipeline_parallel_size: rank {local_rank} of this host has no GPU: torch "
-            f"sees {torch.cuda.device_count()}; lower the one or the other, or use more hosts"
-        )
-    return torch.device(name, local_rank)
+    if name == "cpu":
+        return torch.device("cpu")
+    from nanovllm.runner.gpu_device import gpu_device
+
+    return gpu_device(local_rank)
 
 
 def resolve_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
@@ -29,16 +23,10 @@ def resolve_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.d
         if device.type == "cuda" or checkpoint == "float32":
             return getattr(torch, checkpoint)
         return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    if device.type == "cpu" and wanted == "float16":
-        raise ConfigError(
-            "dtype='float16': CPU kernels add up in float16, which is too coarse for real models (SmolLM2 answers "
-            "nonsense); use dtype='auto' or 'float32'"
-        )
-    if device.type == "cpu" and wanted == "bfloat16" and not cpu_has_bfloat16():
-        raise ConfigError(
-            "dtype='bfloat16': this CPU has no bfloat16 arithmetic and would run some hundred times slower; "
-            "use dtype='auto' or 'float32'"
-        )
+    if device.type == "cpu" and wanted != "float32":
+        from nanovllm.runner.cpu_16_bit import check_16_bit
+
+        check_16_bit(wanted, has_bfloat16=cpu_has_bfloat16())
     return getattr(torch, wanted)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from nanovllm.attention.backend import BatchGeometry
-from nanovllm.layers.step import Sequences, Step
+from nanovllm.layers.step import Step
 from nanovllm.plan import StepPlan
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.upload import Upload
@@ -82,6 +82,8 @@ def build_batch(
     )
     sequences = None
     if keeps_row_state:
+        from nanovllm.layers.sequences import Sequences
+
         sequences = Sequences(*map(upload.add, (rows, starts, first_tokens, num_new)))
     verification = None
     if any(step.proposed for step in plan.row_steps):

@@ -14,6 +14,7 @@ from nanovllm.structured.grammar import LIMITS, Grammar
 from nanovllm.structured.lark import check_lark
 from nanovllm.structured.property_names import list_properties
 from nanovllm.structured.schema import ESCAPES, check_schema
+from nanovllm.structured_outputs import grammar_source
 from nanovllm.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20
@@ -52,13 +53,14 @@ class Compiler:
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
         """The grammar for `spec`, from the cache if possible. A RequestError names what is not supported."""
-        result = self._cache.get(spec.source)
+        source = grammar_source(vars(spec))
+        result = self._cache.get(source)
         if result is None:
             try:
-                result = self._build(*spec.source)
+                result = self._build(*source)
             except RequestError as error:
                 result = str(error)
-            self._cache.put(spec.source, result)
+            self._cache.put(source, result)
         if isinstance(result, str):
             raise RequestError(result)
         return result
