@@ -80,12 +80,6 @@ class StepPlan:
         """Tokens of prompt chunks."""
         return sum(step.num_new for step in self.row_steps if not step.proposed)
 
-    def sampled_rows(self) -> tuple[int, ...]:
-        """Rows that sample, in the order of `StepResult.tokens`."""
-        if not self.row_steps:
-            return self.decode_rows
-        return self.decode_rows + tuple(step.row for step in self.row_steps if step.num_sampled)
-
     def sampled_positions(self) -> tuple[int, ...]:
         """The row of each sampled position: a row whose proposed tokens are verified occurs several times."""
         if not self.row_steps:
@@ -109,7 +103,7 @@ class TokenLogprobs:
 class StepResult:
     """The outcome of a step."""
 
-    tokens: list[list[int]] = field(default_factory=list)  # one list for each of `StepPlan.sampled_rows()`
+    tokens: list[list[int]] = field(default_factory=list)  # by row that samples: decode rows, then row steps
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index into `tokens`, where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row: the chunk's scored tokens
     pooled: dict[int, list[float]] = field(default_factory=dict)  # by row, of unit length, when its last chunk has run

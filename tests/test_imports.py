@@ -38,6 +38,7 @@ FOUNDATION = {
     "layers.division",
     "layers.part_spec",
     "layers.spec",
+    "models.scaled_rope",
     "models.spec",
     "weights.forms",
     "sampling_params",

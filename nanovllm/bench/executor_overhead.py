@@ -67,7 +67,7 @@ class EmptyRunner:
         self._results: dict[int, StepResult] = {}  # by the number of rows
 
     def launch(self, plan: StepPlan) -> EmptyStep:
-        size = len(plan.sampled_rows())
+        size = len(plan.decode_rows)
         if size not in self._results:
             self._results[size] = StepResult(tokens=[[1000 + number] for number in range(size)])
         return EmptyStep(self._results[size])

@@ -62,13 +62,11 @@ class Rank:
         return self.index // self.tensor_parallel_size
 
     @property
-    def returns_result(self) -> bool:
-        """Whether this rank returns results: all ranks have a step's tokens, but only one has the logprobs."""
-        return self.index == self.sampling_index
-
-    @property
     def sampling_index(self) -> int:
-        """The index of the rank that samples: the first one of the last stage."""
+        """The index of the rank that samples and returns results: the first one of the last stage.
+
+        All ranks have a step's tokens, but only this one has the logprobs.
+        """
         return self.world_size - self.tensor_parallel_size
 
 

@@ -108,6 +108,7 @@ def _group_plans(model: ModelSpec, size: "CacheSize") -> tuple[GroupPlan, ...]:
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
     from nanovllm.runner.kv_cache import size_kv_cache
+    from nanovllm.runner.memory_budget import fit
     from nanovllm.weights.formats import weight_formats
 
     config = Config.from_options(model, options)
@@ -127,15 +128,9 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     def of_stage(stage: int) -> "tuple[CacheSize, int]":
         shard = shard_of(model_config, Rank(stage * tensor, tensor, pipeline))
         weight_bytes = num_bytes(shard, of_weight)
-        size = size_kv_cache(
-            config,
-            shard,
-            max_model_len=max_model_len,
-            dtype=cache_dtype,
-            device=device,
-            weight_bytes=weight_bytes,
-            num_ranks=tensor * pipeline,
-        )
+        size = size_kv_cache(config, shard, max_model_len=max_model_len, dtype=cache_dtype)
+        if config.num_kv_cache_blocks == -1:
+            size = fit(size, config, shard, device, weight_bytes=weight_bytes, num_ranks=tensor * pipeline)
         return size, weight_bytes
 
     size, weight_bytes = min(map(of_stage, range(pipeline)), key=lambda stage: stage[0].num_blocks)

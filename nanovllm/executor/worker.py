@@ -118,7 +118,7 @@ class Worker:
 
     def _start(self, start: Start) -> Ready:
         self._runner = self._model.build(start, self._store)
-        self._reports = start.rank.returns_result
+        self._reports = start.rank.index == start.rank.sampling_index
         return Ready(self._runner.num_blocks, self._runner.startup_seconds)
 
     def _wait(self, call: int, num_later: int) -> Answer:

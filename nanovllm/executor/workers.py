@@ -177,7 +177,7 @@ class WorkersExecutor:
         if any(answer.checksum != answers[0].checksum for answer in answers.values()):
             checksums = ", ".join(f"rank {rank}: {answers[rank].checksum:08x}" for rank in self._all_ranks)
             self._fail(EngineError(f"the ranks disagree about the tokens that were sampled; checksums: {checksums}"))
-        return next(answers[rank.index] for rank in self._ranks if rank.returns_result)
+        return answers[self._ranks[0].sampling_index]
 
     def _take(self, replies: Replies) -> None:
         for rank, reply in replies:

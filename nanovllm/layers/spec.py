@@ -110,15 +110,18 @@ class Weight:
 
 
 def linear_weights(
-    names: Sequence[str], outputs: Sequence[Dim], inputs: Dim, *, bias: bool = False, packable: bool = True
+    names: Sequence[str], outputs: Sequence[Dim], inputs: Dim, *, bias: bool = False, prefix: str = ""
 ) -> dict[str, Weight]:
-    """The "weight" and, with `bias`, the "bias" of a linear that checkpoints store as the modules `names`."""
+    """The "weight" and, with `bias`, the "bias" of a linear that checkpoints store as the modules `names`.
+
+    `prefix`: of "weight" and "bias", for a part of a layer with several linears.
+    """
     rows = tuple(outputs)
-    found = {"weight": Weight(tuple(f"{name}.weight" for name in names), rows, inputs, packable=packable)}
+    found = {f"{prefix}weight": Weight(tuple(f"{name}.weight" for name in names), rows, inputs, packable=True)}
     if bias:
         # with divided inputs the ranks' results are summed, and the bias must be added once
         once = inputs.divided is not None
-        found["bias"] = Weight(tuple(f"{name}.bias" for name in names), rows, on_first_rank=once)
+        found[f"{prefix}bias"] = Weight(tuple(f"{name}.bias" for name in names), rows, on_first_rank=once)
     return found
 
 
@@ -160,10 +163,9 @@ class AttentionSpec:
         queries = Dim(self.num_heads, self.head_dim, "attention heads")
         keys = Dim(self.num_kv_heads, self.head_dim, "KV heads", repeats=True)
         hidden = Dim(self.hidden_size)
-        qkv = linear_weights(("q_proj", "k_proj", "v_proj"), (queries, keys, keys), hidden, bias=self.qkv_bias)
-        out = linear_weights(("o_proj",), (hidden,), queries, bias=self.o_bias)
-        found = {f"qkv_{name}": weight for name, weight in qkv.items()}
-        found |= {f"o_{name}": weight for name, weight in out.items()}
+        names, outputs = ("q_proj", "k_proj", "v_proj"), (queries, keys, keys)
+        found = linear_weights(names, outputs, hidden, bias=self.qkv_bias, prefix="qkv_")
+        found |= linear_weights(("o_proj",), (hidden,), queries, bias=self.o_bias, prefix="o_")
         if self.qk_norm_eps is not None:
             found |= {name: Weight((f"{name}.weight",), (Dim(self.head_dim),)) for name in ("q_norm", "k_norm")}
         return found
@@ -186,10 +188,9 @@ class MlpSpec:
 
     def weights(self) -> dict[str, Weight]:
         hidden, columns = Dim(self.hidden_size), Dim(self.intermediate_size, divided="columns of the MLP")
-        gate_up = linear_weights(("gate_proj", "up_proj"), (columns, columns), hidden, bias=self.bias)
-        down = linear_weights(("down_proj",), (hidden,), columns, bias=self.bias)
-        found = {f"gate_up_{name}": weight for name, weight in gate_up.items()}
-        return found | {f"down_{name}": weight for name, weight in down.items()}
+        names, outputs = ("gate_proj", "up_proj"), (columns, columns)
+        found = linear_weights(names, outputs, hidden, bias=self.bias, prefix="gate_up_")
+        return found | linear_weights(("down_proj",), (hidden,), columns, bias=self.bias, prefix="down_")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from nanovllm.weights.forms import Packing
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
-ROPE_TYPES = ("default", "linear", "llama3", "gguf_factors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +37,9 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @cached_property
-    def vocab(self) -> Dim:
-        return Dim(self.vocab_size, divided="tokens of the vocabulary", pads=True)
-
     def embedding_weight(self) -> Weight:
-        return Weight(("model.embed_tokens.weight",), (self.vocab,), Dim(self.hidden_size))
+        vocab = Dim(self.vocab_size, divided="tokens of the vocabulary", pads=True)
+        return Weight(("model.embed_tokens.weight",), (vocab,), Dim(self.hidden_size))
 
     def head_weight(self) -> Weight:
         """The output head's own weight or, where they are tied, the embedding's."""
@@ -125,17 +120,11 @@ def read_rope(raw: dict[str, Any], *, max_position: int) -> RopeSpec:
     if parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError("partial_rotary_factor: rotating only a part of each head is not implemented")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise CheckpointError(f"rope_type={kind!r} is not implemented; known: {', '.join(ROPE_TYPES)}")
-    return RopeSpec(
-        theta=theta,
-        rope_type=kind,
-        factor=float(parameters.get("factor", 1.0)),
-        low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
-        original_max_position=int(parameters.get("original_max_position_embeddings", max_position)),
-        factors=tuple(float(f) for f in parameters.get("factors", ())),
-    )
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    from nanovllm.models.scaled_rope import read_scaled_rope
+
+    return read_scaled_rope(kind, parameters, theta=theta, max_position=max_position)
 
 
 def token_id_list(value: Any) -> tuple[int, ...]:

@@ -29,13 +29,9 @@ class ForwardBatch:
 
 
 def step_capacity(*, max_num_tokens: int, max_num_seqs: int) -> int:
-    """Integers that a step may upload: row and position of each token, and what describes sequences and their tiles."""
-    return 4 * max_num_tokens + 16 * max_num_seqs
-
-
-def extra_capacity(plan: StepPlan) -> int:
-    """What verifications add to that: four integers for each sampled position."""
-    return 4 * sum(step.num_sampled for step in plan.row_steps if step.proposed)
+    """Integers that a step may upload: row and position of each token, what is sampled after it where proposed tokens
+    are verified, and what describes sequences and their tiles."""
+    return 8 * max_num_tokens + 16 * max_num_seqs
 
 
 def build_batch(

@@ -32,39 +32,20 @@ class CacheSize:
         return paged + self.row_bytes
 
 
-def size_kv_cache(
-    config: Config,
-    shard: Shard,
-    *,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    weight_bytes: int = 0,
-    activation_bytes: int | None = None,
-    num_ranks: int = 1,
-) -> CacheSize:
-    """How many blocks fit into the memory of one rank.
+def size_kv_cache(config: Config, shard: Shard, *, max_model_len: int, dtype: torch.dtype) -> CacheSize:
+    """The sizes on one rank, which holds `shard`, with as many blocks as the option num_kv_cache_blocks says.
 
-    `shard`: the rank's part of the model. `dtype`: of the KV cache. `num_ranks`: of the engine; on a CPU they share one
-    memory. `weight_bytes`: weights that are still to be loaded; 0 if they are in memory already. `activation_bytes`:
-    measured with the largest step; None = estimate it.
+    `dtype`: of the KV cache. If the option is -1, `memory_budget.fit` finds how many blocks there can be.
     """
     layout = config.cache_layout(windows=shard.model.windows, max_model_len=max_model_len)
     own = state_groups(shard.layer_states(str(dtype).removeprefix("torch.")))
     own_bytes = {group.window: group.bytes_per_block(layout.block_size) for group in own if group.paged}
-    size = CacheSize(
+    return CacheSize(
         num_blocks=config.num_kv_cache_blocks,
         layout=layout,
         block_bytes=tuple(own_bytes.get(window, 0) for window in layout.windows),
         row_bytes=(config.max_num_seqs + 1) * sum(group.num_bytes for group in own if not group.paged),
         reason=f"num_kv_cache_blocks={config.num_kv_cache_blocks}",
-    )
-    if config.num_kv_cache_blocks != -1:
-        return size
-    from nanovllm.runner.memory_budget import fit
-
-    return fit(
-        size, config, shard, device, weight_bytes=weight_bytes, activation_bytes=activation_bytes, num_ranks=num_ranks
     )
 
 

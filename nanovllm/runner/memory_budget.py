@@ -25,11 +25,15 @@ def fit(
     shard: Shard,
     device: torch.device,
     *,
-    weight_bytes: int,
-    activation_bytes: int | None,
-    num_ranks: int,
+    weight_bytes: int = 0,
+    activation_bytes: int | None = None,
+    num_ranks: int = 1,
 ) -> "CacheSize":
-    """`size` with as many blocks as fit into memory. The other arguments are those of `size_kv_cache`."""
+    """`size` with as many blocks as fit into the memory of one rank, which holds `shard`.
+
+    `weight_bytes`: weights that are still to be loaded; 0 if they are in memory already. `activation_bytes`: measured
+    with the largest step; None = estimate it. `num_ranks`: of the engine; on a CPU they share one memory.
+    """
     budget, reason = _budget(config, shard, device, weight_bytes, activation_bytes, num_ranks)
     layout = size.layout
     useful = layout.max_num_seqs * -(-layout.max_model_len // layout.block_size)

@@ -19,7 +19,7 @@ from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
 from nanovllm.plan import StepPlan
 from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
-from nanovllm.runner.forward_batch import build_batch, extra_capacity, step_capacity
+from nanovllm.runner.forward_batch import build_batch, step_capacity
 from nanovllm.runner.kv_cache import make_states, size_kv_cache
 from nanovllm.runner.phases import Phases
 from nanovllm.runner.request_table import RequestTable
@@ -79,15 +79,14 @@ class ModelRunner:
             activation_bytes = 0 if gpu is None else gpu.activation_bytes(vocab_size=self.vocab_size)
         with self.phases.timed("kv_cache"):
             self.states: list[Any] = []  # frees those of the warm-up
-            self.cache_size = size_kv_cache(
-                config,
-                self.model.shard,
-                max_model_len=max_model_len,
-                dtype=self.backend.shape.cache_dtype,
-                device=self.device,
-                activation_bytes=activation_bytes,
-                num_ranks=num_ranks,
-            )
+            shard, dtype = self.model.shard, self.backend.shape.cache_dtype
+            self.cache_size = size_kv_cache(config, shard, max_model_len=max_model_len, dtype=dtype)
+            if config.num_kv_cache_blocks == -1:
+                from nanovllm.runner.memory_budget import fit
+
+                self.cache_size = fit(
+                    self.cache_size, config, shard, self.device, activation_bytes=activation_bytes, num_ranks=num_ranks
+                )
             if self._parallel.world is not None:  # all ranks have the same blocks, each for its own heads and layers
                 fits_everywhere = self._parallel.world.smallest(self.cache_size.num_blocks, self.device)
                 self.cache_size = replace(self.cache_size, num_blocks=fits_everywhere)
@@ -201,8 +200,7 @@ class ModelRunner:
         batch = self.table.send(
             lambda upload: build_batch(
                 plan, self.table, self.backend, upload, head_size=head_size, keeps_row_state=keeps_row_state
-            ),
-            extra=extra_capacity(plan),
+            )
         )
         if self._row_states is not None:
             self._row_states.apply(plan, self.states)

@@ -129,13 +129,10 @@ class RequestTable:
         """Whether there are changes that `send` has not sent yet."""
         return bool(self._writes)
 
-    def send(self, build: Callable[[Upload], Built], *, extra: int = 0) -> Built:
-        """Send all that the device needs for a step in one copy: the changes of the table and what `build` adds.
-
-        `extra` is how many integers `build` adds beyond the capacity of the upload.
-        """
+    def send(self, build: Callable[[Upload], Built]) -> Built:
+        """Send all that the device needs for a step in one copy: the changes of the table and what `build` adds."""
         upload, changes = self._upload, None
-        upload.start(extra=2 * sum(len(values) for _, values in self._writes) + extra)
+        upload.start(extra=2 * sum(len(values) for _, values in self._writes))
         if self._writes:
             indices, values = zip(*self._writes, strict=True)
             changes = upload.add(np.concatenate(indices)), upload.add(np.concatenate(values))

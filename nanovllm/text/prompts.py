@@ -18,15 +18,10 @@ def read_prompt(prompt: Prompt, tokenizer: "Tokenizer | None") -> tuple[str | No
     """Return (text or None, token ids, cache salt or None) of a prompt in any accepted form."""
     salt = None
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown:
-            raise RequestError(
-                f"a prompt has the unknown keys {', '.join(sorted(map(repr, unknown)))}; known keys are 'prompt' or "
-                "'prompt_token_ids', and 'cache_salt'"
-            )
+        from nanovllm.text.prompt_mapping import check_mapping
+
+        check_mapping(prompt)
         salt = prompt.get("cache_salt")
-        if salt is not None and not isinstance(salt, str):
-            raise RequestError(f"cache_salt={salt!r}: must be a string")
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), _ids(prompt["prompt_token_ids"]), salt
         prompt = prompt.get("prompt")  # type: ignore[assignment]
@@ -57,14 +52,12 @@ def all_below(limit: int, ids: Collection[int]) -> bool:
 
 def as_list(prompts: Any) -> list[Any]:
     """A list of prompts, from one prompt or several."""
-    single = isinstance(prompts, str | Mapping)
-    if isinstance(prompts, Seq) and not single and len(prompts) and isinstance(prompts[0], int):
-        single = True
-    if single:
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Seq):
         raise RequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
-    return list(prompts)
+    is_one = len(prompts) > 0 and isinstance(prompts[0], int)  # its token ids
+    return [prompts] if is_one else list(prompts)
 
 
 def one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:

@@ -96,7 +96,8 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     pooling = [_pooling_sequence(text, pooling) for text in case.get("embed", ()) for pooling in ("last", "mean")]
     for seq in seqs + pooling:
         core.scheduler.add(seq)
-    seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=parallel.rank.returns_result)
+    this = parallel.rank
+    seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=this.index == this.sampling_index)
     dense = [slot for slot in runner.model.slots().values() if isinstance(slot.target, DenseWeight)]
     seen.num_weights = sum(slot.target.tensor[slot.index].numel() for slot in dense)
     seen.cache_elements = sum(cache.kv.numel() for cache in runner.states)

@@ -28,8 +28,8 @@ def test_ranks() -> None:
     """Ranks are numbered stage after stage; the first rank of the last stage samples."""
     ranks = [Rank(index, 2, 3, 0) for index in range(6)]
     assert [(rank.pipeline_rank, rank.tensor_rank) for rank in ranks] == [(s, t) for s in range(3) for t in (0, 1)]
-    assert [rank.returns_result for rank in ranks] == [False] * 4 + [True, False]
-    assert Rank().returns_result and Rank().world_size == 1
+    assert {rank.sampling_index for rank in ranks} == {4}
+    assert Rank().sampling_index == 0 and Rank().world_size == 1
 
 
 def test_one_rank_needs_no_meeting() -> None:

@@ -39,6 +39,7 @@ from .oracle_model import (
     sample,
     score,
 )
+from .scheduler_steps import num_sampled_rows
 
 
 def table_of(seq: Sequence, group: int = 0) -> list[int]:
@@ -173,7 +174,7 @@ class FakeExecutor:
             self._forward(RowStep(row, start=last, num_new=1, num_sampled=1), result)
         for step in plan.row_steps:
             self._forward(step, result)
-        assert len(result.tokens) == len(plan.sampled_rows())
+        assert len(result.tokens) == num_sampled_rows(plan)
         return result
 
     def _forward(self, step: RowStep, result: StepResult) -> None:

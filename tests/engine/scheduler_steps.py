@@ -51,6 +51,10 @@ def schedule(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
+def num_sampled_rows(plan: StepPlan) -> int:
+    return len(plan.decode_rows) + sum(step.num_sampled > 0 for step in plan.row_steps)
+
+
 def update(scheduler: Scheduler, plan: StepPlan, token: int = TOKEN) -> list[Sequence]:
     """A result in which every sampled row gets the same token and every scored position the same score."""
     scored = {
@@ -58,7 +62,8 @@ def update(scheduler: Scheduler, plan: StepPlan, token: int = TOKEN) -> list[Seq
         for chunk in plan.row_steps
         if chunk.num_prompt_logprobs is not None
     }
-    ended = scheduler.update(plan, StepResult(tokens=[[token] for _ in plan.sampled_rows()], prompt_logprobs=scored))
+    tokens = [[token] for _ in range(num_sampled_rows(plan))]
+    ended = scheduler.update(plan, StepResult(tokens=tokens, prompt_logprobs=scored))
     scheduler.check()
     return ended
 
