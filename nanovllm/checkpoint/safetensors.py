@@ -84,10 +84,23 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
             yield name, _SafetensorsTensor(file, name, shape)
 
 
-def _open(file: Path) -> Any:
+def stored_dtype(folder: Path, endings: tuple[str, ...]) -> str | None:
+    """The data type of the first tensor whose name ends like this; None if there is none, or no file. No torch."""
+    if not any(folder.glob("*.safetensors")):
+        return None
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    for path in weight_files(folder):
+        with _errors_name_file(path), _open(path, framework="numpy") as tensors:
+            found = next((name for name in list(tensors.keys()) if name.endswith(endings)), None)
+            if found is not None:
+                return names.get(tensors.get_slice(found).get_dtype())
+    return None
+
+
+def _open(file: Path, framework: str = "pt") -> Any:
     from safetensors import safe_open
 
-    return safe_open(file, framework="pt", device="cpu")
+    return safe_open(file, framework=framework, device="cpu")
 
 
 @contextmanager

@@ -72,7 +72,13 @@ def describe(path: Path) -> Description:
     raw = read_json(path / "config.json")
     if (modelopt := path / "hf_quant_config.json").exists() and not raw.get("quantization_config"):
         raw["quantization_config"] = {**read_json(modelopt).get("quantization", {}), "quant_method": "modelopt"}
-    return Description(_with_all_eos(raw, generation), None)
+    config = _with_all_eos(raw, generation)
+    if config.packing is not None:
+        from nanovllm.checkpoint.safetensors import stored_dtype
+
+        scales = stored_dtype(path, (".scales", ".weight_scale")) or config.dtype
+        config = replace(config, packing=config.packing.with_scales(scales))
+    return Description(config, None)
 
 
 def _with_all_eos(raw: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,8 @@
 """The packed forms that weights of quantized checkpoints have in memory, and which module has which. No torch."""
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,14 +13,29 @@ class Fp8Form:
     rounds_inputs: bool = True  # the inputs of the product are rounded to fp8 as well
 
 
-Form = Fp8Form
+@dataclass(frozen=True)
+class GroupForm:
+    """Integers with a scale per group of columns: w = (q - zero) * scale."""
+
+    bits: int  # 4 or 8
+    group_size: int  # columns that share a scale; 0 = all of a row
+    zero: bool = False  # a zero per group; otherwise the middle of the range stands for 0
+    ordered: bool = False  # a column's group is not given by its place (desc_act, actorder)
+    scale_dtype: str = "float16"
+
+    def group_in(self, num_columns: int, *starts: int) -> int:
+        """Columns that share a scale in a matrix of so many columns, of which parts begin at `starts`."""
+        return math.gcd(self.group_size or num_columns, *starts)
+
+
+Form = Fp8Form | GroupForm
 
 
 @dataclass(frozen=True)
 class Packing:
     """How a quantized checkpoint stores its linears."""
 
-    method: str  # quant_method of the config
+    layout: str  # of its files: fp8, compressed-tensors, modelopt, awq, gptq, gptq_v2
     rules: tuple[tuple[str, Form | None], ...]  # pattern and form; the first pattern found in a module's name counts
 
     def form_of(self, module: str) -> Form | None:
@@ -30,3 +46,13 @@ class Packing:
     def forms(self) -> list[Form]:
         """Every form that occurs."""
         return list(dict.fromkeys(form for _, form in self.rules if form is not None))
+
+    def with_scales(self, dtype: str) -> "Packing":
+        """With scales of groups in this type."""
+        return replace(
+            self,
+            rules=tuple(
+                (pattern, replace(form, scale_dtype=dtype) if isinstance(form, GroupForm) else form)
+                for pattern, form in self.rules
+            ),
+        )

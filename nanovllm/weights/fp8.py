@@ -16,8 +16,7 @@ from nanovllm.checkpoint.packed.fp8 import LARGEST, Fp8Tensor, quantize_fp8
 from nanovllm.checkpoint.packed.tensor import grid_shape, spread
 from nanovllm.checkpoint.stored import Index, Part, Stored
 from nanovllm.weights.forms import Fp8Form
-
-TILE_WEIGHTS = 1 << 24  # dequantized at a time: 64 MB in float32
+from nanovllm.weights.tiles import matmul_by_tiles
 
 
 def round_inputs(x: Tensor, group: int) -> Tensor:
@@ -67,9 +66,8 @@ class Fp8Weight:
 
     def matmul(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
         inputs = round_inputs(x, self.block[1]) if self._form.rounds_inputs else x.float()
-        step = self.block[0] * max(1, TILE_WEIGHTS // (self.shape[-1] * self.block[0]))
-        tiles = (slice(first, first + step) for first in range(0, self.shape[-2], step))
-        y = torch.cat([F.linear(inputs, self.dequantized(expert, rows)) for rows in tiles], dim=1)
+        shape = (self.shape[-2], self.shape[-1])
+        y = matmul_by_tiles(inputs, shape, lambda rows: self.dequantized(expert, rows), multiple_of=self.block[0])
         return (y if bias is None else y + bias).to(x.dtype)
 
     def kernel_arguments(self) -> dict[str, Tensor]:

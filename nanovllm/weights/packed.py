@@ -3,10 +3,11 @@
 import math
 from dataclasses import replace
 
+from nanovllm.errors import CheckpointError
 from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat
 from nanovllm.weights.format import WeightFormat
-from nanovllm.weights.forms import Form, Packing
+from nanovllm.weights.forms import Form, Fp8Form, GroupForm, Packing
 
 HEAD = ("lm_head.weight",)  # stays dense when weights are packed while loading; a checkpoint may hold it packed
 
@@ -17,7 +18,8 @@ def packed_format(packing: Packing, prefix: str, weight: Weight, num_ranks: int,
         return DenseFormat()
     modules = [prefix + name.format(0).removesuffix(".weight") for name in weight.names]
     forms = [packing.form_of(module) for module in modules]  # that of the first expert is that of all
-    if len(set(forms)) == 1:
+    ordered = any(isinstance(form, GroupForm) and form.ordered for form in forms)  # each part in its own order
+    if len(set(forms)) == 1 and (len(forms) == 1 or not ordered):
         return _make(forms[0], weight, num_ranks, quantizes)
     from nanovllm.weights.stacked import StackedFormat
 
@@ -29,9 +31,21 @@ def packed_format(packing: Packing, prefix: str, weight: Weight, num_ranks: int,
 def _make(form: Form | None, weight: Weight, num_ranks: int, quantizes: bool) -> WeightFormat:
     if form is None:
         return DenseFormat()
-    from nanovllm.weights.fp8 import Fp8Format
+    rows, columns = part_starts(weight, num_ranks)
+    if isinstance(form, Fp8Form):
+        from nanovllm.weights.fp8 import Fp8Format
 
-    return Fp8Format(form, starts=part_starts(weight, num_ranks), quantizes=quantizes)
+        return Fp8Format(form, starts=(rows, columns), quantizes=quantizes)
+    from nanovllm.weights.groups import GroupFormat
+
+    assert weight.columns is not None
+    num_columns = weight.columns.size
+    if num_columns % form.group_in(num_columns) or form.group_in(num_columns, columns) * form.bits % 8:
+        raise CheckpointError(
+            f"{weight.names[0]}: groups of {form.group_size} columns with {form.bits} bits do not divide "
+            f"{num_columns} columns on {num_ranks} ranks"
+        )
+    return GroupFormat(form, columns=num_columns, start=columns, quantizes=quantizes)
 
 
 def part_starts(weight: Weight, num_ranks: int) -> tuple[int, int]:

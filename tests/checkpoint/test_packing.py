@@ -6,18 +6,26 @@ import pytest
 
 from nanovllm.checkpoint.packed.config import read_packing
 from nanovllm.errors import CheckpointError
-from nanovllm.weights.forms import Form, Fp8Form
+from nanovllm.weights.forms import Form, Fp8Form, GroupForm
 
 MODULE = "model.layers.3.mlp.up_proj"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 FLOAT = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "observer": "minmax"}
+INT = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "quantizer": "x"}
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 
 
 def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
-    return config | {"quantization_status": "compressed", "version": "0.12", "kv_cache_scheme": None} | settings
+    layout = "pack-quantized" if weights["type"] == "int" else "float-quantized"
+    config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+    return (
+        config
+        | {"ignore": ["lm_head"], "quantization_status": "compressed", "version": "0.12", "kv_cache_scheme": None}
+        | settings
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,11 +37,26 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **
         (compressed(FLOAT | {"strategy": "tensor"}), Fp8Form(rounds_inputs=False)),
         (compressed(FLOAT | {"strategy": "block", "block_structure": [128, 128]}, TOKENS), Fp8Form((128, 128))),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, Fp8Form()),
+        (AWQ, GroupForm(4, 128, zero=True)),
+        (GPTQ, GroupForm(4, 128)),
+        (GPTQ | {"bits": 8, "desc_act": True, "sym": False, "group_size": -1}, GroupForm(8, 0, True, True)),
+        (GPTQ | {"dynamic": {r"+:.*up_proj": {"bits": 8, "group_size": 32}}}, GroupForm(8, 32)),
+        (GPTQ | {"dynamic": {r".*down_proj": {"bits": 8}}}, GroupForm(4, 128)),
+        (compressed(INT), GroupForm(4, 32)),
+        (compressed(INT | {"num_bits": 8, "strategy": "channel", "symmetric": False}), GroupForm(8, 0, zero=True)),
+        (compressed(INT | {"actorder": "group"}), GroupForm(4, 32, ordered=True)),
+        (compressed(INT | {"actorder": "weight"}), GroupForm(4, 32)),
     ],
 )
 def test_forms(config: dict[str, Any], expected: Form) -> None:
     packing = read_packing(config)
     assert packing.form_of(MODULE) == expected and packing.form_of("lm_head") is None
+
+
+def test_layouts_of_gptq() -> None:
+    assert read_packing(GPTQ).layout == read_packing(GPTQ | {"checkpoint_format": "gptq"}).layout == "gptq"
+    assert read_packing(GPTQ | {"checkpoint_format": "gptq_v2"}).layout == "gptq_v2"
+    assert read_packing(GPTQ | {"format": "gptq_v2"}).layout == "gptq_v2"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +67,11 @@ def test_forms(config: dict[str, Any], expected: Form) -> None:
         (FP8 | {"modules_to_not_convert": ["model.layers.3"]}, MODULE, False),
         (FP8 | {"modules_to_not_convert": ["model.layers.3"]}, "model.layers.31.mlp.up_proj", True),
         (FP8 | {"ignored_layers": [MODULE]}, MODULE, False),
+        (AWQ | {"modules_to_not_convert": ["mlp.gate"]}, "model.layers.3.mlp.gate", False),
+        (AWQ | {"modules_to_not_convert": ["mlp.gate"]}, "model.layers.3.mlp.gate_proj", True),
+        (AWQ | {"modules_to_not_convert": ["mlp.gate."]}, "model.layers.3.mlp.gate", False),
+        (GPTQ | {"lm_head": True}, "lm_head", True),
+        (GPTQ | {"dynamic": {r"-:.*\.mlp\..*": {}}}, MODULE, False),
         (compressed(FLOAT, ignore=["re:.*mlp.*"]), MODULE, False),
         (compressed(FLOAT, ignore=["re:mlp.*"]), MODULE, True),
         (compressed(FLOAT, ignore=[]), "lm_head", True),
@@ -76,6 +104,15 @@ def test_modules_that_are_left_out(config: dict[str, Any], module: str, is_packe
         (compressed(FLOAT, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config=.* cannot be read"),
         (compressed(FLOAT, transform_config={"config_groups": {"R1": {}}}), "transform_config=.* cannot be read"),
         (compressed(FLOAT, config_groups={}), "config_groups={} cannot be read"),
+        (AWQ | {"version": "gemv"}, "version='gemv' cannot be read; known: 'gemm'"),
+        (AWQ | {"zero_point": False}, "zero_point=False cannot be read"),
+        (GPTQ | {"bits": 3}, "bits=3 cannot be read; known: 4, 8"),
+        (GPTQ | {"group_size": 0}, "group_size=0 cannot be read"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' cannot be read"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 2}}}, r"dynamic: \+:.*: bits=2 cannot be read"),
+        (compressed(INT, TOKENS), "weights: type='int' cannot be read with format='pack-quantized' and input_act"),
+        (compressed(INT | {"actorder": "row"}), "actorder='row' cannot be read"),
+        (compressed(INT | {"group_size": None}), "group_size=-1 cannot be read"),
         ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "quant_algo='INT4_AWQ' cannot be read"),
     ],
 )

@@ -19,6 +19,7 @@ from nanovllm.models.shard import shard_of
 from tests.checkpoint.gguf_files import write_model
 from tests.distributed.rank import TIMEOUT, Seen, run_case
 from tests.helpers import assert_greedy, generate_by_reference, model_dir, prompt_of
+from tests.weights import test_groups
 from tests.weights.packed_files import write_packed
 from tests.weights.test_fp8 import WEIGHT_ONLY, WEIGHT_ONLY_BLOCKS, pack_blocks, pack_rows
 
@@ -58,10 +59,11 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
     config = json.loads((model_dir("llama-old-rope3") / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(config | {"vocab_size": 161}))
     packed = {"fp8 blocks": (pack_blocks, WEIGHT_ONLY_BLOCKS), "fp8 rows": (pack_rows, WEIGHT_ONLY)}
-    quantized = {
-        name: {"model": write_packed("qwen3-moe", folder / name, *how).packed, "requests": greedy()}
-        for name, how in packed.items()
-    }
+    files = {name: write_packed("qwen3-moe", folder / name, *how) for name, how in packed.items()}
+    # words of AWQ hold eight rows, which the experts' rows of two ranks do not fill
+    groups = {"awq": "qwen3", "gptq ordered": "qwen3-moe", "packed asymmetric": "qwen3-moe"}
+    files |= {case: test_groups.write(case, folder / case, name) for case, name in groups.items()}
+    quantized = {name: {"model": one.packed, "requests": greedy()} for name, one in files.items()}
     return quantized | {
         "chunked": {"model": model_dir("llama"), "options": small, "requests": greedy()},
         "preempted": {"model": model_dir("llama"), "options": tight, "requests": greedy((30, 40, 41, 42), 20)},
@@ -163,7 +165,10 @@ def test_families(results: Results, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["chunked", "gguf", "gguf of experts", "dummy", "odd vocabulary", "guided", "verified", "fp8 blocks", "fp8 rows"],
+    [
+        *("chunked", "gguf", "gguf of experts", "dummy", "odd vocabulary", "guided", "verified"),
+        *("fp8 blocks", "fp8 rows", "awq", "gptq ordered", "packed asymmetric"),
+    ],
 )
 def test_ways(results: Results, name: str) -> None:
     alone = check_equal(results, name)

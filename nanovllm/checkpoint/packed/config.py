@@ -7,16 +7,17 @@ unless it is empty or only describes how the checkpoint was made.
 import re
 from collections.abc import Callable
 from fnmatch import translate
+from functools import partial
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.weights.forms import Form, Fp8Form, Packing
+from nanovllm.weights.forms import Form, Fp8Form, GroupForm, Packing
 
 Rules = list[tuple[str, Form | None]]
 EVERY = ""  # the pattern that is found in every name
 HEAD = r"(^|\.)lm_head$"
 # How the checkpoint was made, and what concerns activations or the KV cache that is decided here
-DESCRIPTIVE = {"quant_method", "version", "quantization_status", "global_compression_ratio", "producer", "quant_type"}
+DESCRIPTIVE = {"quant_method", "quantization_status", "global_compression_ratio", "producer", "quant_type"}
 
 
 class Section:
@@ -61,7 +62,7 @@ def read_packing(raw: Any) -> Packing:
         raise CheckpointError(
             f"quantization_config: quant_method={method!r} cannot be read; known: {', '.join(METHODS)}"
         )
-    return Packing(method, tuple(METHODS[method](raw)))
+    return METHODS[method](raw)
 
 
 def named(name: str) -> str:
@@ -71,20 +72,24 @@ def named(name: str) -> str:
             return f"^(?:{re.compile(name[3:]).pattern})"
         except re.error as error:
             raise CheckpointError(f"quantization_config: {name!r} is not a regular expression: {error}") from error
-    return rf"(^|\.){re.escape(name)}($|\.)"
+    return rf"(^|\.){re.escape(name.strip('.'))}($|\.)"
+
+
+def left_out(names: list[str]) -> Rules:
+    return [(named(name), None) for name in names]
 
 
 # --- fp8: Qwen, DeepSeek, transformers --------------------------------------------------------------------------------
 
 
-def _fp8(raw: dict[str, Any]) -> Rules:
+def _fp8(raw: dict[str, Any]) -> Packing:
     config = Section(raw, "quantization_config")
     config.one_of("fmt", ("e4m3",), "e4m3")
     config.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     form = Fp8Form(_block(config, "weight_block_size"))
     kept = config.names("modules_to_not_convert") + config.names("ignored_layers")
     config.end()
-    return [*((named(name), None) for name in kept), (HEAD, None), (EVERY, form)]
+    return Packing("fp8", (*left_out(kept), (HEAD, None), (EVERY, form)))
 
 
 def _block(section: Section, key: str) -> tuple[int, int] | None:
@@ -99,9 +104,9 @@ def _block(section: Section, key: str) -> tuple[int, int] | None:
 # --- compressed-tensors -----------------------------------------------------------------------------------------------
 
 
-def _compressed_tensors(raw: dict[str, Any]) -> Rules:
-    config = Section(raw, "quantization_config", described_by={"kv_cache_scheme"})
-    rules: Rules = [(named(name), None) for name in config.names("ignore")]
+def _compressed_tensors(raw: dict[str, Any]) -> Packing:
+    config = Section(raw, "quantization_config", described_by={"kv_cache_scheme", "version"})
+    rules = left_out(config.names("ignore"))
     sparsity, transform = config.take("sparsity_config", {}), config.take("transform_config", {})
     if sparsity and sparsity.get("format", "dense") != "dense":
         raise config.refusal("sparsity_config", sparsity)
@@ -118,7 +123,7 @@ def _compressed_tensors(raw: dict[str, Any]) -> Rules:
         form = _group_form(section, layout)
         section.end()
         rules += [(EVERY if target == "Linear" else named(target), form) for target in targets]
-    return rules
+    return Packing("compressed-tensors", tuple(rules))
 
 
 def _group_form(group: Section, layout: str | None) -> Form:
@@ -153,13 +158,89 @@ def _float_form(weights: Section, inputs: Section | None, layout: str | None) ->
     return Fp8Form(block, rounds_inputs=inputs is not None)
 
 
-FORMS: dict[tuple[str, int], Callable[[Section, Section | None, str | None], Form]] = {("float", 8): _float_form}
+def _integer_form(weights: Section, inputs: Section | None, layout: str | None, *, bits: int) -> Form:
+    if layout != "pack-quantized" or inputs is not None:
+        raise weights.refusal("type", "int", f" with format={layout!r} and input_activations")
+    strategy = weights.one_of("strategy", ("channel", "group"), "channel")
+    size = weights.take("group_size", -1)
+    if strategy == "channel":
+        size = 0
+    elif not isinstance(size, int) or size < 1:
+        raise weights.refusal("group_size", size)
+    order = weights.one_of("actorder", (None, False, True, "weight", "static", "group", "dynamic"))
+    symmetric = weights.one_of("symmetric", (True, False), True)
+    return GroupForm(bits, size, zero=not symmetric, ordered=order in (True, "group", "dynamic"))
+
+
+FORMS: dict[tuple[str, int], Callable[[Section, Section | None, str | None], Form]] = {
+    ("float", 8): _float_form,
+    ("int", 4): partial(_integer_form, bits=4),
+    ("int", 8): partial(_integer_form, bits=8),
+}
+
+
+# --- AWQ and GPTQ -----------------------------------------------------------------------------------------------------
+
+
+def _awq(raw: dict[str, Any]) -> Packing:
+    made_by = {"backend", "do_fuse", "fuse_max_seq_len", "exllama_config", "modules_to_fuse"}
+    config = Section(raw, "quantization_config", described_by=made_by)
+    config.one_of("bits", (4,))
+    config.one_of("zero_point", (True,), True)
+    config.one_of("version", ("gemm", "GEMM"), "gemm")
+    form = GroupForm(4, _group_size(config), zero=True)
+    kept = config.names("modules_to_not_convert")
+    config.end()
+    return Packing("awq", (*left_out(kept), (HEAD, None), (EVERY, form)))
+
+
+GPTQ_MADE_BY = {
+    *("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "dataset", "tokenizer"),
+    *("model_name_or_path", "model_file_base_name", "model_seqlen", "batch_size", "pad_token_id", "quantizer", "meta"),
+    *("block_name_to_quantize", "module_name_preceding_first_block", "cache_block_outputs", "max_input_length"),
+    *("use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "backend", "hyb_act", "act_group_aware"),
+}
+
+
+def _gptq(raw: dict[str, Any]) -> Packing:
+    config = Section(raw, "quantization_config", described_by=GPTQ_MADE_BY)
+    form = _gptq_form(config, GroupForm(4, 0))
+    layout = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), config.take("format", "gptq"))
+    config.one_of("pack_dtype", ("int32",), "int32")
+    rules = left_out(config.names("modules_to_not_convert"))
+    for pattern, changes in config.take("dynamic", {}).items():
+        # "-:" leaves modules out, "+:" or nothing gives them other settings
+        section = Section(changes, f"quantization_config: dynamic: {pattern}")
+        own = None if pattern.startswith("-:") else _gptq_form(section, form)
+        section.end()
+        rules.append((named(f"re:{pattern[2:] if pattern[:2] in ('-:', '+:') else pattern}"), own))
+    if not config.take("lm_head", False):
+        rules.append((HEAD, None))
+    config.end()
+    return Packing(layout, (*rules, (EVERY, form)))
+
+
+def _gptq_form(config: Section, default: GroupForm) -> GroupForm:
+    return GroupForm(
+        config.one_of("bits", (4, 8), default.bits),
+        _group_size(config, default.group_size),
+        zero=not config.one_of("sym", (True, False), not default.zero),
+        ordered=config.one_of("desc_act", (True, False), default.ordered),
+    )
+
+
+def _group_size(config: Section, default: int = 0) -> int:
+    """0 = one group per row, which configs write as -1."""
+    size = config.take("group_size", default or -1)
+    if not isinstance(size, int) or size == 0 or size < -1:
+        raise config.refusal("group_size", size)
+    return max(size, 0)
 
 
 # --- ModelOpt ---------------------------------------------------------------------------------------------------------
 
 
-def _modelopt(raw: Any) -> Rules:
+def _modelopt(raw: Any) -> Packing:
     """Names to leave out are patterns of a shell: * stands for any text."""
     config = Section(raw, "quantization_config", described_by={"kv_cache_quant_algo", "kv_cache_scheme"})
     algorithm = config.one_of("quant_algo", tuple(MODELOPT))
@@ -167,8 +248,8 @@ def _modelopt(raw: Any) -> Rules:
     config.take("config_groups")  # says the same again
     form = MODELOPT[algorithm](config)
     config.end()
-    left_out: Rules = [(rf"^(?:{translate(name)})|^(?:{translate(name + '.*')})", None) for name in kept]
-    return [*left_out, (EVERY, form)]
+    rules: Rules = [(rf"^(?:{translate(name)})|^(?:{translate(name + '.*')})", None) for name in kept]
+    return Packing("modelopt", (*rules, (EVERY, form)))
 
 
 def _modelopt_fp8(config: Section) -> Form:
@@ -181,8 +262,10 @@ MODELOPT: dict[str, Callable[[Section], Form]] = {
     "FP8_PER_CHANNEL_PER_TOKEN": _modelopt_fp8,
 }
 
-METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
+METHODS: dict[str, Callable[[dict[str, Any]], Packing]] = {
+    "awq": _awq,
     "fp8": _fp8,
+    "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
 }

@@ -3,14 +3,15 @@
 import re
 from collections.abc import Iterable, Iterator
 
+from nanovllm.checkpoint.packed import groups
 from nanovllm.checkpoint.packed.fp8 import Fp8Tensor
 from nanovllm.checkpoint.stored import Stored
 from nanovllm.errors import CheckpointError
-from nanovllm.weights.forms import Form, Packing
+from nanovllm.weights.forms import Form, GroupForm, Packing
 
 # Scales of activations and of the KV cache, which are computed here for every token
 UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|output_scale|[qkv]_scale)$")
-SCALES = ("weight_scale_inv", "weight_scale")
+FP8_SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def packed_tensors(
@@ -23,7 +24,10 @@ def packed_tensors(
         if modules.setdefault(module, {}).setdefault(own, tensor) is not tensor:
             raise CheckpointError(f"{source}: {name} occurs twice")
     for module, found in modules.items():
-        weight = _packed_weight(found, packing.form_of(module) or packing.forms[0])
+        try:
+            weight = _packed_weight(found, packing.layout, packing.form_of(module) or packing.forms[0])
+        except ValueError as error:
+            raise CheckpointError(f"{source}: {module}: {error}") from error
         if weight is not None:
             yield f"{module}.weight", weight
         for own, tensor in found.items():
@@ -31,9 +35,15 @@ def packed_tensors(
                 yield f"{module}.{own}", tensor
 
 
-def _packed_weight(found: dict[str, Stored], form: Form) -> Stored | None:
+def _packed_weight(found: dict[str, Stored], layout: str, form: Form) -> Stored | None:
     """Takes the tensors of a packed weight out of `found`, a module's tensors; None if it has no packed weight."""
-    for name in SCALES:
+    if isinstance(form, GroupForm):
+        if "qweight" in found:
+            if layout == "awq":
+                return groups.awq(found, form)
+            return groups.gptq(found, form, zeros_less_one=layout == "gptq")
+        return groups.compressed(found, form) if "weight_packed" in found else None
+    for name in FP8_SCALES:
         if "weight" in found and name in found:
             return Fp8Tensor(found.pop("weight"), found.pop(name), form.block)
     return None
