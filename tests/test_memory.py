@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineClosedError, EngineError
 from tests.helpers import TEXT_MODEL, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
 
@@ -50,6 +50,28 @@ def run_once(folder: Path) -> None:
 def resident() -> int:
     gc.collect()
     return psutil.Process().memory_info().rss
+
+
+def live_tensors() -> set[int]:
+    return {id(found) for found in gc.get_objects() if type(found) is torch.Tensor}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_closing_frees_tensors_without_a_garbage_collection(family: str) -> None:
+    """Weights in a cycle of references would stay until the collector runs, which may be long after."""
+    params = SamplingParams(temperature=0.8, top_p=0.9, logprobs=1, max_tokens=3)
+    for collects in (True, False):  # the first engine makes what is made once per process
+        gc.collect()
+        before = live_tensors()
+        gc.enable() if collects else gc.disable()
+        try:
+            with open_llm(family) as llm:
+                llm.generate([prompt_of(20)] * 3, params, use_tqdm=False)
+                assert live_tensors() - before
+            left = live_tensors() - before
+        finally:
+            gc.enable()
+    assert not left
 
 
 def test_open_and_close_leave_nothing_behind(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ class Linear:
         not fuse is done around it. Decided once, because on a CPU a decode step makes some hundred such calls."""
         added = adds and self._group.rank == 0  # of the ranks whose results are summed, one adds the residual
         operation = self._select(rows, activation, added)
+        # no function below refers to `self`, which keeps them: a cycle would keep the weights after the engine's close
         run, group = operation.run, self._group
         gate = silu_and_mul if self._kernels is None else self._kernels.silu_and_mul
         if activation is not None and operation.gate:
