@@ -9,7 +9,7 @@ from nanovllm.attention.backend import CacheShape
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.device import usable
-from nanovllm.kernels.features import dependent_launch
+from nanovllm.kernels.features import dependent_launch, gluon_usable
 
 if TYPE_CHECKING:
     from nanovllm.attention.triton import TritonBackend
@@ -41,6 +41,7 @@ def kernel_backend(config: Config, shape: CacheShape, rotary_tables: Sequence[Te
         max_num_seqs=config.max_num_seqs,
         deterministic=config.deterministic,
         pdl=dependent_launch(),
+        gluon=gluon_usable(),
     )
 
 

@@ -2,7 +2,7 @@
 
 All decodes of a step are one kernel launch, which normalizes, rotates and stores the new keys and values and attends;
 small batches have a kernel of their own. Prefill chunks take two launches: one that stores keys and values, and one
-that attends through the block tables.
+that attends through the block tables; long prompts have a kernel of their own on Hopper.
 
 With `deterministic`, decodes use the prefill kernels too, in tiles of one fixed shape. Then the result of a token
 depends neither on the other sequences of the step nor on how its own was divided into chunks.
@@ -13,6 +13,7 @@ their entries in the block tables may be stale but are always valid block number
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,6 +36,13 @@ from nanovllm.kernels.attention.small_batch import (
 )
 
 MANY_DECODES, MOST_DECODES = 32, 80  # see `_starts_early`
+LONG_PROMPT = 2048  # positions from which on the kernel for long prompts is the faster one
+
+
+def long_prefill_serves(shape: CacheShape, tile_rows: int) -> bool:
+    """Whether the kernel for long prompts computes such layers, in tiles of as many rows as the other one."""
+    same_type = shape.dtype == shape.cache_dtype and shape.dtype.itemsize == 2
+    return same_type and shape.head_dim == 128 and tile_rows == 128 and shape.block_size in (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class Chunks:
     first_tokens: Tensor
     num_new: Tensor
     tiles: Tensor  # [num_tiles, 2] (chunk, tile of its queries)
+    long: bool = False  # computed by the kernel for long prompts
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,7 @@ class TritonBackend:
         max_num_seqs: int,
         deterministic: bool = False,
         pdl: bool = False,  # launch kernels while the one before still runs
+        gluon: bool = False,  # the device runs Gluon kernels
     ) -> None:
         self.shape = shape
         self.block_size = shape.block_size
@@ -83,6 +93,7 @@ class TritonBackend:
             head_dim=shape.head_dim, group=group, dtype=shape.dtype, cache_dtype=shape.cache_dtype
         )
         self._tokens_per_tile = self._prefill_config.block_m // group
+        self._has_long_kernel = gluon and not deterministic and long_prefill_serves(shape, self._prefill_config.block_m)
         self._num_sms = 1
         if shape.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(shape.device).multi_processor_count
@@ -155,12 +166,14 @@ class TritonBackend:
         chunks = None
         if len(geometry.rows) > num_decodes:
             rest = slice(num_decodes, None)
+            starts, num_new = geometry.starts[rest], geometry.num_new[rest]
             chunks = Chunks(
                 rows=upload(geometry.rows[rest]),
-                starts=upload(geometry.starts[rest]),
+                starts=upload(starts),
                 first_tokens=upload(geometry.first_tokens[rest]),
-                num_new=upload(geometry.num_new[rest]),
-                tiles=upload(query_tiles(geometry.starts[rest], geometry.num_new[rest], self._tokens_per_tile)),
+                num_new=upload(num_new),
+                tiles=upload(query_tiles(starts, num_new, self._tokens_per_tile)),
+                long=self._has_long_kernel and int((starts + num_new).max()) >= LONG_PROMPT,
             )
         return TritonStep(
             rows=geometry.device_rows,
@@ -270,10 +283,14 @@ class TritonBackend:
             num_kv_heads=s.num_kv_heads,
             pdl=self._pdl,
         )
-        paged_prefill(
-            qkv,
-            cache.kv,
-            cache.scales,
+        attend: Callable[..., None]
+        if chunks.long:
+            from nanovllm.kernels.attention.long_prefill import long_prefill
+
+            attend = partial(long_prefill, qkv, cache.kv)
+        else:
+            attend = partial(paged_prefill, qkv, cache.kv, cache.scales, config=self._prefill_config, pdl=self._pdl)
+        attend(
             q_norm=layer.q_norm,
             eps=layer.norm_eps,
             cos_sin=self._rotary_tables[layer.rope],
@@ -288,6 +305,4 @@ class TritonBackend:
             window=layer.window,
             scale=layer.scale,
             out=out,
-            config=self._prefill_config,
-            pdl=self._pdl,
         )

@@ -16,14 +16,17 @@ NUM_LOGPROBS = 20
 
 
 def largest_steps(*, max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> list[StepPlan]:
-    """One for each size at which other kernels may run."""
-    return [_step(size, max_num_seqs, max_model_len) for size in warm_up_sizes(max_num_tokens)]
+    """One for each size at which other kernels may run: the largest with as many sequences as possible, the others with
+    few long ones, whose attention has a kernel of its own."""
+    longest = max(1, max_model_len - 2)
+    steps = []
+    for size in warm_up_sizes(max_num_tokens):
+        num_seqs = min(max_num_seqs, size) if size == max_num_tokens else min(max_num_seqs, -(-size // longest))
+        steps.append(_step(num_seqs, max(1, min(size // num_seqs, longest))))
+    return steps
 
 
-def _step(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> StepPlan:
-    """A step with the most tokens, of as many sequences as possible."""
-    num_seqs = min(max_num_seqs, max_num_tokens)
-    length = max(1, min(max_num_tokens // num_seqs, max_model_len - 2))
+def _step(num_seqs: int, length: int) -> StepPlan:
     rows = range(1, num_seqs + 1)
     params = SamplingParams(temperature=1.0)
     return StepPlan(

@@ -21,6 +21,7 @@ FP8, HALF = torch.float8_e4m3fn, torch.float16
 BRAIN = torch.bfloat16 if DEVICE == "cuda" else HALF  # the interpreter's dot products read bfloat16 as integers
 SMALL = PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
 UNTOUCHED = 7.0
+LONG = "long prefill"  # instead of a config: the kernel for long prompts
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ class Memory:
         return replace(self, cache=cache, scales=None if self.scales is None else self.scales.nan_to_num())
 
 
-def attend(model: Model, memory: Memory, chunks: list[Chunk], qkv: Tensor, config: PrefillConfig | None) -> Tensor:
+def attend(
+    model: Model, memory: Memory, chunks: list[Chunk], qkv: Tensor, config: PrefillConfig | str | None
+) -> Tensor:
     """One launch over all chunks, with their tokens one after the other; without a config, the reference."""
     num_new = np.array([chunk.num_new for chunk in chunks])
     out = torch.full((qkv.shape[0], model.heads * model.head_dim), UNTOUCHED, dtype=model.dtype, device=DEVICE)
@@ -119,7 +122,13 @@ def attend(model: Model, memory: Memory, chunks: list[Chunk], qkv: Tensor, confi
         paged_prefill_reference(qkv, memory.cache, memory.scales, **arguments)
     else:
         starts = np.array([chunk.start for chunk in chunks])
-        tiles = column(query_tiles(starts, num_new, config.block_m // model.group))
+        num_rows = config.block_m if isinstance(config, PrefillConfig) else 128
+        tiles = column(query_tiles(starts, num_new, num_rows // model.group))
+    if config == LONG:
+        from nanovllm.kernels.attention.long_prefill import long_prefill
+
+        long_prefill(qkv, memory.cache, **arguments, tiles=tiles)
+    elif isinstance(config, PrefillConfig):
         paged_prefill(qkv, memory.cache, memory.scales, **arguments, tiles=tiles, config=config)
     return out
 
