@@ -86,8 +86,8 @@ class Config:
     target_itl_ms: float | None = option(
         None,
         "Milliseconds between two tokens of a sequence that a step should not exceed: while sequences decode, prompts "
-        "are computed in chunks that take about this long, longer if many prompts wait. 0 means no limit. Without it, "
-        "the server and AsyncLLM derive it from measured steps, and LLM has no limit.",
+        "are computed in chunks that take about this long, longer if many sequences decode or many prompts wait. 0 "
+        "means no limit. Without it, the server and AsyncLLM use 18, and LLM has no limit.",
         number(0, math.inf),
     )
     max_model_len: int = option(

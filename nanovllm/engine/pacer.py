@@ -1,13 +1,17 @@
 """How many prompt tokens a step takes while sequences decode, so that none of them waits long for its next token.
 
-The rule: a step lasts at most the target. Where more than one prompt waits for every SHARE sequences that decode, it
-lasts as many times longer, up to MAX_STRETCH: under overload, those that wait for their first token and those that wait
-for their next one share the device. A step takes at least MIN_TOKENS prompt tokens, so that every prompt advances.
+The rule:
+1. A step lasts at most the target. Where more than one prompt waits for every SHARE sequences that decode, it lasts as
+   many times longer, up to MAX_STRETCH.
+2. It may always last MIN_STRETCH times as long as its decodes alone, so that prompts get most of the device however
+   many sequences decode. It takes at least MIN_TOKENS prompt tokens.
+3. A burst of prompts is computed in steps of up to BURST_STRETCH targets, as long as these delay few tokens:
+   BURST_TOKENS after a moment in which no sequence decoded, and BURST_SHARE of all tokens later.
 
-Two numbers are learned from measured steps. The time of a step of decodes gives the target, where the user gives none.
-The prompt tokens per second of whole steps, decodes included, give the number of tokens: `rate * target`. If such a
-step takes longer than its limit, the rate falls, else it rises; it rests only where a step takes as long as it may. So
-no formula has to know how the time depends on sequences, contexts and positions.
+Two numbers are learned from measured steps. The latest decode step says how long the decodes take; when it is old, the
+next step takes no prompts, to measure it again. The prompt tokens per second in the rest of a step give the number of
+tokens. If a full step takes longer than its limit, this rate falls, else it rises; it rests only where a step takes as
+long as it may. So no formula has to know how the time depends on sequences, contexts and positions.
 """
 
 import time
@@ -21,18 +25,24 @@ if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.plan import StepPlan
 
-DECODE_STEPS = 5.0  # the target where none is given: as long as this many of the quickest steps of decodes,
-MIN_TARGET = 0.02  # but so many seconds at least: shorter steps would compute prompts slowly, and no reader notices
-FIRST_TARGET = 0.025  # before steps of decodes were measured
-SHARE = 8.0
+TARGET = 0.018  # seconds: shorter steps would compute prompts slowly, and no reader notices
+SHARE = 4.0  # this and the next constants: see the rule
 MAX_STRETCH = 3.0
+MIN_STRETCH = 2.7
 MIN_TOKENS = 128
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
 MULTIPLE = 16  # of tokens
+# a burst: so many prompts wait at least, and so many for each sequence that decodes
+BURST_PROMPTS = 16
+BURST_RATIO = 0.15
+BURST_STRETCH = 20.0
+BURST_TOKENS = 960.0
+BURST_SHARE = 0.0005
+MAX_BURST_STEPS = 20  # that BURST_TOKENS pay for, however few sequences decode
 NEARLY = 0.9  # a step with this share of its limit says what a full one takes
 MAX_CHANGE = 2.0  # factor by which one step may change the rate: a kernel that is compiled is no news about the device
-SMOOTHING = 0.1  # weight of the newest step in the mean time of steps of decodes
-ENOUGH_STEPS = 8  # for that mean to count
+OLD_STEPS = 32  # a decode step is old after so many steps with prompts,
+OLD_RATIO = 1.5  # or when so many times more sequences decode
 
 
 class Limit(NamedTuple):
@@ -43,46 +53,62 @@ class Limit(NamedTuple):
 
 
 class Pacer:
-    def __init__(self, target: float | None = None) -> None:
-        """`target`: seconds; None = derived from the quickest steps of decodes."""
-        self._target = target
-        self._rate: float | None = None  # prompt tokens per second
-        self._mean, self._num_measured = 0.0, 0  # of steps of decodes
-        self._quickest: float | None = None
-        self.limit = Limit(FIRST_TOKENS, FIRST_TARGET)  # of the step that was scheduled last
-
-    @property
-    def target(self) -> float:
-        """Seconds that a step with prompt tokens may take while sequences decode and few prompts wait."""
-        if self._target is not None:
-            return self._target
-        return FIRST_TARGET if self._quickest is None else max(DECODE_STEPS * self._quickest, MIN_TARGET)
+    def __init__(self, target: float = TARGET) -> None:
+        """`target`: seconds that a step may take while few sequences decode and few prompts wait."""
+        self.target = target
+        self._decode_seconds = 0.0  # of the latest decode step,
+        self._decode_size = 0.0  # and its sequences
+        self._num_since = 0  # limits since then
+        self._rate: float | None = None  # prompt tokens per second, in the time that the decodes leave
+        self._burst_tokens = BURST_TOKENS  # that a burst may delay now
+        self.limit = Limit(FIRST_TOKENS, target)  # of the step that was scheduled last
 
     def num_prompt_tokens(self, *, num_decodes: int, num_waiting: int) -> int:
         """The most prompt tokens of the next step, in which so many sequences decode while so many prompts wait."""
-        seconds = self.target * min(max(SHARE * num_waiting / num_decodes, 1.0), MAX_STRETCH)
-        num_tokens = FIRST_TOKENS
-        if self._rate is not None:
-            num_tokens = max(int(self._rate * seconds) // MULTIPLE * MULTIPLE, MIN_TOKENS)
-        self.limit = Limit(num_tokens, seconds)
-        return num_tokens
+        self._num_since += 1
+        if self._rate is None:
+            self.limit = Limit(FIRST_TOKENS, self.target)
+        elif self._computes_burst(num_decodes, num_waiting):
+            self.limit = self._limit(self._rate, BURST_STRETCH * self.target)
+        elif self._num_since > OLD_STEPS or num_decodes > OLD_RATIO * self._decode_size:
+            self._num_since, self._decode_size = 0, num_decodes
+            self.limit = Limit(0, 0.0)
+        else:
+            stretch = min(max(SHARE * num_waiting / num_decodes, 1.0), MAX_STRETCH)
+            self.limit = self._limit(self._rate, stretch * self.target)
+        return self.limit.num_tokens
+
+    def _computes_burst(self, num_decodes: int, num_waiting: int) -> bool:
+        cost = max(num_decodes, BURST_TOKENS / MAX_BURST_STEPS)
+        if num_waiting < max(BURST_PROMPTS, BURST_RATIO * num_decodes) or self._burst_tokens < cost:
+            return False
+        self._burst_tokens -= cost
+        return True
+
+    def _limit(self, rate: float, seconds: float) -> Limit:
+        seconds = max(seconds, MIN_STRETCH * self._decode_seconds)
+        num_tokens = int(rate * (seconds - self._decode_seconds))
+        return Limit(max(num_tokens // MULTIPLE * MULTIPLE, MIN_TOKENS), seconds)
 
     def clock(self, scheduler: "Scheduler") -> "StepClock":
         return StepClock(scheduler, self)
 
     def learn(self, work: StepWork, seconds: float, limit: Limit) -> None:
         """A step took this long; `limit` was its own."""
+        earned = BURST_SHARE * work.num_decodes if work.num_decodes else BURST_TOKENS
+        self._burst_tokens = min(self._burst_tokens + earned, BURST_TOKENS)
         if not work.num_prefill:
-            self._num_measured += 1
-            self._mean += (seconds - self._mean) * max(SMOOTHING, 1 / self._num_measured)
-            if self._num_measured >= ENOUGH_STEPS:
-                self._quickest = self._mean if self._quickest is None else min(self._mean, self._quickest)
-        elif self._rate is None:
+            self._num_since, self._decode_seconds, self._decode_size = 0, seconds, work.num_decodes
+            return
+        of_decodes = min(self._decode_seconds, 0.75 * seconds) if work.num_decodes else 0.0
+        rate = work.num_prefill / (seconds - of_decodes)
+        if self._rate is None:
             if work.num_prefill >= NEARLY * FIRST_TOKENS:
-                self._rate = work.num_prefill / seconds
-        elif work.num_decodes and (work.num_prefill >= NEARLY * limit.num_tokens or seconds > limit.seconds):
-            measured = min(max(work.num_prefill / seconds, self._rate / MAX_CHANGE), self._rate * MAX_CHANGE)
-            self._rate = (self._rate + measured) / 2
+                self._rate = rate
+        elif not work.num_decodes or not limit.num_tokens:
+            return  # it had no limit, or its tokens are no prompt's: proposed ones are verified in the same way
+        elif work.num_prefill >= NEARLY * limit.num_tokens or seconds > limit.seconds:
+            self._rate = (self._rate + min(max(rate, self._rate / MAX_CHANGE), self._rate * MAX_CHANGE)) / 2
 
 
 def make_pacer(target_itl_ms: float | None, *, serves: bool) -> Pacer | None:

@@ -272,7 +272,7 @@ class RandomPacer:
         self._random = random
 
     def num_prompt_tokens(self, *, num_decodes: int, num_waiting: int) -> int:
-        return self._random.randint(1, 12)
+        return self._random.randint(0, 12)
 
     def clock(self, scheduler: Scheduler) -> None:
         """Nothing is measured."""
