@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.gguf_header import BLOCKS, TensorInfo, read_header, short
+from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.stored import Part, Stored
 from nanovllm.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
+    from nanovllm.checkpoint.packed.groups import Pieces
+    from nanovllm.weights.forms import GroupForm
 
 _MAX_SIZE = 1 << 31  # exclusive upper bound of every integer in the config
 
@@ -130,7 +134,12 @@ class GGUFFile:
         rotary_heads = self._permuted_heads()
         for hf_name, info in named:
             heads = rotary_heads.get(info.name.split(".")[-2], 0)
-            yield hf_name, _GGUFTensor(info.shape, partial(self._load, info, dtype, heads))
+            blocks = partial(self._blocks, info, heads)
+            yield hf_name, _GGUFTensor(info.shape, partial(self._load, info, dtype, heads), info.type_name, blocks)
+
+    def tensor_types(self) -> Iterator[tuple[str, str]]:
+        """Yield (HF name, type) of every weight."""
+        yield from ((self._hf_name(i.name), i.type_name) for i in self.tensors.values() if i.name != _ROPE_FACTORS)
 
     def iter_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HF name, tensor), each read completely."""
@@ -298,6 +307,25 @@ class GGUFFile:
             target.copy_(cut.reshape(target.shape))
         return tensor
 
+    def _blocks(self, info: TensorInfo, permuted_heads: int, part: Part) -> tuple[torch.Tensor, range]:
+        """The rows of a part, in whole, as stored: uint8 [rows, blocks, bytes]; and the columns of the part."""
+        import torch
+
+        block, block_bytes = BLOCKS[info.type_name]
+        cuts = part + (slice(None),) * (len(info.shape) - len(part))
+        wanted = [range(*cut.indices(size)) for cut, size in zip(cuts, info.shape, strict=True)]
+        rows, columns, row_elements = _as_matrix(info.shape, wanted, block)
+        row_bytes = row_elements // block * block_bytes
+        buffer = bytearray(len(rows) * row_bytes)
+        self._read(info.offset + rows.start * row_bytes, memoryview(buffer))
+        raw = torch.frombuffer(buffer, dtype=torch.uint8).view(len(rows), row_bytes)
+        if permuted_heads:
+            ordered = torch.empty_like(raw)
+            in_file_order = self._split_heads(ordered, info, permuted_heads, rows)
+            in_file_order.copy_(raw.view(in_file_order.shape))
+            raw = ordered
+        return raw.view(len(rows), -1, block_bytes), columns
+
     def _split_heads(self, tensor: torch.Tensor, info: TensorInfo, heads: int, rows: range) -> torch.Tensor:
         """View `tensor` as [heads, head_dim / 2, 2, columns], the row order of the file, to undo the permutation."""
         if info.shape[0] % (2 * heads):
@@ -320,9 +348,27 @@ class _GGUFTensor:
 
     shape: tuple[int, ...]
     load: Callable[[Part], torch.Tensor]
+    type_name: str
+    blocks: Callable[[Part], tuple[torch.Tensor, range]]
 
     def read(self, part: Part = ()) -> torch.Tensor:
         return self.load(part)
+
+    @property
+    def form(self) -> GroupForm | None:
+        """Which it can have in memory without being dequantized."""
+        return FORMS.get(self.type_name)
+
+    def pieces(self, part: Part, sizes: tuple[int, int], device: torch.device) -> Pieces:
+        """A part in this form, with one scale and one unit per `sizes` columns."""
+        from nanovllm.checkpoint.packed.gguf import unpack_blocks
+        from nanovllm.checkpoint.packed.groups import cut_groups
+
+        raw, columns = self.blocks(part)
+        form, whole = FORMS[self.type_name], unpack_blocks(raw.to(device), self.type_name)
+        first, last = (edge * form.bits // 8 for edge in (columns.start, columns.stop))
+        own = whole._replace(codes=whole.codes[:, first:last])
+        return cut_groups(own, form, self.shape[-1], columns, sizes)
 
 
 def _as_matrix(shape: tuple[int, ...], wanted: list[range], block: int) -> tuple[range, range, int]:

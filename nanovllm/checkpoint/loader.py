@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def load_checkpoint(
     shows_progress: bool,
 ) -> None:
     tensors = checkpoint_tensors(path, load_format, dtype)
-    if packing is not None:
+    if packing is not None and packing.layout != "gguf":
         from nanovllm.checkpoint.packed.tensors import packed_tensors
 
         tensors = packed_tensors(tensors, packing, source=str(path))
@@ -97,10 +97,23 @@ class _OfStack:
     def shape(self) -> tuple[int, ...]:
         return len(self.rows), self.stack.shape[2]
 
-    def read(self, part: Part = ()) -> Tensor:
+    def _in_stack(self, part: Part) -> Part:
         wanted, *columns = part or (slice(None),)
         rows = self.rows[wanted]
-        return self.stack.read((slice(self.expert, self.expert + 1), slice(rows.start, rows.stop), *columns))[0]
+        return slice(self.expert, self.expert + 1), slice(rows.start, rows.stop), *columns
+
+    def read(self, part: Part = ()) -> Tensor:
+        return self.stack.read(self._in_stack(part))[0]
+
+    @property
+    def form(self) -> Any:
+        """The packed form of the stack, if it has one."""
+        return getattr(self.stack, "form", None)
+
+    def pieces(self, part: Part, *how: Any) -> Any:
+        """Of a stack that has a packed form."""
+        stack: Any = self.stack
+        return stack.pieces(self._in_stack(part), *how)
 
 
 def _unstack(tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:

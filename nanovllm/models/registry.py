@@ -64,9 +64,11 @@ def describe(path: Path) -> Description:
     """Read the description of a model folder or a GGUF file."""
     if path.is_file():
         from nanovllm.checkpoint.gguf import GGUFFile
+        from nanovllm.checkpoint.packed.gguf_types import packing_of
 
         with GGUFFile(path) as file:
-            return Description(_with_all_eos(file.hf_config(), file.generation_config()), file.metadata)
+            config = _with_all_eos(file.hf_config(), file.generation_config())
+            return Description(replace(config, packing=packing_of(file.tensor_types())), file.metadata)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
     raw = read_json(path / "config.json")

@@ -38,9 +38,15 @@ class WeightFormats:
 
 
 def weight_formats(quantization: str | None, packing: "Packing | None" = None, *, dummy: bool = False) -> WeightFormats:
-    """`quantization` None = as the checkpoint holds them: dense, in the model's dtype, or packed."""
-    if quantization is None:
+    """`quantization` None = as the checkpoint has them: in the model's dtype or packed, but a GGUF file is unpacked."""
+    is_gguf = packing is not None and packing.layout == "gguf"
+    if quantization == "gguf" and (dummy or not is_gguf):
+        what = "load_format='dummy' does not read it" if is_gguf else "the model is none"
+        raise ConfigError(f"quantization='gguf' keeps the weights of a GGUF file packed, and {what}")
+    if quantization == "gguf" or (quantization is None and not is_gguf):
         return WeightFormats(packing=packing, dummy=dummy)
+    if quantization is None:
+        return WeightFormats()
     if quantization not in FORMATS:
         raise ConfigError(f"quantization={quantization!r}: no such weight format; known: {', '.join(FORMATS)}")
     return WeightFormats(FORMATS[quantization]())

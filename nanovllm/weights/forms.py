@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -15,17 +16,21 @@ class Fp8Form:
 
 @dataclass(frozen=True)
 class GroupForm:
-    """Integers with a scale per group of columns: w = (q - zero) * scale."""
+    """Integers with a scale per group of columns: w = (q - zero) * scale, or w = q * scale - minimum."""
 
     bits: int  # 4 or 8
     group_size: int  # columns that share a scale; 0 = all of a row
     zero: bool = False  # a zero per group; otherwise the middle of the range stands for 0
     ordered: bool = False  # a column's group is not given by its place (desc_act, actorder)
+    minimum: bool = False  # a minimum per group
     scale_dtype: str = "float16"
+    unit_size: int = 0  # scales and minima are small integers, in units that so many columns share; 0 = they are not
 
-    def group_in(self, num_columns: int, *starts: int) -> int:
-        """Columns that share a scale in a matrix of so many columns, of which parts begin at `starts`."""
-        return math.gcd(self.group_size or num_columns, *starts)
+    def sizes_in(self, num_columns: int, *starts: int) -> tuple[int, int]:
+        """Columns that share a scale, and that share a unit, in a matrix of so many columns of which parts begin at
+        `starts`."""
+        unit = math.gcd(self.unit_size, *starts) if self.unit_size else 0
+        return math.gcd(self.group_size or num_columns, *starts), unit
 
 
 Form = Fp8Form | GroupForm
@@ -35,12 +40,19 @@ Form = Fp8Form | GroupForm
 class Packing:
     """How a quantized checkpoint stores its linears."""
 
-    layout: str  # of its files: fp8, compressed-tensors, modelopt, awq, gptq, gptq_v2
-    rules: tuple[tuple[str, Form | None], ...]  # pattern and form; the first pattern found in a module's name counts
+    layout: str  # of its files: fp8, compressed-tensors, modelopt, awq, gptq, gptq_v2, gguf
+    rules: tuple[tuple[str, Form | None], ...] = ()  # pattern and form; the first pattern found in a name counts
+    modules: tuple[tuple[str, Form], ...] = ()  # or, where there are no rules: the form of each module that has one
 
     def form_of(self, module: str) -> Form | None:
         """`module`: such as model.layers.0.mlp.up_proj. None = not quantized."""
+        if self.modules:
+            return self._by_name.get(module)
         return next((form for pattern, form in self.rules if re.search(pattern, module)), None)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Form]:
+        return dict(self.modules)
 
     @property
     def forms(self) -> list[Form]:

@@ -40,7 +40,7 @@ def _make(form: Form | None, weight: Weight, num_ranks: int, quantizes: bool) ->
 
     assert weight.columns is not None
     num_columns = weight.columns.size
-    if num_columns % form.group_in(num_columns) or form.group_in(num_columns, columns) * form.bits % 8:
+    if num_columns % form.sizes_in(num_columns)[0] or form.sizes_in(num_columns, columns)[0] * form.bits % 8:
         raise CheckpointError(
             f"{weight.names[0]}: groups of {form.group_size} columns with {form.bits} bits do not divide "
             f"{num_columns} columns on {num_ranks} ranks"

@@ -19,7 +19,7 @@ from nanovllm.models.shard import shard_of
 from tests.checkpoint.gguf_files import write_model
 from tests.distributed.rank import TIMEOUT, Seen, run_case
 from tests.helpers import assert_greedy, generate_by_reference, model_dir, prompt_of
-from tests.weights import test_groups
+from tests.weights import test_gguf_groups, test_groups
 from tests.weights.packed_files import write_packed
 from tests.weights.test_fp8 import WEIGHT_ONLY, WEIGHT_ONLY_BLOCKS, pack_blocks, pack_rows
 
@@ -53,6 +53,8 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
     write_model(gguf, "llama")
     moe = folder / "moe.gguf"
     write_model(moe, "qwen3moe")
+    packed_gguf = folder / "packed.gguf"
+    test_gguf_groups.write(packed_gguf, "qwen3moe", test_gguf_groups.MOE)
     dummy = {"load_format": "dummy", "seed": 3}
     odd = folder / "odd"
     odd.mkdir()
@@ -83,6 +85,7 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
             "embed": [prompt_of(20), prompt_of(3)],
         },
         "gguf": {"model": gguf, "requests": few_tokens()},
+        "packed gguf": {"model": packed_gguf, "options": {"quantization": "gguf"}, "requests": few_tokens()},
         "gguf of experts": {"model": moe, "requests": few_tokens()},
         "dummy": {"model": model_dir("qwen3-moe"), "options": dummy, "requests": greedy(max_tokens=8)},
         "odd vocabulary": {"model": odd, "options": dummy, "requests": greedy(max_tokens=8)},
@@ -167,7 +170,7 @@ def test_families(results: Results, name: str) -> None:
     "name",
     [
         *("chunked", "gguf", "gguf of experts", "dummy", "odd vocabulary", "guided", "verified"),
-        *("fp8 blocks", "fp8 rows", "awq", "gptq ordered", "packed asymmetric"),
+        *("fp8 blocks", "fp8 rows", "awq", "gptq ordered", "packed asymmetric", "packed gguf"),
     ],
 )
 def test_ways(results: Results, name: str) -> None:

@@ -163,7 +163,7 @@ def test_rounding_is_to_the_nearest(bits: int, zero: bool) -> None:
     dense[3] = 0.0
     weight.load((slice(0, 20),), InMemory(dense), ())
     error = (weight.dequantized() - dense).abs().unflatten(1, (-1, GROUP))
-    assert (error <= 0.5001 * weight.scale.unsqueeze(-1) * (1 + zero)).all()
+    assert (error <= 0.5001 * weight.pieces.scale.unsqueeze(-1) * (1 + zero)).all()
     x, bias = torch.randn(3, 48), torch.randn(20)
     expected = x.double() @ weight.dequantized().double().T + bias.double()
     torch.testing.assert_close(weight.matmul(x, bias).double(), expected, atol=1e-4, rtol=1e-5)

@@ -1,11 +1,15 @@
-"""Tensors of 4- or 8-bit integers with a scale, and maybe a zero, per group of columns: w = (q - zero) * scale.
+"""Tensors of 4- or 8-bit integers with a scale per group of columns: w = (q - zero) * scale, or q * scale - minimum.
 
-AWQ, GPTQ and compressed-tensors store the same numbers in different orders. All are converted to this layout:
+AWQ, GPTQ, compressed-tensors and GGUF store such numbers in different orders. All are converted to this layout:
 
-  codes   4 bits: uint8 [rows, columns / 2], the even column in the low half of a byte; 0 to 15, and 8 means 0 where
-          there are no zeros. 8 bits: int8 [rows, columns], 128 less than what the file holds.
-  scale   [rows, groups], in the type that the file has
-  zero    [rows, groups], uint8 or int8 like the codes, or None
+  codes    4 bits: uint8 [rows, columns / 2], the even column in the low half of a byte; 0 to 15. 8 bits: int8 [rows,
+           columns], 128 less than what a file of unsigned numbers holds.
+  scale    [rows, groups], in the type that the file has
+  zero     [rows, groups] like the codes. Without zeros and minima 8 stands for 0 in 4 bits, and 0 in 8.
+  minimum  [rows, groups] like the scales
+  order    [columns] int32, the group of each column, where columns are not in the order of their groups
+  scale_unit, minimum_unit
+           [rows, columns / unit size] float16: scales and minima are integers, to be multiplied with these
 """
 
 from collections.abc import Callable
@@ -27,7 +31,10 @@ class Pieces(NamedTuple):
     codes: Tensor
     scale: Tensor
     zero: Tensor | None = None
-    group_of: Tensor | None = None  # [columns]: the group of each column, where they are not in order
+    minimum: Tensor | None = None
+    order: Tensor | None = None
+    scale_unit: Tensor | None = None
+    minimum_unit: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -44,14 +51,14 @@ class GroupTensor:
     def read(self, part: Part = ()) -> Tensor:
         """Dequantized, in float32."""
         rows, columns = spans(part, self.shape)
-        group = self.form.group_in(self.shape[1], columns.start, len(columns))
-        pieces = self.pieces(part, group, torch.device("cpu"))
-        return dequantize(pieces, bits=self.form.bits, group=group)
+        sizes = self.form.sizes_in(self.shape[1], columns.start, len(columns))
+        return dequantize(self.pieces(part, sizes, torch.device("cpu")), self.form, sizes)
 
-    def pieces(self, part: Part, group: int, device: torch.device) -> Pieces:
-        """A part, with one scale per `group` columns."""
+    def pieces(self, part: Part, sizes: tuple[int, int], device: torch.device) -> Pieces:
+        """A part, with one scale per `sizes[0]` columns."""
         rows, columns = spans(part, self.shape)
-        size = self.form.group_in(self.shape[1])
+        own = slice(rows.start, rows.stop)
+        size, _ = self.form.sizes_in(self.shape[1])
         if self.shape[1] % size:
             raise ValueError(f"groups of {size} columns do not divide its {self.shape[1]} columns")
         scale = self.scale().to(device)
@@ -60,23 +67,17 @@ class GroupTensor:
             raise ValueError(f"there are scales for {list(scale.shape)} rows and groups, and {expected} is needed")
         check_scale(scale)
         zero = None if self.zero is None else self._zeros(self.zero().to(device), expected)
-        groups = None if self.group_of is None else self.group_of.read()
-        codes = self.codes(rows, columns).to(device)
-        if self.form.ordered:
-            if groups is None or tuple(groups.shape) != self.shape[1:]:
-                raise ValueError("the config says that columns have any order, and there is no g_idx for each of them")
-            if not 0 <= groups.min() <= groups.max() < expected[1]:
-                raise ValueError(f"g_idx names groups outside of 0 to {expected[1] - 1}")
-            own = slice(rows.start, rows.stop)
-            here = groups[columns.start : columns.stop].to(device, torch.int32)
-            return Pieces(codes, scale[own], None if zero is None else zero[own], here)
-        if groups is not None and not torch.equal(groups.cpu(), torch.arange(self.shape[1]).int() // size):
-            raise ValueError("g_idx is not in order, although the config says that columns are (desc_act, actorder)")
-
-        def take(values: Tensor) -> Tensor:
-            return take_blocks(values, (1, size), rows, columns, (1, group))
-
-        return Pieces(codes, take(scale), None if zero is None else take(zero))
+        order = None if self.group_of is None else self.group_of.read()
+        whole = Pieces(self.codes(rows, columns).to(device), scale[own], None if zero is None else zero[own])
+        if not self.form.ordered:
+            if order is not None and not torch.equal(order.cpu(), torch.arange(self.shape[1]).int() // size):
+                raise ValueError("g_idx is not in order, although the config says that columns are")
+            return cut_groups(whole, self.form, self.shape[1], columns, sizes)
+        if order is None or tuple(order.shape) != self.shape[1:]:
+            raise ValueError("the config says that columns have any order, and there is no g_idx for each of them")
+        if not 0 <= order.min() <= order.max() < expected[1]:
+            raise ValueError(f"g_idx names groups outside of 0 to {expected[1] - 1}")
+        return whole._replace(order=order[columns.start : columns.stop].to(device, torch.int32))
 
     def _zeros(self, zero: Tensor, expected: list[int]) -> Tensor | None:
         """In the type of the codes; None for a symmetric weight, whose zeros are all in the middle."""
@@ -107,18 +108,50 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
-def dequantize(pieces: Pieces, *, bits: int, group: int) -> Tensor:
-    """In float32: [..., rows, columns]."""
-    codes = unpack_nibbles(pieces.codes) if bits == 4 else pieces.codes
+def cut_groups(pieces: Pieces, form: GroupForm, num_columns: int, columns: range, sizes: tuple[int, int]) -> Pieces:
+    """Scales, zeros, minima and units of some of a row's columns, per `sizes` columns instead of those of the form."""
+    stored = form.sizes_in(num_columns)
 
-    def spread(values: Tensor) -> Tensor:
-        if pieces.group_of is None:
-            return values.float().repeat_interleave(group, dim=-1)
-        index = pieces.group_of.long().unsqueeze(-2)
-        return values.float().gather(-1, index.expand(*values.shape[:-1], index.shape[-1]))
+    def cut(values: Tensor | None, index: int) -> Tensor | None:
+        if values is None:
+            return None
+        return take_blocks(values, (1, stored[index]), range(values.shape[0]), columns, (1, sizes[index]))
 
-    zero = 8 if bits == 4 else 0
-    return (codes.float() - (zero if pieces.zero is None else spread(pieces.zero))) * spread(pieces.scale)
+    scale = cut(pieces.scale, 0)
+    assert scale is not None
+    return pieces._replace(
+        scale=scale,
+        zero=cut(pieces.zero, 0),
+        minimum=cut(pieces.minimum, 0),
+        scale_unit=cut(pieces.scale_unit, 1),
+        minimum_unit=cut(pieces.minimum_unit, 1),
+    )
+
+
+def dequantize(pieces: Pieces, form: GroupForm, sizes: tuple[int, int]) -> Tensor:
+    """In float32: [..., rows, columns]. `sizes`: columns per scale and per unit."""
+    codes = (unpack_nibbles(pieces.codes) if form.bits == 4 else pieces.codes).float()
+    if pieces.order is None:
+        codes = codes.unflatten(-1, (-1, sizes[0]))
+
+    def spread(values: Tensor, unit: Tensor | None = None) -> Tensor:
+        """One value for each column, or for each group of columns."""
+        values = values.float()
+        if unit is not None:
+            values = values * unit.float().repeat_interleave(sizes[1] // sizes[0], dim=-1)
+        if pieces.order is None:
+            return values.unsqueeze(-1)
+        index = pieces.order.long().unsqueeze(-2)
+        return values.gather(-1, index.expand(*values.shape[:-1], index.shape[-1]))
+
+    if pieces.zero is not None:
+        codes -= spread(pieces.zero)
+    elif form.bits == 4 and pieces.minimum is None:
+        codes -= 8
+    codes *= spread(pieces.scale, pieces.scale_unit)
+    if pieces.minimum is not None:
+        codes -= spread(pieces.minimum, pieces.minimum_unit)
+    return codes if pieces.order is not None else codes.flatten(-2)
 
 
 # --- the layouts of files ---------------------------------------------------------------------------------------------
@@ -210,7 +243,7 @@ def _as_codes(octets: Tensor, form: GroupForm) -> Tensor:
 def quantize_groups(weight: Tensor, form: GroupForm) -> GroupTensor:
     """Round [out, in] to integers; a group's largest number becomes the largest integer, symmetric or not as the form
     says. A group of zeros gets scale 1."""
-    bits, size = form.bits, form.group_in(weight.shape[1])
+    bits, (size, _) = form.bits, form.sizes_in(weight.shape[1])
     if weight.shape[1] % size:
         raise ValueError(f"groups of {size} columns do not divide its {weight.shape[1]} columns")
     grouped = weight.float().unflatten(1, (-1, size))

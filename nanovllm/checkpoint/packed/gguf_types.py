@@ -1,0 +1,25 @@
+"""The types of tensors in GGUF files whose blocks stay packed, and the form that each has in memory. No torch."""
+
+from collections.abc import Iterable
+
+from nanovllm.weights.forms import GroupForm, Packing
+
+FORMS = {
+    "Q4_0": GroupForm(4, 32),
+    "Q4_1": GroupForm(4, 32, minimum=True),
+    "Q5_0": GroupForm(8, 32),
+    "Q5_1": GroupForm(8, 32, minimum=True),
+    "Q8_0": GroupForm(8, 32),
+    "Q4_K": GroupForm(4, 32, minimum=True, scale_dtype="uint8", unit_size=256),
+    "Q5_K": GroupForm(8, 32, minimum=True, scale_dtype="uint8", unit_size=256),
+    "Q6_K": GroupForm(8, 16, scale_dtype="int8", unit_size=256),
+}
+
+
+def packing_of(types: Iterable[tuple[str, str]]) -> Packing:
+    """`types`: the Hugging Face names of a file's tensors, and their types. Tensors of other types are unpacked.
+
+    The experts of a layer are one tensor; the first one's module stands for all.
+    """
+    modules = ((name.replace(".experts.", ".experts.0.").removesuffix(".weight"), kind) for name, kind in types)
+    return Packing("gguf", modules=tuple((module, FORMS[kind]) for module, kind in modules if kind in FORMS))
