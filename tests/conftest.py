@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-EXPECTED_SKIPS = ("needs a GPU", "needs the Qwen3 tokenizer")
+EXPECTED_SKIPS = ("needs a GPU", "needs the Qwen3 tokenizer", "needs litellm", "needs instructor")
 
 
 class SkipGuard:

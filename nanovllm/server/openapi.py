@@ -35,6 +35,47 @@ GETS = {
     "/version": "Get the server's version",
     "/tokenizer_info": "Get the tokenizer's settings and the chat template",
 }
+COMPLETION = {
+    "id": "string",
+    "object": "string",
+    "created": "integer",
+    "model": "string",
+    "choices": "array",
+    "usage": "object",
+}
+# By path: the fields that every successful response has, and their types in JSON. A response may have more fields.
+RESPONSE_FIELDS: dict[str, dict[str, str]] = {
+    "/v1/chat/completions": COMPLETION,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": {
+        "id": "string",
+        "object": "string",
+        "created_at": "integer",
+        "model": "string",
+        "status": "string",
+        "output": "array",
+        "usage": "object",
+    },
+    "/v1/messages": {
+        "id": "string",
+        "type": "string",
+        "role": "string",
+        "model": "string",
+        "content": "array",
+        "stop_reason": "string",
+        "usage": "object",
+    },
+    "/v1/messages/count_tokens": {"input_tokens": "integer"},
+    "/v1/embeddings": {"object": "string", "model": "string", "data": "array", "usage": "object"},
+    "/tokenize": {"count": "integer", "max_model_len": "integer", "tokens": "array"},
+    "/detokenize": {"prompt": "string"},
+    "/v1/models": {"object": "string", "data": "array"},
+    "/health": {"status": "string"},
+    "/ready": {"status": "string"},
+    "/load": {"server_load": "integer"},
+    "/version": {"version": "string"},
+    "/tokenizer_info": {"tokenizer_class": "string", "model_max_length": "integer", "vocab_size": "integer"},
+}
 ERROR_CODES = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
@@ -46,8 +87,9 @@ def document() -> dict[str, Any]:
     for kind in kinds:
         for field in kind.unsupported:
             schemas[kind.__name__]["properties"].pop(field, None)
-    paths: dict[str, Any] = {path: {"post": _post(*entry)} for path, entry in POSTS.items()}
-    paths |= {path: {"get": {"summary": about, "responses": _responses(stream=False)}} for path, about in GETS.items()}
+    paths: dict[str, Any] = {path: {"post": _post(path, *entry)} for path, entry in POSTS.items()}
+    for path, summary in GETS.items():
+        paths[path] = {"get": {"summary": summary, "responses": _responses(path, stream=False)}}
     metrics = {"200": {"description": "Prometheus' text format", "content": {"text/plain": {}}}}
     paths["/metrics"] = {"get": {"summary": "Get counters and histograms", "responses": metrics}}
     return {
@@ -80,17 +122,19 @@ ERROR = {
 }
 
 
-def _post(kind: type, summary: str, stream: bool) -> dict[str, Any]:
+def _post(path: str, kind: type, summary: str, stream: bool) -> dict[str, Any]:
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": _responses(stream=stream),
+        "responses": _responses(path, stream=stream),
     }
 
 
-def _responses(*, stream: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+def _responses(path: str, *, stream: bool) -> dict[str, Any]:
+    fields = {name: {"type": kind} for name, kind in RESPONSE_FIELDS[path].items()}
+    schema = {"type": "object", "required": list(fields), "properties": fields}
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
     if stream:
         content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
