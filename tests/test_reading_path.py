@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "architecture.md"
 ROW = re.compile(r"^\| `(\S+\.py)` \| ([\d,]+) \|", re.MULTILINE)
-MAX_LINES = 5_550  # the aim is 5,500
+MAX_LINES = 5_500
 LENGTH_TOLERANCE = 30  # lines that a file may have grown or shrunk since the list was written
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

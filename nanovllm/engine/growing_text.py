@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.whole_text import end_of_text
 from nanovllm.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class GrowingText:
         if seq.num_completion_tokens == self.num_read:
             return False
         if detokenizer is not None:
-            new = seq.token_ids[seq.num_prompt_tokens + detokenizer.num_tokens : seq.end_of_text]
+            new = seq.token_ids[seq.num_prompt_tokens + detokenizer.num_tokens : end_of_text(seq)]
             stop = detokenizer.append(new)
             if stop is not None:
                 self._stop_at(stop, num_tokens=detokenizer.num_tokens)

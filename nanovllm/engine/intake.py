@@ -1,11 +1,11 @@
 """Requests, checked against the model and turned into sequences for the scheduler."""
 
-import random
+from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
-from nanovllm.models.spec import ModelSpec
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import all_below
 
@@ -13,22 +13,14 @@ if TYPE_CHECKING:
     from nanovllm.engine.text_params import TextParams
 
 
+@dataclass(frozen=True, kw_only=True)
 class Intake:
-    def __init__(
-        self,
-        model_config: ModelSpec,
-        text_params: "TextParams | None",  # None without a tokenizer
-        *,
-        max_num_tokens: int,  # of a sequence, prompt and completion together
-        num_cache_tokens: int,  # that the KV cache holds
-        seed: int,  # of the generator of seeds for requests without one
-    ) -> None:
-        self._vocab_size = model_config.vocab_size
-        self._eos = frozenset(model_config.eos_token_ids)
-        self._text_params = text_params
-        self._max_num_tokens = max_num_tokens
-        self._num_cache_tokens = num_cache_tokens
-        self._random = random.Random(seed)
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    text_params: "TextParams | None"  # None without a tokenizer
+    max_num_tokens: int  # of a sequence, prompt and completion together
+    num_cache_tokens: int  # that the KV cache holds
+    seeds: Random  # of requests without one
 
     def check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
         named = {
@@ -39,10 +31,10 @@ class Intake:
             "logprob_token_ids": params.logprob_token_ids or (),
         }
         for field, ids in named.items():
-            if ids and not all_below(self._vocab_size, ids):
-                bad = next(token for token in ids if not 0 <= token < self._vocab_size)
-                raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {self._vocab_size} tokens")
-        if self._text_params is None and _needs_tokenizer(params):
+            if ids and not all_below(self.vocab_size, ids):
+                bad = next(token for token in ids if not 0 <= token < self.vocab_size)
+                raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {self.vocab_size} tokens")
+        if self.text_params is None and _needs_tokenizer(params):
             from nanovllm.engine.text_params import refusal_without_tokenizer
 
             raise refusal_without_tokenizer(params)
@@ -58,16 +50,17 @@ class Intake:
         cache_salt: str | None,
     ) -> list[Sequence]:
         """Make `n` sequences. All but the first wait for it, so that they find its prompt in the prefix cache."""
-        seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        room = min(self._max_num_tokens, self._num_cache_tokens + 1)
+        seed = self.seeds.getrandbits(63) if params.seed is None else params.seed
+        room = min(self.max_num_tokens, self.num_cache_tokens + 1)
         wanted = room if params.max_tokens is None else len(token_ids) + params.max_tokens
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         seqs = [
             Sequence(
                 request_id,
                 token_ids,
                 params if index == 0 else params.clone(prompt_logprobs=None),
-                max_num_tokens=min(wanted, self._max_num_tokens),
-                stop_token_ids=(frozenset() if params.ignore_eos else self._eos).union(params.stop_token_ids or ()),
+                max_num_tokens=min(wanted, self.max_num_tokens),
+                stop_token_ids=eos.union(params.stop_token_ids or ()),
                 index=index,
                 seed=_signed64(seed + index * 0x9E3779B97F4A7C15),
                 priority=priority,
@@ -77,8 +70,8 @@ class Intake:
             for index in range(params.n)
         ]
         seqs[0].followers = seqs[1:]
-        if self._text_params is not None and _needs_tokenizer(params):
-            self._text_params.apply(params, seqs, token_ids)
+        if self.text_params is not None and _needs_tokenizer(params):
+            self.text_params.apply(params, seqs, token_ids)
         return seqs
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
@@ -65,11 +66,12 @@ class LLMEngine:
         self._watched: dict[Sequence, GrowingText] = {}  # texts that are read after every step
         self._undelivered: dict[str, RequestOutput] = {}  # outputs of other callers' requests, for their next step()
         self.intake = Intake(
-            self.model_config,
-            self.text_params,
+            vocab_size=self.model_config.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            text_params=self.text_params,
             max_num_tokens=self.max_model_len,
             num_cache_tokens=self.scheduler.config.max_cached_tokens,
-            seed=self.config.seed,
+            seeds=Random(self.config.seed),
         )
         self._num_added = 0
 

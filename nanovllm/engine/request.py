@@ -26,9 +26,9 @@ class Completion:
             return self.growing.text()
         if self.tokenizer is None:
             return ""
-        seq, begin = self.seq, self.seq.num_prompt_tokens
-        pieces = self.tokenizer.pieces(seq.params.skip_special_tokens)
-        return pieces.text(seq.token_ids[:begin], seq.token_ids[begin : seq.end_of_text])
+        from nanovllm.engine.whole_text import whole_text
+
+        return whole_text(self.seq, self.tokenizer)
 
     def stop_reason(self, eos_token_ids: frozenset[int]) -> int | str | None:
         reason = self.seq.stop_reason

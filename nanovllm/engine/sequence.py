@@ -108,12 +108,6 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def end_of_text(self) -> int:
-        """The end of the tokens that become text: a stop token does not, unless the request asks for it."""
-        by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-        return self.num_tokens - (by_token and not self.params.include_stop_str_in_output)
-
-    @property
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 

@@ -16,9 +16,11 @@ def make_executor(config: Config, model_config: ModelSpec, path: Path, *, max_mo
     rank = Rank(0, config.tensor_parallel_size, config.pipeline_parallel_size)
     shard_of(model_config, rank)  # raises if the model cannot be divided like that, before anything is started
     if rank.world_size == 1 and config.distributed_executor_backend is None:
-        from nanovllm.runner.model_runner import ModelRunner
+        from nanovllm.runner.device import resolve_device
+        from nanovllm.runner.make import runner_on
 
-        return ModelRunner(config, model_config, path, max_model_len=max_model_len)
+        device = resolve_device(config.device)
+        return runner_on(device)(config, model_config, path, device=device, max_model_len=max_model_len)
     from nanovllm.executor.make_workers import make_workers
     from nanovllm.executor.workers import WorkersExecutor
 

@@ -141,7 +141,7 @@ class _ModelRank:
         from nanovllm.distributed.collectives import join
         from nanovllm.models.registry import describe
         from nanovllm.runner.device import resolve_device
-        from nanovllm.runner.model_runner import ModelRunner
+        from nanovllm.runner.make import runner_on
 
         device = resolve_device(start.config.device, start.rank.local_rank if start.rank.world_size > 1 else None)
         if device.index is not None:
@@ -152,10 +152,11 @@ class _ModelRank:
         self._parallel = join(
             start.rank, device, host=start.host, port=start.port, store=store, timeout_seconds=SECONDS_TO_MEET
         )
-        self._runner = ModelRunner(
+        self._runner = runner_on(device)(
             start.config,
             describe(Path(start.path)).config,
             Path(start.path),
+            device=device,
             max_model_len=start.max_model_len,
             parallel=self._parallel,
         )

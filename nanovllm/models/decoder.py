@@ -76,9 +76,12 @@ class Decoder:
             from nanovllm.layers.split_k_residual import SplitKResidual
 
             self._residual = partial(SplitKResidual, pdl=context.pdl)
-        self.embed_tokens: Embedding | None = None
-        if shard.has_embedding:
-            self.embed_tokens = Embedding(self.spec.embedding_weight(), context)
+        embedding = Embedding
+        if context.group.size > 1:
+            from nanovllm.layers.sharded_embedding import ShardedEmbedding
+
+            embedding = ShardedEmbedding
+        self.embed_tokens = embedding(self.spec.embedding_weight(), context) if shard.has_embedding else None
         self.layers = [
             DecoderLayer(layer, context.within(f"model.layers.{index}."))
             for index, layer in zip(shard.layers, shard.layer_specs, strict=True)

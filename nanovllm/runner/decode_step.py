@@ -23,7 +23,7 @@ from nanovllm.plan import StepPlan
 from nanovllm.runner.graphs import Graphs
 from nanovllm.runner.guided_step import GuidedStep
 from nanovllm.runner.kernel_sampler import KernelSampler
-from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.kernel_table import KernelTable
 from nanovllm.runner.results import PendingStep
 from nanovllm.runner.sampling import Sampling
 from nanovllm.runner.sorted_step import SortedStep
@@ -67,7 +67,7 @@ class DecodeStep:
         self,
         stage: Stage,
         backend: DeviceBackend,
-        table: RequestTable,
+        table: KernelTable,
         sampler: KernelSampler,
         sampling: Sampling,
         *,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from nanovllm.kernels.sampling.sample import sample
 from nanovllm.kernels.sampling.thresholds import cut_thresholds
-from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.kernel_table import KernelTable
 from nanovllm.runner.sampling import SamplingBatch
 
 
@@ -15,8 +15,7 @@ class KernelSampler:
     Each row samples one token. Steps that verify proposed tokens use `Sampler`.
     """
 
-    def __init__(self, table: RequestTable, max_num_seqs: int, device: torch.device, *, pdl: bool) -> None:
-        assert table.sampling is not None
+    def __init__(self, table: KernelTable, max_num_seqs: int, device: torch.device, *, pdl: bool) -> None:
         self._table, self._columns = table, table.sampling
         self._pdl = pdl
         self._out = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)

@@ -7,13 +7,13 @@ from nanovllm.config import Config
 from nanovllm.layers.context import BuildContext
 from nanovllm.runner.decode_step import DecodeStep
 from nanovllm.runner.kernel_sampler import KernelSampler
-from nanovllm.runner.request_table import RequestTable
+from nanovllm.runner.kernel_table import KernelTable
 from nanovllm.runner.sampling import Sampling
 from nanovllm.runner.stage import Stage
 
 
 def make_kernel_steps(
-    config: Config, context: BuildContext, stage: Stage, table: RequestTable, *, keeps_row_state: bool
+    config: Config, context: BuildContext, stage: Stage, table: KernelTable, *, keeps_row_state: bool
 ) -> tuple[Sampling, DecodeStep | None]:
     """`keeps_row_state`: a layer of the model does."""
     sampler = KernelSampler(table, config.max_num_seqs, context.device, pdl=context.pdl)

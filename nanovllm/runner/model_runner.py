@@ -1,7 +1,6 @@
 """The device side of the engine: builds model, KV cache, request table and sampler, and launches steps."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
 from nanovllm.plan import StepPlan
-from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
+from nanovllm.runner.device import resolve_cache_dtype, resolve_dtype
 from nanovllm.runner.forward_batch import build_batch, step_capacity
 from nanovllm.runner.kv_cache import make_states, size_kv_cache
 from nanovllm.runner.phases import Phases
@@ -30,8 +29,6 @@ from nanovllm.runner.upload import Upload
 from nanovllm.weights.formats import weight_formats
 
 if TYPE_CHECKING:
-    from nanovllm.runner.decode_step import DecodeStep
-    from nanovllm.runner.gpu_start import GpuStart
     from nanovllm.runner.guided_step import GuidedStep
     from nanovllm.runner.prompt_outputs import PromptOutputs
 
@@ -39,7 +36,9 @@ ALL_IN_ONE = Parallel()
 
 
 class ModelRunner:
-    """Implements `Executor` for one rank; with several ranks each has one."""
+    """Implements `Executor` for one rank, on torch alone; with several ranks each has one. `GpuRunner` adds kernels."""
+
+    runs_beside_host = False
 
     @torch.inference_mode()
     def __init__(
@@ -48,35 +47,20 @@ class ModelRunner:
         model_config: ModelSpec,
         path: Path,
         *,
+        device: torch.device,
         max_model_len: int,
         parallel: Parallel = ALL_IN_ONE,
     ) -> None:
         """All ranks of `parallel` get the same plans in the same order and have the same tokens after each."""
-        self._parallel, rank = parallel, parallel.rank
-        self.device = resolve_device(config.device, rank.local_rank if rank.world_size > 1 else None)
-        self.vocab_size = model_config.vocab_size
+        self._parallel, self.device = parallel, device
         self.phases = Phases(self.device)
         self.startup_seconds = self.phases.seconds
-        self.runs_beside_host = self.device.type != "cpu"
-        if self.device.type == "cpu":
-            self._start(config, model_config, path, max_model_len)
-        else:
-            from nanovllm.runner.gpu_memory import starting_on_gpu
-
-            with starting_on_gpu(self, self.device):
-                self._start(config, model_config, path, max_model_len)
-
-    def _start(self, config: Config, model_config: ModelSpec, path: Path, max_model_len: int) -> None:
-        num_ranks = self._parallel.rank.world_size
         with self.phases.timed("model"):
             self._build_model(config, model_config, max_model_len)
             self._build_steps(config, model_config, max_model_len)
-        gpu = None if self.device.type == "cpu" else self._gpu_start(config)
-        compiled = nullcontext() if gpu is None else gpu.kernels_compiled(num_ranks=num_ranks)
-        with compiled, self.phases.timed("weights"):
-            self._load(config, path)
+        self._load(config, path)
         with self.phases.timed("warm_up"):
-            activation_bytes = 0 if gpu is None else gpu.activation_bytes(vocab_size=self.vocab_size)
+            activation_bytes = self._activation_bytes()
         with self.phases.timed("kv_cache"):
             self.states: list[Any] = []  # frees those of the warm-up
             shard, dtype = self.model.shard, self.backend.shape.cache_dtype
@@ -84,11 +68,12 @@ class ModelRunner:
             if config.num_kv_cache_blocks == -1:
                 from nanovllm.runner.memory_budget import fit
 
+                num_ranks = parallel.rank.world_size
                 self.cache_size = fit(
-                    self.cache_size, config, shard, self.device, activation_bytes=activation_bytes, num_ranks=num_ranks
+                    self.cache_size, config, shard, device, activation_bytes=activation_bytes, num_ranks=num_ranks
                 )
-            if self._parallel.world is not None:  # all ranks have the same blocks, each for its own heads and layers
-                fits_everywhere = self._parallel.world.smallest(self.cache_size.num_blocks, self.device)
+            if parallel.world is not None:  # all ranks have the same blocks, each for its own heads and layers
+                fits_everywhere = parallel.world.smallest(self.cache_size.num_blocks, device)
                 self.cache_size = replace(self.cache_size, num_blocks=fits_everywhere)
             self.num_blocks = self.cache_size.num_blocks
             self._make_states({group.window: group.num_blocks for group in self.cache_size.groups})
@@ -122,13 +107,12 @@ class ModelRunner:
         """Build what runs the steps of the model."""
         context = self._context
         capacity = step_capacity(max_num_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
-        self.table = RequestTable(
+        self.table = self._make_table(
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
             block_size=config.kv_cache_block_size,
             upload=Upload(capacity=capacity, device=self.device),
             windows=model_config.windows,
-            kernels=context.kernels,
         )
         self._stage = Stage(self.model, context)
         if self._parallel.rank.world_size > 1:
@@ -142,45 +126,29 @@ class ModelRunner:
             self._row_states = RowStateCopies()
         self._prompt_outputs: PromptOutputs | None = None  # made when first needed
         self._sampling = Sampling(self._stage, self.table)
-        self._decode: DecodeStep | None = None
-        if context.kernels:
-            from nanovllm.runner.kernel_steps import make_kernel_steps
 
-            self._sampling, self._decode = make_kernel_steps(
-                config, context, self._stage, self.table, keeps_row_state=model_config.keeps_row_state
-            )
-
-    def _gpu_start(self, config: Config) -> "GpuStart":
-        from nanovllm.runner.gpu_start import GpuStart
-
-        return GpuStart(
-            config,
-            self._context,
-            table=self.table,
-            phases=self.phases,
-            decode=self._decode,
-            launch=self.launch,
-            small_cache=lambda: self._make_states(dict.fromkeys(self.table.blocks, 1)),
-        )
+    def _make_table(self, **sizes: Any) -> RequestTable:
+        return RequestTable(**sizes)
 
     def _load(self, config: Config, path: Path) -> None:
         slots, dtype = self.model.slots(), self._context.dtype
-        if config.load_format == "dummy":
-            load_dummy(slots, config.seed, dtype=dtype, device=self.device)
-        else:
-            from nanovllm.checkpoint.loader import load_checkpoint
-            from nanovllm.models.parameters import tensor_names
+        with self.phases.timed("weights"):
+            if config.load_format == "dummy":
+                load_dummy(slots, config.seed, dtype=dtype, device=self.device)
+            else:
+                from nanovllm.checkpoint.loader import load_checkpoint
+                from nanovllm.models.parameters import tensor_names
 
-            load_checkpoint(
-                path,
-                config.load_format,
-                slots,
-                dtype=dtype,
-                packing=self.model.spec.packing,
-                is_elsewhere=tensor_names(self.model.spec).__contains__,
-                shows_progress=self._parallel.rank.index == 0,  # the other ranks are about as far
-            )
-        self.model.finish_loading()
+                load_checkpoint(
+                    path,
+                    config.load_format,
+                    slots,
+                    dtype=dtype,
+                    packing=self.model.spec.packing,
+                    is_elsewhere=tensor_names(self.model.spec).__contains__,
+                    shows_progress=self._parallel.rank.index == 0,  # the other ranks are about as far
+                )
+            self.model.finish_loading()
 
     def _make_states(self, num_blocks: dict[int | None, int]) -> list[Any]:
         """Make the states of all layers. `num_blocks`: of each paged group, by its window."""
@@ -193,8 +161,9 @@ class ModelRunner:
         self.table.apply(plan)
         if plan.new_rows:
             self._sampling.forget()
-        if self._decode is not None and not plan.row_steps:
-            return self._decode.launch(plan, self.states)
+        return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> "PendingStep | GuidedStep":
         positions = plan.sampled_positions()
         head_size, keeps_row_state = self._head_size(len(positions)), self._row_states is not None
         batch = self.table.send(
@@ -232,9 +201,12 @@ class ModelRunner:
         return GuidedStep(finish)
 
     def _head_size(self, num_sampled: int) -> int:
-        """The size of the decode graph for as many rows: with a size that it has not seen cuBLAS may load another
-        kernel, which waits until the device is idle."""
-        return num_sampled if self._decode is None else self._decode.size_for(num_sampled)
+        """The number of rows that get logits, with padding."""
+        return num_sampled
+
+    def _activation_bytes(self) -> int:
+        """The bytes that the largest step takes. On a CPU the KV cache gets only a share of what is free."""
+        return 0
 
     def _outputs_of_prompts(self) -> "PromptOutputs":
         if self._prompt_outputs is None:
@@ -247,12 +219,5 @@ class ModelRunner:
         """Nothing can fail between steps: the model runs in this process."""
 
     def close(self) -> None:
-        if self._decode is not None:
-            self._decode.close()
-        del self._stage, self.model, self.states, self.table, self.backend, self._context
-        del self._sampling, self._decode
+        del self._stage, self.model, self.states, self.table, self.backend, self._context, self._sampling
         self._prompt_outputs = None
-        if self.device.type == "cuda":
-            from nanovllm.runner.gpu_memory import release_memory
-
-            release_memory(self)

@@ -24,7 +24,7 @@ def int32_array(values: tuple[int, ...]) -> np.ndarray:
 
 
 class RequestTable:
-    """Tokens, lengths and block tables of all rows; with kernels also the sampling parameters.
+    """Tokens, lengths and block tables of all rows; `KernelTable` adds what our kernels read.
 
     The values of tokens are on the device only. Lengths and block tables do not depend on them and are kept on the host
     too. All columns on the device are views of one int32 tensor, so the changes of a step are a list of (index, value).
@@ -38,33 +38,26 @@ class RequestTable:
         block_size: int,
         upload: Upload,
         windows: tuple[int | None, ...] = (None,),  # of the paged groups
-        kernels: bool = False,  # our kernels run on the device
+        columns: tuple[str, ...] = (),  # more numbers of each row
     ) -> None:
         rows, max_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
         self.block_size = block_size
-        columns: tuple[str, ...] = ("length",)
-        if kernels:
-            from nanovllm.kernels.table.scatter import scatter
-            from nanovllm.runner.sampling_columns import COLUMNS, SamplingColumns
-
-            columns += COLUMNS
         self._groups = tuple(f"blocks of group {group}" for group in range(len(windows)))
+        # decode_rows are for KernelTable; they lie here so that the addresses of what follows are multiples of 16 bytes
         shapes: dict[str, tuple[int, ...]] = {"tokens": (rows, max_model_len), "decode_rows": (max_num_seqs,)}
         shapes |= {name: (rows, max_blocks) for name in self._groups}
-        shapes |= {name: (rows,) for name in columns}
+        shapes |= {name: (rows,) for name in ("length", *columns)}
         sizes = [math.prod(shape) for shape in shapes.values()]
         self._starts = dict(zip(shapes, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
         self._widths = {name: shape[-1] if len(shape) == 2 else 1 for name, shape in shapes.items()}
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=upload.device)
-        views = {
+        self._views = views = {
             name: part.view(shape) for (name, shape), part in zip(shapes.items(), self._all.split(sizes), strict=True)
         }
         self.tokens = views["tokens"]  # [rows, max_model_len]
         # by the window of their group: [rows, max_blocks] each
         self.blocks = {window: views[name] for window, name in zip(windows, self._groups, strict=True)}
-        self.decode_rows = views["decode_rows"]  # [max_num_seqs] rows that decode, padded with row 0
         self.length = views["length"]  # [rows] number of known tokens
-        self.sampling = SamplingColumns(views) if kernels else None
 
         self.host_length = np.zeros(rows, dtype=np.int64)
         self.host_blocks = {window: np.zeros((rows, max_blocks), dtype=np.int64) for window in windows}
@@ -73,7 +66,6 @@ class RequestTable:
         self._requests: list[NewRow | None] = [None] * rows
         self._writes: list[tuple[np.ndarray, np.ndarray]] = []  # (indices, values) not yet on the device
         self._upload = upload
-        self._scatter = scatter if kernels else _scatter
 
     def apply(self, plan: StepPlan) -> None:
         """Record what a plan says has changed; `send` writes it to the device."""
@@ -97,11 +89,12 @@ class RequestTable:
             for group, blocks in enumerate(new.block_tables):
                 self._host_groups[group][new.row, : len(blocks)] = blocks
                 self._write(self._groups[group], new.row, blocks)
-        columns = {"length": int32_array(tuple(len(new.token_ids) for new in new_rows))}
-        if self.sampling is not None:
-            columns |= self.sampling.values_of(new_rows)
         rows = np.array([new.row for new in new_rows])
-        self._writes += [(self._starts[name] + rows, column) for name, column in columns.items()]
+        self._writes += [(self._starts[name] + rows, column) for name, column in self._columns(new_rows).items()]
+
+    def _columns(self, new_rows: tuple[NewRow, ...]) -> dict[str, np.ndarray]:
+        """What new rows have in each column, [num_new_rows] int32 each."""
+        return {"length": int32_array(tuple(len(new.token_ids) for new in new_rows))}
 
     def _grow(self, new_blocks: tuple[NewBlocks, ...]) -> None:
         for group, name in enumerate(self._groups):
@@ -116,18 +109,9 @@ class RequestTable:
                 self._host_groups[group][rows, columns] = blocks
                 self._writes.append((self._starts[name] + rows * self._widths[name] + columns, blocks))
 
-    def set_decode_rows(self, rows: tuple[int, ...], *, size: int) -> None:
-        """Set the rows that decode from now on, padded to `size`."""
-        self._write("decode_rows", 0, rows + (0,) * (size - len(rows)))
-
     def _write(self, name: str, row: int, values: tuple[int, ...], *, at: int = 0) -> None:
         first = self._starts[name] + row * self._widths[name] + at
         self._writes.append((np.arange(first, first + len(values)), int32_array(values)))
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether there are changes that `send` has not sent yet."""
-        return bool(self._writes)
 
     def send(self, build: Callable[[Upload], Built]) -> Built:
         """Send all that the device needs for a step in one copy: the changes of the table and what `build` adds."""
@@ -140,8 +124,11 @@ class RequestTable:
         built = build(upload)
         upload.send()
         if changes is not None:
-            self._scatter(self._all, *changes)
+            self._scatter(*changes)
         return built
+
+    def _scatter(self, indices: Tensor, values: Tensor) -> None:
+        self._all[indices.long()] = values
 
     def append(self, rows: Tensor, tokens: Tensor, verification: "Verification | None" = None) -> None:
         """Append sampled `tokens`, [n], to their `rows`, on the device. Row 0, padding, stays empty.
@@ -173,7 +160,3 @@ class RequestTable:
         request = self._requests[row]
         assert request is not None, f"row {row} was planned before it was filled"
         return request
-
-
-def _scatter(table: Tensor, indices: Tensor, values: Tensor) -> None:
-    table[indices.long()] = values

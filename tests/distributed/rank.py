@@ -88,7 +88,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
         | case.get("options", {})
     )
     model = describe(path).config
-    runner = ModelRunner(config, model, path, max_model_len=256, parallel=parallel)
+    runner = ModelRunner(config, model, path, device=torch.device("cpu"), max_model_len=256, parallel=parallel)
     sizes = config.scheduler_config(max_model_len=256, groups=runner.cache_size.groups)
     proposer = Answers(case["answers"]) if "answers" in case else None
     core = EngineCore(Scheduler(sizes, proposer=proposer), runner, depth=case.get("depth", 0))

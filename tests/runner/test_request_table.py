@@ -1,20 +1,25 @@
 """The request table on the device holds what the plans contain, and the sampled tokens."""
 
+from typing import TypeVar
+
 import numpy as np
+import pytest
 import torch
 
 from nanovllm import SamplingParams
 from nanovllm.plan import NewBlocks, NewRow, StepPlan
+from nanovllm.runner.kernel_table import KernelTable
 from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.upload import Upload
 from tests.kernels.support import DEVICE
 
 DEVICE_ = torch.device(DEVICE)
+Table = TypeVar("Table", bound=RequestTable)
 
 
-def make_table(*, kernels: bool = DEVICE_.type == "cuda") -> RequestTable:
+def make_table(kind: type[Table] = KernelTable) -> Table:
     upload = Upload(capacity=4, device=DEVICE_)
-    return RequestTable(max_num_seqs=3, max_model_len=40, block_size=16, upload=upload, kernels=kernels)
+    return kind(max_num_seqs=3, max_model_len=40, block_size=16, upload=upload)
 
 
 def new_row(row: int, tokens: range, params: SamplingParams, seed: int = 0) -> NewRow:
@@ -32,15 +37,14 @@ def new_row(row: int, tokens: range, params: SamplingParams, seed: int = 0) -> N
 
 def send(table: RequestTable, plan: StepPlan) -> None:
     table.apply(plan)
-    assert table.has_changes
+    assert table._writes
     table.send(lambda upload: None)
-    assert not table.has_changes
+    assert not table._writes
 
 
 def test_a_row_is_filled_and_filled_anew() -> None:
-    table = make_table(kernels=True)
+    table = make_table()
     sampling = table.sampling
-    assert sampling is not None
     params = SamplingParams(temperature=0.5, top_k=9, top_p=0.25, min_p=0.125)
     send(table, StepPlan(new_rows=(new_row(2, range(100, 120), params, seed=-(2**62) + 5),)))
     assert table.tokens[2, :20].tolist() == list(range(100, 120))
@@ -57,8 +61,9 @@ def test_a_row_is_filled_and_filled_anew() -> None:
     assert (table.length[2].item(), sampling.temperature[2].item(), sampling.top_k[2].item()) == (5, 0.0, 0)
 
 
-def test_blocks_grow_and_tokens_are_appended() -> None:
-    table = make_table()
+@pytest.mark.parametrize("kind", [RequestTable, KernelTable])
+def test_blocks_grow_and_tokens_are_appended(kind: type[RequestTable]) -> None:
+    table = make_table(kind)
     send(table, StepPlan(new_rows=(new_row(1, range(9), SamplingParams()), new_row(3, range(4), SamplingParams()))))
     send(table, StepPlan(new_blocks=(NewBlocks(3, 2, (11,)), NewBlocks(1, 1, (12, 13)))))
     for blocks in (table.blocks[None], table.host_blocks[None]):
@@ -71,7 +76,9 @@ def test_blocks_grow_and_tokens_are_appended() -> None:
 
 def test_who_decodes_is_padded_with_row_0() -> None:
     table = make_table()
+    assert not table.has_changes
     table.set_decode_rows((3, 1), size=3)
+    assert table.has_changes
     send(table, StepPlan())
     assert table.decode_rows.tolist() == [3, 1, 0]
 
