@@ -1,4 +1,4 @@
-"""Clients that send pydantic's schemas, against a real engine with random weights: every answer ends and is valid."""
+"""OpenAI's client with nested pydantic types, as other clients send them, too: every answer ends and is valid."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -74,16 +74,3 @@ def test_tools(client: Any, choice: Any) -> None:
         (call,) = answer.choices[0].message.tool_calls
         assert answer.choices[0].finish_reason == "tool_calls" and not answer.choices[0].message.content
         assert models[call.function.name].model_validate_json(call.function.arguments, extra="forbid")
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain(server: ServerProcess, method: str) -> None:
-    chat = pytest.importorskip("langchain_openai").ChatOpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        model="any",
-        max_retries=0,
-        timeout=120,
-        extra_body={key: value for key, value in settings(5).items() if key != "seed"},
-    )
-    assert isinstance(chat.with_structured_output(Person, method=method).invoke("Who is it?"), Person)
