@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.errors import CheckpointError, ConfigError, ModelNotFoundError, NanoError, RequestError
 from tests.helpers import (
     TEXT_MODEL,
@@ -36,7 +37,7 @@ def llm() -> Iterator[LLM]:
 def assert_goes_on(llm: LLM) -> None:
     """Assert that nothing of a refused request is left and that the next request runs."""
     assert llm.is_finished()
-    scheduler_of(llm).check()
+    check_scheduler(scheduler_of(llm))
     (output,) = llm.generate(prompt_of(4), greedy_params(3), use_tqdm=False)
     assert_greedy(TEXT_MODEL, prompt_of(4), output["token_ids"])
 

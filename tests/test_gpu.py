@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.pooling import Embeddings
 from nanovllm.errors import ConfigError
+from nanovllm.runner.memory_budget import cache_bytes
 from nanovllm.sampling_params import StructuredOutputs
 from tests.helpers import FAMILIES, TEXT_MODEL, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
 from tests.runner.test_pooling import expected_vector
@@ -52,7 +54,7 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
             for prompt, output in zip(PROMPTS, outputs, strict=True):
                 assert_greedy(family, prompt, output["token_ids"])
         assert (scheduler_of(llm).num_preemptions > 0) == tight
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
 
 
 @pytest.mark.parametrize("how", ["graph", "eager", "sdpa", "deterministic"])
@@ -71,7 +73,7 @@ def test_long_prompts_through_windows(family: str, num_blocks: int, how: str) ->
             outputs = llm.generate(LONG_PROMPTS, greedy_params(40), use_tqdm=False)
             for prompt, output in zip(LONG_PROMPTS, outputs, strict=True):
                 assert_greedy(family, prompt, output["token_ids"])
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
 
 
 @pytest.mark.parametrize("how", ["graph", "eager"])
@@ -89,7 +91,7 @@ def test_proposed_tokens_and_embeddings(overlap: bool, how: str) -> None:
             proposer.texts = texts_of(outputs)
             vector = torch.tensor(embeddings.take(name))
             torch.testing.assert_close(vector, expected_vector("qwen3", PROMPTS[0], "mean"), atol=1e-2, rtol=1e-2)
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48])
@@ -229,7 +231,7 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
         while llm.llm_engine._core.has_work:
             llm.step()
         assert 5_000 < num_ended < 10_000
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
         torch.cuda.synchronize()
         assert scheduler_of(llm).block_manager.num_available == free
         assert torch.cuda.memory_allocated() == memory
@@ -255,7 +257,7 @@ def test_other_tenants_are_respected() -> None:
     tenant = torch.empty(int(0.5 * total), dtype=torch.uint8, device="cuda")
     try:
         with open_on_gpu("llama", num_kv_cache_blocks=-1, gpu_memory_utilization=0.7, max_num_seqs=512) as llm:
-            assert llm.llm_engine._core.executor.cache_size.num_bytes <= 0.2 * total
+            assert cache_bytes(llm.llm_engine._core.executor.cache_size) <= 0.2 * total
         with pytest.raises(ConfigError, match="gpu_memory_utilization"):
             open_on_gpu("llama", num_kv_cache_blocks=-1, gpu_memory_utilization=0.3)
     finally:

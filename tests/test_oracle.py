@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor
 
 from nanovllm import Logprob, SamplingParams
+from nanovllm.engine.consistency import check_scheduler
 from tests.helpers import (
     FAMILIES,
     assert_greedy,
@@ -56,7 +57,7 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
                 assert all(output.num_cached_tokens == 0 for output in outputs)
             if round_ and not tight:
                 assert [o.num_cached_tokens for o in outputs] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
         assert scheduler_of(llm).block_manager.num_available == scheduler_of(llm).config.num_blocks
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import StructuredOutputs
 from tests.helpers import TEXT_MODEL, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
@@ -39,7 +40,7 @@ def count_steps(llm: LLM, params: Sequence[SamplingParams]) -> tuple[list[Reques
     launch, launched = llm.llm_engine._core.executor.launch, []
     llm.llm_engine._core.executor.launch = lambda plan: launched.append(plan) or launch(plan)  # type: ignore[method-assign]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    scheduler_of(llm).check()
+    check_scheduler(scheduler_of(llm))
     return outputs, len(launched)
 
 
@@ -140,4 +141,4 @@ def test_chunked_preempted_and_from_the_prefix_cache(overlap: bool) -> None:
                 assert_greedy(family, prompt, output["token_ids"])
             proposer.texts = texts_of(outputs)
         assert scheduler_of(llm).num_preemptions > 0
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))

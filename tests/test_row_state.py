@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
@@ -136,7 +137,7 @@ def test_rejected_tokens_leave_no_trace_in_the_state(model: Path, overlap: bool)
             outputs = llm.generate(PROMPTS, greedy_params(20), use_tqdm=False)
             assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
             assert proposer.num_asked > 10
-            scheduler_of(llm).check()
+            check_scheduler(scheduler_of(llm))
 
 
 def test_the_plan_counts_the_rows(model: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.errors import RequestError
 from nanovllm.state import BlockGroup
 from tests.helpers import BLOCK_SIZE, assert_greedy, greedy_params, open_llm, prompt_of, scheduler_of
@@ -27,7 +28,7 @@ def watch_held_blocks(llm: LLM, max_num_new: int) -> None:
 
     def checked() -> object:
         plan = schedule()
-        scheduler.check()
+        check_scheduler(scheduler)
         for seq in scheduler.running:
             for group, table in zip(groups, seq.block_tables, strict=True):
                 if group.window is not None:
@@ -58,7 +59,7 @@ def test_long_prompts(family: str, way: tuple[int, int, int, int]) -> None:
             assert [o.num_cached_tokens for o in outputs] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
         if few and family != "mistral":
             assert scheduler_of(llm).num_preemptions
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
         assert scheduler_of(llm).block_manager.num_available == scheduler_of(llm).config.num_blocks
 
 

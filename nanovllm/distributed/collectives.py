@@ -107,6 +107,14 @@ def _queued(options: str) -> Any:
     return made
 
 
+def sampling_rank(ranks: Rank) -> int:
+    """The index of the rank that samples and returns results: the first one of the last stage. `ranks`: any of them.
+
+    All ranks have a step's tokens, but only this one has the logprobs.
+    """
+    return ranks.world_size - ranks.tensor_parallel_size
+
+
 def open_store(host: str) -> Store:
     """On rank 0: start the server where ranks find each other. It listens at `host` on a free port, `.port`."""
     from torch.distributed import TCPStore

@@ -61,14 +61,6 @@ class Rank:
     def pipeline_rank(self) -> int:
         return self.index // self.tensor_parallel_size
 
-    @property
-    def sampling_index(self) -> int:
-        """The index of the rank that samples and returns results: the first one of the last stage.
-
-        All ranks have a step's tokens, but only this one has the logprobs.
-        """
-        return self.world_size - self.tensor_parallel_size
-
 
 @dataclass(frozen=True)
 class Parallel:

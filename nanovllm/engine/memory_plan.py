@@ -108,7 +108,7 @@ def _group_plans(model: ModelSpec, size: "CacheSize") -> tuple[GroupPlan, ...]:
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
     from nanovllm.runner.kv_cache import size_kv_cache
-    from nanovllm.runner.memory_budget import fit
+    from nanovllm.runner.memory_budget import cache_bytes, fit
     from nanovllm.weights.formats import weight_formats
 
     config = Config.from_options(model, options)
@@ -143,7 +143,7 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
         num_parameters=num_parameters(model_config),
         weight_bytes=weight_bytes,
         kv_bytes_per_token=sum(size.block_bytes) // size.layout.block_size,
-        kv_cache_bytes=size.num_bytes,
+        kv_cache_bytes=cache_bytes(size),
         row_state_bytes=size.row_bytes,
         num_blocks=size.num_blocks,
         block_size=size.layout.block_size,

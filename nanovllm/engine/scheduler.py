@@ -397,12 +397,6 @@ class Scheduler:
                 insort(self.waiting, follower, key=lambda seq: seq.order)
         seq.followers = []
 
-    def check(self) -> None:
-        """Raise AssertionError unless the queues, rows and blocks agree with each other."""
-        from nanovllm.engine.consistency import check_scheduler
-
-        check_scheduler(self)
-
 
 def _sampled(decodes: Iterable[Sequence], rows: Iterable[ScheduledRow]) -> list[Sequence]:
     """The sequences that sample, in the order of the result's tokens."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from nanovllm.distributed.collectives import open_store
+from nanovllm.distributed.collectives import open_store, sampling_rank
 from nanovllm.executor.base import StepHandle
 from nanovllm.executor.messages import (
     Answer,
@@ -118,7 +118,7 @@ class Worker:
 
     def _start(self, start: Start) -> Ready:
         self._runner = self._model.build(start, self._store)
-        self._reports = start.rank.index == start.rank.sampling_index
+        self._reports = start.rank.index == sampling_rank(start.rank)
         return Ready(self._runner.num_blocks, self._runner.startup_seconds)
 
     def _wait(self, call: int, num_later: int) -> Answer:

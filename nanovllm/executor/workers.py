@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from nanovllm.config import Config
+from nanovllm.distributed.collectives import sampling_rank
 from nanovllm.distributed.group import Rank
 from nanovllm.errors import EngineClosedError, EngineError, NanoError
 from nanovllm.executor.messages import (
@@ -177,7 +178,7 @@ class WorkersExecutor:
         if any(answer.checksum != answers[0].checksum for answer in answers.values()):
             checksums = ", ".join(f"rank {rank}: {answers[rank].checksum:08x}" for rank in self._all_ranks)
             self._fail(EngineError(f"the ranks disagree about the tokens that were sampled; checksums: {checksums}"))
-        return answers[self._ranks[0].sampling_index]
+        return answers[sampling_rank(self._ranks[0])]
 
     def _take(self, replies: Replies) -> None:
         for rank, reply in replies:

@@ -26,11 +26,6 @@ class CacheSize:
     def groups(self) -> tuple[BlockGroup, ...]:
         return self.layout.groups(self.num_blocks)
 
-    @property
-    def num_bytes(self) -> int:
-        paged = sum(group.num_blocks * size for group, size in zip(self.groups, self.block_bytes, strict=True))
-        return paged + self.row_bytes
-
 
 def size_kv_cache(config: Config, shard: Shard, *, max_model_len: int, dtype: torch.dtype) -> CacheSize:
     """The sizes on one rank, which holds `shard`, with as many blocks as the option num_kv_cache_blocks says.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nanovllm.distributed.collectives import sampling_rank
 from nanovllm.distributed.group import Parallel
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.step import Step
@@ -26,7 +27,7 @@ class PipelineStage(Stage):
         assert parallel.world is not None, "a pipeline stage is that of one of several ranks"
         self._pipeline = parallel.pipeline
         self._world = parallel.world
-        self._sampling_rank = parallel.rank.sampling_index
+        self._sampling_rank = sampling_rank(parallel.rank)
         self._dtype, self._device = context.dtype, context.device
 
     def inputs(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:

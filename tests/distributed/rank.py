@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.collectives import join
+from nanovllm.distributed.collectives import join, sampling_rank
 from nanovllm.distributed.group import Parallel, Rank
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
@@ -97,7 +97,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     for seq in seqs + pooling:
         core.scheduler.add(seq)
     this = parallel.rank
-    seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=this.index == this.sampling_index)
+    seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=this.index == sampling_rank(this))
     dense = [slot for slot in runner.model.slots().values() if isinstance(slot.target, DenseWeight)]
     seen.num_weights = sum(slot.target.tensor[slot.index].numel() for slot in dense)
     seen.cache_elements = sum(cache.kv.numel() for cache in runner.states)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.distributed.collectives import ProcessGroup, join, make_backend, open_store
+from nanovllm.distributed.collectives import ProcessGroup, join, make_backend, open_store, sampling_rank
 from nanovllm.distributed.group import Parallel, Rank
 
 CPU = torch.device("cpu")
@@ -28,8 +28,8 @@ def test_ranks() -> None:
     """Ranks are numbered stage after stage; the first rank of the last stage samples."""
     ranks = [Rank(index, 2, 3, 0) for index in range(6)]
     assert [(rank.pipeline_rank, rank.tensor_rank) for rank in ranks] == [(s, t) for s in range(3) for t in (0, 1)]
-    assert {rank.sampling_index for rank in ranks} == {4}
-    assert Rank().sampling_index == 0 and Rank().world_size == 1
+    assert {sampling_rank(rank) for rank in ranks} == {4}
+    assert sampling_rank(Rank()) == 0 and Rank().world_size == 1
 
 
 def test_one_rank_needs_no_meeting() -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from nanovllm.config import SchedulerConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.prefix import Digest, blake2b_256
 from nanovllm.engine.scheduler import Scheduler
@@ -348,7 +349,7 @@ class Harness:
         assert request.fits(self.config), f"accepted although it can never run: {request}"
         self.requests.append(request)
         self.sequences += [(seq, answer(request, seq.index, self.config)) for seq in sequences]
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         return True
 
     def step(self) -> None:
@@ -373,21 +374,21 @@ class Harness:
         if not seq.finished:
             self.aborted.add(seq)
         self.scheduler.abort(seq)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def preempt(self, number: int) -> None:
         """Any running sequence without a token in flight."""
         targets = [seq for seq in self.scheduler.running if not seq.has_token_in_flight]
         if targets:
             self.scheduler.preempt(targets[number % len(targets)])
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
 
     def reset_prefix_cache(self) -> None:
         self.block_manager.reset_prefix_cache()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def _take_in(self, ended: list[Sequence]) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self.ended += ended
         for seq, expected in self.sequences:
             if seq.status is SequenceStatus.RUNNING:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from nanovllm.config import SchedulerConfig
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import StepPlan, StepResult, TokenLogprobs
@@ -47,7 +48,7 @@ def add(scheduler: Scheduler, *seqs: Sequence) -> None:
 def schedule(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.check()
+    check_scheduler(scheduler)
     return plan
 
 
@@ -64,7 +65,7 @@ def update(scheduler: Scheduler, plan: StepPlan, token: int = TOKEN) -> list[Seq
     }
     tokens = [[token] for _ in range(num_sampled_rows(plan))]
     ended = scheduler.update(plan, StepResult(tokens=tokens, prompt_logprobs=scored))
-    scheduler.check()
+    check_scheduler(scheduler)
     return ended
 
 

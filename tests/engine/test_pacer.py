@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.config import SchedulerConfig
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.pacer import (
     BURST_PROMPTS,
@@ -112,7 +113,7 @@ def run(device: Device, pacer: Pacer, arrivals: list[tuple[float, int, int]], se
         num_sampled = len(plan.decode_rows) + sum(row.num_sampled for row in plan.row_steps)
         scheduler.update(plan, StepResult(tokens=[[5]] * num_sampled))
         pacer.learn(work, seconds, pacer.limit)
-    scheduler.check()
+    check_scheduler(scheduler)
     return steps
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -186,7 +187,7 @@ def test_abort(reach: Callable[[Scheduler, Sequence], None]) -> None:
     scheduler.add(seq)
     reach(scheduler, seq)
     scheduler.abort(seq)
-    scheduler.check()
+    check_scheduler(scheduler)
     assert seq.finished and (seq.finish_reason, seq.stop_reason) == ("abort", None)
     assert scheduler.num_unfinished == 0 and scheduler.schedule() is None
     assert scheduler.block_manager.num_available == CONFIG.num_blocks
@@ -200,7 +201,7 @@ def test_abort_with_a_token_in_flight() -> None:
     scheduler.abort(seq)
     assert scheduler.update(plan, StepResult(tokens=[[TOKEN]], logprobs={0: [SCORE]})) == []
     assert seq.completion_token_ids == [] and seq.logprobs == []
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_abort_of_an_ended_sequence_is_harmless() -> None:

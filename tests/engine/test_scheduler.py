@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import RequestError
@@ -320,7 +321,7 @@ def test_what_can_never_run_is_refused_with_the_number_that_fails(
     assert all(part in str(error.value) for part in parts), str(error.value)
     assert isinstance(error.value, ValueError)
     assert scheduler.num_unfinished == 0
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("num_prompt_tokens, max_tokens", [(1, 16), (16, 1), (10, 7), (1, None), (16, None)])
@@ -342,11 +343,11 @@ def test_check_sees_a_lost_row() -> None:
     step(scheduler)
     scheduler.decoding.remove(seq)
     with pytest.raises(AssertionError, match="row"):
-        scheduler.check()
+        check_scheduler(scheduler)
 
 
 def test_check_sees_a_queue_out_of_order() -> None:
     scheduler = make_scheduler()
     scheduler.waiting = [make_seq([1], arrival=1), make_seq([1], arrival=0)]
     with pytest.raises(AssertionError, match="order"):
-        scheduler.check()
+        check_scheduler(scheduler)

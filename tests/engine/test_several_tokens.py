@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.growing_text import GrowingText
 from nanovllm.engine.guide import step_masks
 from nanovllm.engine.request import Completion
@@ -21,7 +22,7 @@ from .scheduler_steps import STOP, make_scheduler, make_seq, schedule, step
 def feed(scheduler: Scheduler, *tokens: list[int]) -> list[Sequence]:
     """Schedule a step and answer it with these lists of tokens, one for each sampled row."""
     ended = scheduler.update(schedule(scheduler), StepResult(tokens=list(tokens)))
-    scheduler.check()
+    check_scheduler(scheduler)
     return ended
 
 

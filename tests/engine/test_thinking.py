@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.thinking import ThinkingBudget, thinking_tokens
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
@@ -38,7 +39,7 @@ def params(budget: int | None, **settings: Any) -> SamplingParams:
 def generate(llm: LLM, prompt: Sequence[list[int]], wanted: Any) -> list[list[int]]:
     outputs = llm.generate(list(prompt), wanted, use_tqdm=False)
     scheduler = scheduler_of(llm)
-    scheduler.check()
+    check_scheduler(scheduler)
     assert scheduler._num_guided == 0
     return [list(part.token_ids) for output in outputs for part in output.outputs]
 

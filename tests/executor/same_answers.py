@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.sampling_params import StructuredOutputs
 from tests.helpers import greedy_params, scheduler_of
 
@@ -59,4 +60,4 @@ def assert_abort_harms_no_other(llm: LLM, wanted: list[RequestOutput]) -> None:
         done |= {output.request_id: output for output in llm.step()}
     assert done.keys() == set(names) - {names[1]}
     assert_same([done[names[0]], *(done[name] for name in names[2:])], [wanted[0], *wanted[2:]])
-    scheduler_of(llm).check()
+    check_scheduler(scheduler_of(llm))

@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from nanovllm import LLM, RequestOutput
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.errors import RequestError
 from tests.helpers import (
     TEXT_MODEL,
@@ -69,7 +70,7 @@ def test_the_device_starts_before_the_last_prompt_is_in(
             llm.generate([*prompts[:4], [], prompts[5]], greedy_params(5), use_tqdm=False, priority=priority)
         assert llm.is_finished() and bool(launched) == (before < 4)
         assert_greedy("llama", prompts[0], llm.generate(prompts[0], greedy_params(5), use_tqdm=False)[0]["token_ids"])
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
 
 
 def test_ctrl_c_while_prompts_are_taken_in_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +90,7 @@ def test_ctrl_c_while_prompts_are_taken_in_leaves_none_behind(monkeypatch: pytes
         monkeypatch.undo()
         for prompt, output in zip(prompts, llm.generate(prompts, greedy_params(5), use_tqdm=False), strict=True):
             assert_greedy("llama", prompt, output["token_ids"])
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
 
 
 def test_forms_of_a_prompt(llm: LLM, free: RequestOutput) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine.consistency import check_scheduler
 from tests.helpers import TEXT_MODEL, greedy_params, open_llm, scheduler_of
 from tests.llm.support import OTHERS, TEXT, one
 
@@ -51,7 +52,7 @@ def test_leaving_a_stream_aborts_it(llm: LLM, free: RequestOutput) -> None:
     assert llm.num_unfinished_requests == 4
     stream.close()  # type: ignore[attr-defined]
     assert llm.is_finished()
-    scheduler_of(llm).check()
+    check_scheduler(scheduler_of(llm))
     assert scheduler_of(llm).block_manager.num_available == scheduler_of(llm).config.num_blocks
     assert one(llm, TEXT, greedy_params(40))["token_ids"] == free["token_ids"]
 
@@ -76,7 +77,7 @@ def test_driving_the_loop_by_hand(overlap: bool, free: RequestOutput) -> None:
         assert done[names[0]]["token_ids"] == free["token_ids"][:10]
         assert done["mine"]["token_ids"] == free["token_ids"][:12]
         assert llm.step() == []
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
         assert scheduler_of(llm).block_manager.num_available == scheduler_of(llm).config.num_blocks
         assert llm.add_request(TEXT, greedy_params(1), request_id="mine") == "mine"  # the id can be used again
 
@@ -111,7 +112,7 @@ def test_an_interrupted_step_leaves_the_engine_usable(
             llm.generate([TEXT, *OTHERS], greedy_params(40), use_tqdm=False)
         assert llm.is_finished()
         assert one(llm, TEXT, greedy_params(40))["token_ids"] == free["token_ids"]
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
 
 
 # --- several callers of one engine ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.pooling import Embeddings
 from nanovllm.errors import RequestError
 from tests.helpers import assert_greedy, greedy_params, open_llm, prompt_of, reference, scheduler_of
@@ -53,7 +54,7 @@ def test_embeddings_are_scheduled_like_completions(overlap: bool) -> None:
                 torch.tensor(vector), expected_vector(family, text, pooling), atol=1e-4, rtol=1e-4
             )
         assert set(outputs) == set(names), "an embedding is no completion"
-        scheduler_of(llm).check()
+        check_scheduler(scheduler_of(llm))
         assert scheduler_of(llm).block_manager.num_available == 7
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nanovllm.bench.roofline import Roofline
 from nanovllm.bench.shapes import shape_folder
 from nanovllm.config import SchedulerConfig
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.models.registry import describe
 from nanovllm.remote.routing import RoundRobin
 from nanovllm.simulate import POLICIES
@@ -134,7 +135,7 @@ def test_all_ends_and_everything_is_given_back(
         assert arrival.seconds + LINEAR.step <= first <= ended
         assert ended - first >= (arrival.output_len - 1) * LINEAR.step * 0.999
     for replica in fleet.replicas:
-        replica.scheduler.check()
+        check_scheduler(replica.scheduler)
         assert replica.scheduler.num_unfinished == 0
         assert replica.scheduler.block_manager.num_available == config.num_blocks
     assert set(fleet.policy.loads.values()) == {0}

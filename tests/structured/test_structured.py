@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.consistency import check_scheduler
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling_params import StructuredOutputs
@@ -112,7 +113,7 @@ def run(options: dict[str, Any]) -> tuple[list[list[tuple[str, str | None]]], in
         outputs = llm.generate([prompt for _, prompt, _ in wanted], [params for *_, params in wanted], use_tqdm=False)
         texts = [[(part.text, part.finish_reason) for part in output.outputs] for output in outputs]
         scheduler = scheduler_of(llm)
-        scheduler.check()
+        check_scheduler(scheduler)
         assert scheduler.block_manager.num_available == scheduler.config.num_blocks
         return texts, scheduler.num_preemptions
 
@@ -351,7 +352,7 @@ def test_failing_guide_ends_only_its_request(overlap: bool) -> None:
         outputs = {}
         while not llm.is_finished():
             outputs |= {output.request_id: output.outputs[0] for output in llm.step()}
-        scheduler.check()
+        check_scheduler(scheduler)
     assert (outputs[lost].finish_reason, len(outputs[lost].token_ids)) == ("error", 4)
     assert (outputs[other].finish_reason, len(outputs[other].token_ids)) == ("length", 20)
 
@@ -370,5 +371,5 @@ def test_abort_frees_everything() -> None:
         llm.abort(name)
         assert answers(llm, "Hello", SamplingParams(temperature=0.0, structured_outputs=FORMS["choice"]))[0].text
         scheduler = scheduler_of(llm)
-        scheduler.check()
+        check_scheduler(scheduler)
         assert scheduler.block_manager.num_available == scheduler.config.num_blocks
