@@ -15,7 +15,7 @@ KV_CACHE_DTYPES = (*DTYPES, "fp8")
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton")
 DISTRIBUTED_EXECUTOR_BACKENDS = ("mp", "ray")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS: tuple[str, ...] = ("int8", "gguf")
+QUANTIZATIONS: tuple[str, ...] = ("fp8", "int8", "int4", "gguf")
 FRACTION = number(0, 1, open_low=True, text="must be a number in (0, 1]")
 SECONDS = number(0, math.inf, open_low=True, text="must be a number of seconds above 0")
 POSITIVE, FLAG = integer(1), of_type(bool)
@@ -177,8 +177,9 @@ class Config:
     # loading
     quantization: str | None = option(
         None,
-        "Weight format: int8 = 8-bit weights with one scale per output row, made while loading; gguf = the weights of "
-        "a GGUF file stay packed, which needs less memory and is slower. Without it, a GGUF file is unpacked to the "
+        "Weight format. Made while loading: fp8 and int8 = 8-bit weights with one scale per output row (fp8 rounds "
+        "activations, too), int4 = 4-bit weights with a scale and a zero for each 128 inputs. gguf = the weights of a "
+        "GGUF file stay packed, which needs less memory and is slower. Without it, a GGUF file is unpacked to the "
         "model's dtype, and other checkpoints are kept as they are.",
         _known_quantization,
     )

@@ -103,6 +103,8 @@ EVEN_FAMILIES = {
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),
     "qwen3-moe-stacked-even": replace(FAMILIES["qwen3-moe-stacked"], heads=(4, 2)),
+    # With experts of 64 rows and columns, which groups of 32 divide.
+    "qwen3-moe-wide": Family("qwen3_moe", {**MOE, "moe_intermediate_size": 64, "norm_topk_prob": True}),
 }
 TEXT_MODEL = "llama-text"  # has a tokenizer and its vocabulary
 TEXT_FAMILY = Family("llama", heads=(6, 2), seed=6)

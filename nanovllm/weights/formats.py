@@ -26,7 +26,7 @@ FORMATS: dict[str, Callable[[], "WeightFormat"]] = {"int8": _int8}  # made while
 class WeightFormats:
     made: "WeightFormat" = DenseFormat()  # of every weight that may have another format than dense
     packing: "Packing | None" = None  # the formats of a quantized checkpoint, by name
-    dummy: bool = False  # random weights are loaded
+    quantizes: bool = False  # tensors of the checkpoint are converted to these formats
 
     def of(self, prefix: str, weight: Weight, num_ranks: int = 1) -> "WeightFormat":
         """The format of a weight whose tensors' names begin with `prefix` in checkpoints."""
@@ -34,7 +34,7 @@ class WeightFormats:
             return self.made if weight.packable else DenseFormat()
         from nanovllm.weights.packed import packed_format
 
-        return packed_format(self.packing, prefix, weight, num_ranks, quantizes=self.dummy)
+        return packed_format(self.packing, prefix, weight, num_ranks, quantizes=self.quantizes)
 
 
 def weight_formats(quantization: str | None, packing: "Packing | None" = None, *, dummy: bool = False) -> WeightFormats:
@@ -44,9 +44,13 @@ def weight_formats(quantization: str | None, packing: "Packing | None" = None, *
         what = "load_format='dummy' does not read it" if is_gguf else "the model is none"
         raise ConfigError(f"quantization='gguf' keeps the weights of a GGUF file packed, and {what}")
     if quantization == "gguf" or (quantization is None and not is_gguf):
-        return WeightFormats(packing=packing, dummy=dummy)
+        return WeightFormats(packing=packing, quantizes=dummy)
     if quantization is None:
         return WeightFormats()
+    if quantization in ("fp8", "int4"):
+        from nanovllm.weights.packed import made_while_loading
+
+        return WeightFormats(packing=made_while_loading(quantization), quantizes=True)
     if quantization not in FORMATS:
         raise ConfigError(f"quantization={quantization!r}: no such weight format; known: {', '.join(FORMATS)}")
     return WeightFormats(FORMATS[quantization]())

@@ -33,14 +33,33 @@ class GroupForm:
         return math.gcd(self.group_size or num_columns, *starts), unit
 
 
-Form = Fp8Form | GroupForm
+@dataclass(frozen=True)
+class Fp4Form:
+    """4-bit floating point numbers (e2m1) with a scale per group of columns: w = q * scale."""
+
+    group_size: int
+    has_unit: bool = False  # scales (e4m3) are multiplied with a number that a row has; otherwise they are e8m0
+
+    def group_in(self, *starts: int) -> int:
+        """Columns that share a scale in a matrix of which parts begin at `starts`."""
+        return math.gcd(self.group_size, *starts)
+
+
+@dataclass(frozen=True)
+class Int8Form:
+    """8-bit integers with one scale per row: w = q * scale."""
+
+    rounds_inputs: bool = True  # the inputs of the product are rounded to 8 bits per token
+
+
+Form = Fp8Form | GroupForm | Fp4Form | Int8Form
 
 
 @dataclass(frozen=True)
 class Packing:
     """How a quantized checkpoint stores its linears."""
 
-    layout: str  # of its files: fp8, compressed-tensors, modelopt, awq, gptq, gptq_v2, gguf
+    layout: str  # of its files: fp8, compressed-tensors, modelopt, awq, gptq, gptq_v2, mxfp4, bitsandbytes, gguf
     rules: tuple[tuple[str, Form | None], ...] = ()  # pattern and form; the first pattern found in a name counts
     modules: tuple[tuple[str, Form], ...] = ()  # or, where there are no rules: the form of each module that has one
 

@@ -42,7 +42,7 @@ class Fp8Weight:
         here = self.tensor[index]
         if not here.numel():
             return
-        if not isinstance(tensor, Fp8Tensor):
+        if not isinstance(tensor, Fp8Tensor) or tensor.block != self._form.stored_block:
             if not self._form.quantizes:
                 raise ValueError("the config says that it is stored in fp8, but the file has no scale for it")
             tensor = quantize_fp8(tensor.read().to(self._dtype), self._form.stored_block)

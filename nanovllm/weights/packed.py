@@ -7,9 +7,15 @@ from nanovllm.errors import CheckpointError
 from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat
 from nanovllm.weights.format import WeightFormat
-from nanovllm.weights.forms import Form, Fp8Form, GroupForm, Packing
+from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
 
 HEAD = ("lm_head.weight",)  # stays dense when weights are packed while loading; a checkpoint may hold it packed
+
+
+def made_while_loading(quantization: str) -> Packing:
+    """fp8 with a scale per row, or 4 bits with a scale and a zero for each 128 columns; the head stays dense."""
+    form = Fp8Form() if quantization == "fp8" else GroupForm(4, 128, zero=True)
+    return Packing(quantization, ((r"^lm_head$", None), ("", form)))
 
 
 def packed_format(packing: Packing, prefix: str, weight: Weight, num_ranks: int, *, quantizes: bool) -> WeightFormat:
@@ -31,21 +37,38 @@ def packed_format(packing: Packing, prefix: str, weight: Weight, num_ranks: int,
 def _make(form: Form | None, weight: Weight, num_ranks: int, quantizes: bool) -> WeightFormat:
     if form is None:
         return DenseFormat()
+    if isinstance(form, Int8Form):
+        from nanovllm.weights.int8_inputs import Int8InputsFormat
+
+        return Int8InputsFormat(form, quantizes=quantizes)
     rows, columns = part_starts(weight, num_ranks)
     if isinstance(form, Fp8Form):
         from nanovllm.weights.fp8 import Fp8Format
 
         return Fp8Format(form, starts=(rows, columns), quantizes=quantizes)
-    from nanovllm.weights.groups import GroupFormat
-
     assert weight.columns is not None
     num_columns = weight.columns.size
-    if num_columns % form.sizes_in(num_columns)[0] or form.sizes_in(num_columns, columns)[0] * form.bits % 8:
-        raise CheckpointError(
-            f"{weight.names[0]}: groups of {form.group_size} columns with {form.bits} bits do not divide "
-            f"{num_columns} columns on {num_ranks} ranks"
-        )
+    if isinstance(form, Fp4Form):
+        from nanovllm.weights.fp4 import Fp4Format
+
+        _check_groups(weight, num_ranks, form.group_size, form.group_in(columns), bits=4)
+        return Fp4Format(form, start=columns, quantizes=quantizes)
+    from nanovllm.weights.groups import GroupFormat
+
+    if quantizes and form.group_size:
+        form = replace(form, group_size=math.gcd(form.group_size, num_columns))
+    _check_groups(weight, num_ranks, form.group_size, form.sizes_in(num_columns, columns)[0], bits=form.bits)
     return GroupFormat(form, columns=num_columns, start=columns, quantizes=quantizes)
+
+
+def _check_groups(weight: Weight, num_ranks: int, stored: int, held: int, *, bits: int) -> None:
+    """`stored`, `held`: columns of a group in the checkpoint, and of one that the ranks' parts do not cut."""
+    assert weight.columns is not None
+    if (stored and weight.columns.size % stored) or held * bits % 8:
+        raise CheckpointError(
+            f"{weight.names[0]}: groups of {stored} columns with {bits} bits do not divide {weight.columns.size} "
+            f"columns on {num_ranks} ranks"
+        )
 
 
 def part_starts(weight: Weight, num_ranks: int) -> tuple[int, int]:

@@ -6,12 +6,14 @@ import pytest
 
 from nanovllm.checkpoint.packed.config import read_packing
 from nanovllm.errors import CheckpointError
-from nanovllm.weights.forms import Form, Fp8Form, GroupForm
+from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form
 
 MODULE = "model.layers.3.mlp.up_proj"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 FLOAT = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "observer": "minmax"}
 INT = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+ROWS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "quantizer": "x"}
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
@@ -46,6 +48,11 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **
         (compressed(INT | {"num_bits": 8, "strategy": "channel", "symmetric": False}), GroupForm(8, 0, zero=True)),
         (compressed(INT | {"actorder": "group"}), GroupForm(4, 32, ordered=True)),
         (compressed(INT | {"actorder": "weight"}), GroupForm(4, 32)),
+        (compressed(ROWS, TOKENS | {"type": "int"}, format="int-quantized"), Int8Form()),
+        (compressed(ROWS, format="naive-quantized"), Int8Form(rounds_inputs=False)),
+        (compressed(FP4, FP4, format="nvfp4-pack-quantized"), Fp4Form(16, has_unit=True)),
+        (compressed(FP4 | {"group_size": 32}, format="mxfp4-pack-quantized"), Fp4Form(32)),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, Fp4Form(16, has_unit=True)),
     ],
 )
 def test_forms(config: dict[str, Any], expected: Form) -> None:
@@ -71,6 +78,8 @@ def test_layouts_of_gptq() -> None:
         (AWQ | {"modules_to_not_convert": ["mlp.gate"]}, "model.layers.3.mlp.gate_proj", True),
         (AWQ | {"modules_to_not_convert": ["mlp.gate."]}, "model.layers.3.mlp.gate", False),
         (GPTQ | {"lm_head": True}, "lm_head", True),
+        ({"quant_method": "mxfp4"}, MODULE, False),
+        ({"quant_method": "mxfp4"}, "model.layers.3.mlp.experts.0.up_proj", True),
         (GPTQ | {"dynamic": {r"-:.*\.mlp\..*": {}}}, MODULE, False),
         (compressed(FLOAT, ignore=["re:.*mlp.*"]), MODULE, False),
         (compressed(FLOAT, ignore=["re:mlp.*"]), MODULE, True),
@@ -111,6 +120,15 @@ def test_modules_that_are_left_out(config: dict[str, Any], module: str, is_packe
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' cannot be read"),
         (GPTQ | {"dynamic": {"+:.*": {"bits": 2}}}, r"dynamic: \+:.*: bits=2 cannot be read"),
         (compressed(INT, TOKENS), "weights: type='int' cannot be read with format='pack-quantized' and input_act"),
+        (compressed(ROWS, TOKENS, format="int-quantized"), "input_activations: type='float' cannot be read"),
+        (
+            compressed(ROWS, ROWS | {"symmetric": False}, format="int-quantized"),
+            "inputs?_act.*: symmetric=False cannot",
+        ),
+        (compressed(FLOAT, TOKENS | {"rotation": 1}), "input_activations: rotation=1 cannot be read: the key is not"),
+        (compressed(FP4), "num_bits=4 cannot be read with type='float' and format='float-quantized'"),
+        (compressed(FP4 | {"group_size": 8}, format="nvfp4-pack-quantized"), "group_size=8 cannot be read; known: 16"),
+        ({"quant_method": "mxfp4", "rotation": 1}, "rotation=1 cannot be read: the key is not known"),
         (compressed(INT | {"actorder": "row"}), "actorder='row' cannot be read"),
         (compressed(INT | {"group_size": None}), "group_size=-1 cannot be read"),
         ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "quant_algo='INT4_AWQ' cannot be read"),

@@ -19,7 +19,7 @@ from nanovllm.models.shard import shard_of
 from tests.checkpoint.gguf_files import write_model
 from tests.distributed.rank import TIMEOUT, Seen, run_case
 from tests.helpers import assert_greedy, generate_by_reference, model_dir, prompt_of
-from tests.weights import test_gguf_groups, test_groups
+from tests.weights import test_fp4, test_gguf_groups, test_groups
 from tests.weights.packed_files import write_packed
 from tests.weights.test_fp8 import WEIGHT_ONLY, WEIGHT_ONLY_BLOCKS, pack_blocks, pack_rows
 
@@ -56,14 +56,16 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
     packed_gguf = folder / "packed.gguf"
     test_gguf_groups.write(packed_gguf, "qwen3moe", test_gguf_groups.MOE)
     dummy = {"load_format": "dummy", "seed": 3}
+    int4 = {"quantization": "int4"}
     odd = folder / "odd"
     odd.mkdir()
     config = json.loads((model_dir("llama-old-rope3") / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(config | {"vocab_size": 161}))
-    packed = {"fp8 blocks": (pack_blocks, WEIGHT_ONLY_BLOCKS), "fp8 rows": (pack_rows, WEIGHT_ONLY)}
+    packed: dict[str, Any] = {"fp8 blocks": (pack_blocks, WEIGHT_ONLY_BLOCKS), "fp8 rows": (pack_rows, WEIGHT_ONLY)}
     files = {name: write_packed("qwen3-moe", folder / name, *how) for name, how in packed.items()}
     # words of AWQ hold eight rows, which the experts' rows of two ranks do not fill
     groups = {"awq": "qwen3", "gptq ordered": "qwen3-moe", "packed asymmetric": "qwen3-moe"}
+    files |= {"mxfp4": test_fp4.write_stacked(folder / "mxfp4")}
     files |= {case: test_groups.write(case, folder / case, name) for case, name in groups.items()}
     quantized = {name: {"model": one.packed, "requests": greedy()} for name, one in files.items()}
     return quantized | {
@@ -88,6 +90,8 @@ def ways(folder: Path) -> dict[str, dict[str, Any]]:
         "packed gguf": {"model": packed_gguf, "options": {"quantization": "gguf"}, "requests": few_tokens()},
         "gguf of experts": {"model": moe, "requests": few_tokens()},
         "dummy": {"model": model_dir("qwen3-moe"), "options": dummy, "requests": greedy(max_tokens=8)},
+        "int4": {"model": model_dir("qwen3-moe"), "options": int4, "requests": greedy(max_tokens=8)},
+        "int4 dummy": {"model": model_dir("qwen3-moe"), "options": int4 | dummy, "requests": greedy(max_tokens=8)},
         "odd vocabulary": {"model": odd, "options": dummy, "requests": greedy(max_tokens=8)},
     }
 
@@ -171,6 +175,7 @@ def test_families(results: Results, name: str) -> None:
     [
         *("chunked", "gguf", "gguf of experts", "dummy", "odd vocabulary", "guided", "verified"),
         *("fp8 blocks", "fp8 rows", "awq", "gptq ordered", "packed asymmetric", "packed gguf"),
+        *("mxfp4", "int4", "int4 dummy"),
     ],
 )
 def test_ways(results: Results, name: str) -> None:

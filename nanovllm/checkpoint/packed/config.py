@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.weights.forms import Form, Fp8Form, GroupForm, Packing
+from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
 
 Rules = list[tuple[str, Form | None]]
 EVERY = ""  # the pattern that is found in every name
@@ -145,21 +145,32 @@ def _group_form(group: Section, layout: str | None) -> Form:
     return form
 
 
+def _check_inputs(inputs: Section | None, kind: str) -> None:
+    """Of 8 bits. Whatever their scales belong to, each token gets its own here."""
+    if inputs is None:
+        return
+    inputs.one_of("type", (kind,), kind)
+    inputs.one_of("num_bits", (8,), 8)
+    inputs.one_of("symmetric", (True,), True)
+    for key in ("strategy", "group_size", "block_structure", "actorder"):
+        inputs.take(key)
+    inputs.end()
+
+
 def _float_form(weights: Section, inputs: Section | None, layout: str | None) -> Form:
     strategy = weights.one_of("strategy", ("tensor", "channel", "block"), "tensor")
     weights.one_of("symmetric", (True,), True)
     block = _block(weights, "block_structure")
     weights.take("group_size")
-    if inputs is not None:
-        inputs.one_of("type", ("float",), "float")
-        inputs.one_of("num_bits", (8,), 8)
-        inputs.one_of("symmetric", (True,), True)
+    _check_inputs(inputs, "float")
     if (block is not None) != (strategy == "block"):
         raise weights.refusal("block_structure", block, f" with strategy={strategy!r}")
     return Fp8Form(block, rounds_inputs=inputs is not None)
 
 
 def _integer_form(weights: Section, inputs: Section | None, layout: str | None, *, bits: int) -> Form:
+    if layout in ("int-quantized", "naive-quantized") and bits == 8:
+        return _row_form(weights, inputs)
     if layout != "pack-quantized" or inputs is not None:
         raise weights.refusal("type", "int", f" with format={layout!r} and input_activations")
     strategy = weights.one_of("strategy", ("channel", "group"), "channel")
@@ -173,7 +184,27 @@ def _integer_form(weights: Section, inputs: Section | None, layout: str | None, 
     return GroupForm(bits, size, zero=not symmetric, ordered=order in (True, "group", "dynamic"))
 
 
+def _row_form(weights: Section, inputs: Section | None) -> Form:
+    weights.one_of("strategy", ("channel", "tensor"), "tensor")
+    weights.one_of("symmetric", (True,), True)
+    weights.take("group_size")
+    _check_inputs(inputs, "int")
+    return Int8Form(rounds_inputs=inputs is not None)
+
+
+def _small_float_form(weights: Section, inputs: Section | None, layout: str | None) -> Form:
+    """Inputs are not rounded, whatever the config says of them."""
+    kind = {"nvfp4-pack-quantized": Fp4Form(16, has_unit=True), "mxfp4-pack-quantized": Fp4Form(32)}
+    if layout not in kind:
+        raise weights.refusal("num_bits", 4, f" with type='float' and format={layout!r}")
+    weights.one_of("strategy", ("tensor_group", "group"))
+    weights.one_of("group_size", (kind[layout].group_size,))
+    weights.one_of("symmetric", (True,), True)
+    return kind[layout]
+
+
 FORMS: dict[tuple[str, int], Callable[[Section, Section | None, str | None], Form]] = {
+    ("float", 4): _small_float_form,
     ("float", 8): _float_form,
     ("int", 4): partial(_integer_form, bits=4),
     ("int", 8): partial(_integer_form, bits=8),
@@ -258,15 +289,46 @@ def _modelopt_fp8(config: Section) -> Form:
     return Fp8Form()
 
 
+def _modelopt_nvfp4(config: Section) -> Form:
+    config.one_of("group_size", (16,), 16)
+    return Fp4Form(16, has_unit=True)
+
+
 MODELOPT: dict[str, Callable[[Section], Form]] = {
     "FP8": _modelopt_fp8,
     "FP8_PER_CHANNEL_PER_TOKEN": _modelopt_fp8,
+    "NVFP4": _modelopt_nvfp4,
 }
+
+
+# --- MXFP4 of gpt-oss, bitsandbytes -----------------------------------------------------------------------------------
+
+
+def _mxfp4(raw: dict[str, Any]) -> Packing:
+    """Only experts are packed."""
+    config = Section(raw, "quantization_config")
+    kept = left_out(config.names("modules_to_not_convert"))
+    config.end()
+    return Packing("mxfp4", (*kept, (r"\.experts\b", Fp4Form(32))))
+
+
+def _bitsandbytes(raw: dict[str, Any]) -> Packing:
+    """Without forms: all is unpacked."""
+    made_by = {key for key in raw if key.startswith(("bnb_4bit_compute", "llm_int8", "bnb_4bit_quant_storage"))}
+    config = Section(raw, "quantization_config", described_by=made_by | {"_load_in_4bit", "_load_in_8bit"})
+    config.one_of("load_in_4bit", (True,), False)
+    config.one_of("bnb_4bit_quant_type", ("nf4",), "fp4")
+    config.take("bnb_4bit_use_double_quant")
+    config.end()
+    return Packing("bitsandbytes")
+
 
 METHODS: dict[str, Callable[[dict[str, Any]], Packing]] = {
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
 }

@@ -3,47 +3,83 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from nanovllm.checkpoint.packed import groups
+from nanovllm.checkpoint.packed import fp4, groups, nf4
 from nanovllm.checkpoint.packed.fp8 import Fp8Tensor
+from nanovllm.checkpoint.packed.int8 import Int8Tensor
 from nanovllm.checkpoint.stored import Stored
 from nanovllm.errors import CheckpointError
-from nanovllm.weights.forms import Form, GroupForm, Packing
+from nanovllm.utils.logging import get_logger
+from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
 
 # Scales of activations and of the KV cache, which are computed here for every token
 UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|output_scale|[qkv]_scale)$")
-FP8_SCALES = ("weight_scale_inv", "weight_scale")
+SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def packed_tensors(
     tensors: Iterable[tuple[str, Stored]], packing: Packing, *, source: str
 ) -> Iterator[tuple[str, Stored]]:
     """(name, tensor) with a module's packed weight as one tensor, under the name of the unpacked weight."""
+    if packing.layout == "bitsandbytes":
+        get_logger(__name__).warning(
+            f"{source}: bitsandbytes' 4-bit weights are unpacked: they take the memory of dense weights"
+        )
     modules: dict[str, dict[str, Stored]] = {}
     for name, tensor in tensors:
-        module, _, own = name.rpartition(".")
+        module, own = _split(name)
         if modules.setdefault(module, {}).setdefault(own, tensor) is not tensor:
             raise CheckpointError(f"{source}: {name} occurs twice")
     for module, found in modules.items():
         try:
-            weight = _packed_weight(found, packing.layout, packing.form_of(module) or packing.forms[0])
+            yield from ((f"{module}.{own}", tensor) for own, tensor in _packed_weights(module, found, packing))
         except ValueError as error:
             raise CheckpointError(f"{source}: {module}: {error}") from error
-        if weight is not None:
-            yield f"{module}.weight", weight
         for own, tensor in found.items():
             if not UNUSED.search(f".{own}"):
                 yield f"{module}.{own}", tensor
 
 
+def _split(name: str) -> tuple[str, str]:
+    """Module and name in it. bitsandbytes keeps x.weight.absmax beside x.weight: both belong to module x."""
+    module, found, own = name.partition(".weight.")
+    if found:
+        return module, f"weight.{own}"
+    module, _, own = name.rpartition(".")
+    return module, own
+
+
+def _packed_weights(module: str, found: dict[str, Stored], packing: Packing) -> Iterator[tuple[str, Stored]]:
+    """The packed weight of a module, or those of its experts. Their tensors are taken out of `found`."""
+    if packing.layout == "bitsandbytes":
+        if nf4.STATE in found:
+            yield "weight", nf4.unpack_nf4(found)
+        return
+    form = packing.form_of(module) or packing.forms[0]
+    if packing.layout == "mxfp4":
+        assert isinstance(form, Fp4Form)
+        yield from fp4.unstack_experts(found, form)
+        return
+    weight = _packed_weight(found, packing.layout, form)
+    if weight is not None:
+        yield "weight", weight
+
+
 def _packed_weight(found: dict[str, Stored], layout: str, form: Form) -> Stored | None:
-    """Takes the tensors of a packed weight out of `found`, a module's tensors; None if it has no packed weight."""
+    """None if the module has no packed weight."""
     if isinstance(form, GroupForm):
         if "qweight" in found:
             if layout == "awq":
                 return groups.awq(found, form)
             return groups.gptq(found, form, zeros_less_one=layout == "gptq")
         return groups.compressed(found, form) if "weight_packed" in found else None
-    for name in FP8_SCALES:
-        if "weight" in found and name in found:
-            return Fp8Tensor(found.pop("weight"), found.pop(name), form.block)
-    return None
+    scale = next((name for name in SCALES if name in found), None)
+    codes = next((name for name in ("weight_packed", "weight") if name in found), None)
+    if scale is None or codes is None:
+        return None
+    if isinstance(form, Fp8Form):
+        return Fp8Tensor(found.pop(codes), found.pop(scale), form.block)
+    if isinstance(form, Int8Form):
+        return Int8Tensor(found.pop(codes), found.pop(scale))
+    divisor, factor = found.pop("weight_global_scale", None), found.pop("weight_scale_2", None)
+    divides = divisor is not None
+    return fp4.Fp4Tensor(form, found.pop(codes), found.pop(scale), divisor if divides else factor, divides)
