@@ -75,7 +75,7 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def real_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with a real engine. Its context is so short that completions without `max_tokens` end soon."""
-    with server_process(tmp_path_factory.mktemp("model"), max_model_len="48") as server:
+    with server_process(tmp_path_factory.mktemp("model"), max_model_len="32") as server:
         yield server.url
 
 
