@@ -31,7 +31,7 @@ class Fp4Weight:
         if not isinstance(tensor, Fp4Tensor) or tensor.form != self._form.form:
             if not self._form.quantizes:
                 raise ValueError("the config says that it is stored in fp4, but the file holds it unpacked")
-            tensor = quantize_fp4(tensor.read().to(self._dtype), self._form.form)
+            tensor = quantize_fp4(tensor.read().to(self.pieces.codes.device, self._dtype), self._form.form)
         for held, new in zip(self.pieces, tensor.pieces(part, self.group, self.pieces.codes.device), strict=True):
             if held is not None and new is not None:
                 held[index] = new

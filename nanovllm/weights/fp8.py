@@ -45,7 +45,7 @@ class Fp8Weight:
         if not isinstance(tensor, Fp8Tensor) or tensor.block != self._form.stored_block:
             if not self._form.quantizes:
                 raise ValueError("the config says that it is stored in fp8, but the file has no scale for it")
-            tensor = quantize_fp8(tensor.read().to(self._dtype), self._form.stored_block)
+            tensor = quantize_fp8(tensor.read().to(here.device, self._dtype), self._form.stored_block)
         codes, scale = tensor.pieces(part, self.block, here.device)
         here.view(torch.uint8).copy_(codes.view(torch.uint8))
         *expert, rows = index

@@ -34,7 +34,7 @@ class GroupWeight:
             if not self._form.quantizes:
                 bits = self._form.form.bits
                 raise ValueError(f"the config says that it has {bits} bits, but the file holds it unpacked")
-            source = quantize_groups(tensor.read().to(self._dtype), self._form.form)
+            source = quantize_groups(tensor.read().to(self.pieces.codes.device, self._dtype), self._form.form)
         read = source.pieces(part, self.sizes, self.pieces.codes.device)
         for name, held, new in zip(Pieces._fields, self.pieces, read, strict=True):
             if held is not None:

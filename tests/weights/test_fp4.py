@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +23,8 @@ def nearest(values: Tensor) -> Tensor:
 
 def by_group(weight: Tensor, size: int, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers of e2m1, packed by compressed-tensors, and what they stand for, group by group."""
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+
     numbers, dense = torch.empty_like(weight), torch.empty_like(weight)
     for group in range(weight.shape[1] // size):
         columns = slice(group * size, (group + 1) * size)

@@ -17,16 +17,12 @@ def rounded(module: str, weight: Tensor, quantization: str) -> Tensor:
     if quantization == "fp8":
         scale = weight.abs().amax(dim=1, keepdim=True) / 448
         return (weight / scale).to(torch.float8_e4m3fn).float() * scale
-    dense = torch.empty_like(weight)
     size = next(size for size in (128, 64, 32, 16, 8) if weight.shape[1] % size == 0)
-    for row, group in ((r, g) for r in range(weight.shape[0]) for g in range(weight.shape[1] // size)):
-        values = weight[row, group * size : (group + 1) * size]
-        low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)
-        scale = torch.tensor((high - low) / 15).half().float()
-        zero = (-low / scale).round()
-        codes = ((values / scale).round() + zero).clamp(0, 15)
-        dense[row, group * size : (group + 1) * size] = (codes - zero) * scale
-    return dense
+    groups = weight.reshape(-1, size)
+    low, high = groups.amin(dim=1, keepdim=True).clamp(max=0), groups.amax(dim=1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round()
+    return (((groups / scale).round() + zero).clamp(0, 15) - zero).mul(scale).view(weight.shape)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])

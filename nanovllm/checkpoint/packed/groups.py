@@ -43,7 +43,7 @@ class GroupTensor:
 
     form: GroupForm
     shape: tuple[int, ...]
-    codes: Callable[[range, range], Tensor]  # of some rows and columns, in the layout above
+    codes: Callable[[range, range, torch.device], Tensor]  # of some rows and columns, in the layout above
     scale: Callable[[], Tensor]  # [out, groups]
     zero: Callable[[], Tensor] | None = None  # [out, groups] int32
     group_of: Stored | None = None  # [in]
@@ -68,7 +68,7 @@ class GroupTensor:
         check_scale(scale)
         zero = None if self.zero is None else self._zeros(self.zero().to(device), expected)
         order = None if self.group_of is None else self.group_of.read()
-        whole = Pieces(self.codes(rows, columns).to(device), scale[own], None if zero is None else zero[own])
+        whole = Pieces(self.codes(rows, columns, device), scale[own], None if zero is None else zero[own])
         if not self.form.ordered:
             if order is not None and not torch.equal(order.cpu(), torch.arange(self.shape[1]).int() // size):
                 raise ValueError("g_idx is not in order, although the config says that columns are")
@@ -165,9 +165,9 @@ def gptq(found: dict[str, Stored], form: GroupForm, *, zeros_less_one: bool) -> 
     weight, scales, qzeros = (_taken(found, name) for name in ("qweight", "scales", "qzeros"))
     per_word = WORD // form.bits
 
-    def codes(rows: range, columns: range) -> Tensor:
+    def codes(rows: range, columns: range, device: torch.device) -> Tensor:
         words = weight.read((_words(columns, per_word), slice(rows.start, rows.stop)))
-        return _as_codes(_integers(words).t().contiguous().view(torch.uint8), form)
+        return _as_codes(_integers(words).to(device).t().contiguous().view(torch.uint8), form)
 
     def zero() -> Tensor:
         stored = unpack(_integers(qzeros.read()), form.bits).t().int()
@@ -185,9 +185,9 @@ def awq(found: dict[str, Stored], form: GroupForm) -> GroupTensor:
     def in_order(words: Tensor) -> Tensor:
         return unpack(_integers(words), 4).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2)
 
-    def codes(rows: range, columns: range) -> Tensor:
+    def codes(rows: range, columns: range, device: torch.device) -> Tensor:
         words = weight.read((slice(columns.start, columns.stop), _words(rows, 8)))
-        return pack_nibbles(in_order(words)[:, : len(rows)].t())
+        return pack_nibbles(in_order(words.to(device))[:, : len(rows)].t())
 
     shape = (weight.shape[1] * 8, weight.shape[0])
     return GroupTensor(form, shape, codes, lambda: scales.read().t(), lambda: in_order(qzeros.read()).t().int())
@@ -201,9 +201,9 @@ def compressed(found: dict[str, Stored], form: GroupForm) -> GroupTensor:
     zeros = _taken(found, "weight_zero_point") if form.zero else None
     per_word = WORD // form.bits
 
-    def codes(rows: range, columns: range) -> Tensor:
+    def codes(rows: range, columns: range, device: torch.device) -> Tensor:
         words = weight.read((slice(rows.start, rows.stop), _words(columns, per_word)))
-        return _as_codes(_integers(words).contiguous().view(torch.uint8), form)
+        return _as_codes(_integers(words).to(device).contiguous().view(torch.uint8), form)
 
     def zero(zeros: Stored) -> Tensor:
         return unpack(_integers(zeros.read()).t(), form.bits).t()[: weight.shape[0]].int()
@@ -262,10 +262,10 @@ def quantize_groups(weight: Tensor, form: GroupForm) -> GroupTensor:
     codes = ((grouped / exact).round() + zero.unsqueeze(-1)).clamp(0, steps).flatten(1).to(torch.uint8)
     octets = pack_nibbles(codes) if bits == 4 else codes
 
-    def part(rows: range, columns: range) -> Tensor:
+    def part(rows: range, columns: range, device: torch.device) -> Tensor:
         per_byte = 8 // bits
         own = octets[rows.start : rows.stop, columns.start // per_byte : columns.stop // per_byte]
-        return _as_codes(own.contiguous(), form)
+        return _as_codes(own.to(device).contiguous(), form)
 
     in_order = InMemory(torch.arange(weight.shape[1], dtype=torch.int32) // size)
     return GroupTensor(form, tuple(weight.shape), part, lambda: scale, lambda: zero, in_order)
