@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
-from nanovllm.attention.interface import uneven
+from nanovllm.attention.interface import Lengths
 from nanovllm.kernels.attention.decode import paged_decode
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, decode_config, plan_decode
 from nanovllm.kernels.attention.decode_tables import decode_tables
@@ -64,7 +64,7 @@ class TritonStep:
     blocks: Mapping[int | None, Tensor]  # by window: [rows of the request table, max_blocks]
     num_decodes: int
     chunks: Chunks | None
-    stream_k: bool  # divide all tiles evenly among programs, because decode lengths are very unequal
+    lengths: Lengths  # of the decodes
     # [num_decodes, max_blocks]: the decodes' block tables in layers without a window, if they are a small batch
     tables: Tensor | None = None
     planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: the running number of tiles
@@ -181,17 +181,23 @@ class TritonBackend:
             blocks=geometry.device_blocks,
             num_decodes=num_decodes,
             chunks=chunks,
-            stream_k=uneven(geometry.starts[:num_decodes]),
+            lengths=Lengths.of(geometry.starts[:num_decodes]),
         )
 
     def decode_step(
-        self, rows: Tensor, positions: Tensor, *, blocks: Mapping[int | None, Tensor], lengths: Tensor, stream_k: bool
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        *,
+        blocks: Mapping[int | None, Tensor],
+        lengths: Tensor,
+        kind: Lengths,
     ) -> TritonStep:
         n, num_decodes, chunks, tables = len(rows), len(rows), None, None
         if self._deterministic:
             chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
             num_decodes = 0
-        elif n <= self._small_batch and not stream_k:
+        elif n <= self._small_batch and kind is not Lengths.UNEVEN:
             full = blocks[None]
             tables = torch.empty(n, full.shape[1], dtype=torch.int32, device=full.device)
             decode_tables(rows, full, lengths, tables=tables, positions=positions)
@@ -201,7 +207,7 @@ class TritonBackend:
             blocks=blocks,
             num_decodes=num_decodes,
             chunks=chunks,
-            stream_k=stream_k,
+            lengths=kind,
             tables=tables,
         )
 
@@ -211,7 +217,7 @@ class TritonBackend:
         s = self.shape
         out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
         if step.tables is not None and layer.window is None:
-            self._decode_small_batch(qkv, layer, cache, step.positions, step.tables, out)
+            self._decode_small_batch(qkv, layer, cache, step, step.tables, out)
         elif step.num_decodes:
             self._decode(qkv[: step.num_decodes], layer, cache, step, out[: step.num_decodes])
         if step.chunks is not None:
@@ -219,12 +225,13 @@ class TritonBackend:
         return out
 
     def _decode_small_batch(
-        self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, positions: Tensor, tables: Tensor, out: Tensor
+        self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep, tables: Tensor, out: Tensor
     ) -> None:
+        pairs = len(tables) * self.shape.num_kv_heads
         small_batch_decode(
             qkv,
             cache.kv,
-            positions=positions,
+            positions=step.positions,
             tables=tables,
             workspace=self._workspace,
             q_norm=layer.q_norm,
@@ -233,14 +240,14 @@ class TritonBackend:
             cos_sin=self._rotary_tables[layer.rope],
             scale=layer.scale,
             out=out,
-            splits=small_batch_splits(len(tables) * self.shape.num_kv_heads),
+            splits=small_batch_splits(pairs, long=step.lengths is Lengths.LONG),
             pdl=self._pdl,
         )
 
     def _decode(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep, out: Tensor) -> None:
         window = layer.window
         n = step.num_decodes
-        config = self._decode_config(n, stream_k=step.stream_k)
+        config = self._decode_config(n, stream_k=step.lengths is Lengths.UNEVEN)
         prefix = step.planned.get(window)
         if prefix is None and not config.splits:
             prefix = step.planned[window] = self._prefixes[window][: n + 1]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.interface import DeviceBackend, uneven
+from nanovllm.attention.interface import DeviceBackend, Lengths
 from nanovllm.kernels.select import compiled_sizes, graph_sizes
 from nanovllm.layers.sequences import Sequences
 from nanovllm.layers.step import Step
@@ -59,7 +59,7 @@ class StepKind:
 
     size: int  # rows, padding included
     ending: Ending
-    stream_k: bool  # lengths are so unequal that attention divides long sequences among programs
+    lengths: Lengths = Lengths.SIMILAR
 
 
 class DecodeStep:
@@ -104,8 +104,8 @@ class DecodeStep:
         ending = Ending.LOGITS
         if sampling.plain and not plan.guided_rows:
             ending = Ending.CUT_TOKENS if sampling.cuts else Ending.TOKENS
-        stream_k = uneven(table.host_length[sampling.host_rows])
-        ran = self.run(StepKind(size, ending, stream_k), states)
+        lengths = Lengths.of(table.host_length[sampling.host_rows])
+        ran = self.run(StepKind(size, ending, lengths), states)
         drawn_or_logits = None if ran is None else ran[:n]
         order = self._decoding.order
 
@@ -136,7 +136,7 @@ class DecodeStep:
     def compile(self, states: list[Any]) -> None:
         """Launch one step for each class of sizes that has its own kernels, to compile them."""
         for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in compiled_sizes()}):
-            self._step(StepKind(size, Ending.TOKENS, stream_k=False), states)
+            self._step(StepKind(size, Ending.TOKENS), states)
 
     def _record(self, kind: StepKind, states: list[Any]) -> None:
         """Record a graph. The step runs with padding rows, which change nothing: once to compile, once to record."""
@@ -152,7 +152,7 @@ class DecodeStep:
         rows, positions = table.decode_rows[: kind.size], self._positions[: kind.size]
         # in this order: once the embedding runs, layers may read what `decode_step` has prepared
         attention = self._backend.decode_step(
-            rows, positions, blocks=table.blocks, lengths=table.length, stream_k=kind.stream_k
+            rows, positions, blocks=table.blocks, lengths=table.length, kind=kind.lengths
         )
         sequences = None
         if self._numbers is not None:

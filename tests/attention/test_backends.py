@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
-from nanovllm.attention.interface import AttentionBackend
+from nanovllm.attention.interface import AttentionBackend, Lengths
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.features import dependent_launch
@@ -138,7 +138,7 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
     assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"
 
 
-@pytest.mark.parametrize("stream_k", [False, True])
+@pytest.mark.parametrize("kind", Lengths)
 @pytest.mark.parametrize(
     ("backend_name", "num_heads", "head_dim", "dtype", "reads_ahead"),
     [
@@ -159,12 +159,12 @@ def test_a_decode_step_that_only_the_device_knows(
     head_dim: int,
     dtype: torch.dtype,
     reads_ahead: bool,
-    stream_k: bool,
+    kind: Lengths,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Equal to a step prepared on the host; padding rows among the others write nothing."""
     if DEVICE == "cpu":  # the interpreter runs one program after the other
-        monkeypatch.setattr("nanovllm.attention.triton.small_batch_splits", lambda pairs: 3)
+        monkeypatch.setattr("nanovllm.attention.triton.small_batch_splits", lambda pairs, long: 3)
     parts = [(40, 1), (3, 1), (100, 1)]
     shape = CacheShape(
         num_heads=num_heads,
@@ -193,8 +193,8 @@ def test_a_decode_step_that_only_the_device_knows(
     real = torch.tensor([0, 2, 3], device=DEVICE)
     padded[real] = qkv
     positions = torch.full_like(known, 77)
-    step = backend.decode_step(rows, positions, blocks={None: blocks}, lengths=lengths, stream_k=stream_k)
-    if reads_ahead and not stream_k:
+    step = backend.decode_step(rows, positions, blocks={None: blocks}, lengths=lengths, kind=kind)
+    if reads_ahead and kind is not Lengths.UNEVEN:
         assert torch.equal(positions, known)
     else:
         assert step.tables is None

@@ -63,6 +63,7 @@ OURS = {
     "attention": [
         "_decode_kernel",
         "_decode_tables_kernel",
+        "_long_prefill_kernel",
         "_plan_kernel",
         "_prefill_kernel",
         "_small_batch_attention_kernel",

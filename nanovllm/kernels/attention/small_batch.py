@@ -36,9 +36,11 @@ def small_batch_serves(*, head_dim: int, group: int, cache_dtype: torch.dtype) -
     return cache_dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128) and group <= QUERIES.value
 
 
-def small_batch_splits(pairs: int) -> int:
-    """Programs per (sequence, KV head) pair that measured fastest on an H200."""
-    return min(32 if pairs <= 16 else 16, MAX_PROGRAMS // pairs)
+def small_batch_splits(pairs: int, *, long: bool = False) -> int:
+    """Programs per (sequence, KV head) pair that measured fastest on an H200. `long`: for sequences of 16,384 tokens
+    and more, as many as it takes to read from memory at full speed."""
+    most = 128 if long else 32 if pairs <= 16 else 16
+    return min(most, MAX_PROGRAMS // pairs)
 
 
 # Tiles are loaded as 32-bit words of two items, because the compiler keeps 32-bit registers across iterations better
