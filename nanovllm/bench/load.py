@@ -62,7 +62,7 @@ class Outcome:
     begin: float  # the due time; without one, the time of sending
     sent: float
     ended: float
-    piece_times: array  # arrival times of the pieces of the answer that have content
+    piece_times: array  # arrival times of the pieces of the answer, from the first with content on
     num_input_tokens: int  # as the server reports; else the number of token ids that were sent
     num_output_tokens: int
     wanted_output_tokens: int
@@ -196,7 +196,9 @@ class Answer:
             if reason in FAILED_REASONS:
                 raise RequestFailed("error in the stream", f"finish_reason {reason!r}")
             delta = choice.get("delta") or {}
-            if choice.get("text") or any(delta.get(name) for name in DELTA_FIELDS):
+            has_content = choice.get("text") or any(delta.get(name) for name in DELTA_FIELDS)
+            # tokens whose text is not complete yet have an empty piece; an empty one before the first has no token
+            if has_content or (self.piece_times and ("text" in choice or "content" in delta)):
                 self.piece_times.append(now)
             self._is_finished |= reason is not None
         usage = chunk.get("usage")

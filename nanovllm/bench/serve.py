@@ -20,7 +20,8 @@ its lengths and, if it has them, its shared prefixes; --trace-speedup inf ignore
 
   TTFT                  time to the first piece of the answer that has content
   TPOT                  time from the first piece to the last, divided by the tokens after the first; one per request
-  ITL                   time between two pieces, one value per piece, which shows stalls
+  ITL                   time between two pieces, one value per piece, which shows stalls. Tokens whose text is not yet
+                        complete, such as half a character, are a piece if the server sends one, as vLLM does
   E2EL                  time to the last piece
   Request goodput       requests per second that met all limits of --goodput; the limit of itl applies to a request's
                         longest ITL

@@ -213,7 +213,7 @@ class ChatResponder:
                 frames = b"" if started else self._role_frames(writer)
                 started = True
                 template = templates[index]
-                only_text = delta.finish_reason is None and delta.text and self._choices[index].parser.rest_is_content
+                only_text = delta.finish_reason is None and self._choices[index].parser.rest_is_content
                 if template is not None and only_text:
                     frames += template[0] + orjson.dumps(delta.text) + template[1]
                 else:
@@ -254,8 +254,8 @@ class ChatResponder:
     def _frames(self, writer: ChunkWriter, delta: "Delta") -> Iterator[bytes]:
         choice = self._choices[delta.index]
         events = self._read(delta)
-        if choice.parser.is_content_only:
-            chunk_deltas = [b'{"content":%b}' % orjson.dumps(delta.text)] if delta.text else []
+        if choice.parser.is_content_only:  # tokens without text yet, such as half a character, have a chunk, too
+            chunk_deltas = [b'{"content":%b}' % orjson.dumps(delta.text)] if delta.text or delta.token_ids else []
         else:
             chunk_deltas = [_event_delta(event) for event in events]
         logprobs, token_ids = self._logprobs(delta), delta.token_ids if self._request.return_token_ids else None

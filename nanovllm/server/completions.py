@@ -199,6 +199,7 @@ class CompletionResponder:
         yield DONE
 
     def _frames(self, writer: ChunkWriter, number: int, delta: "Delta") -> Iterator[bytes]:
+        """The chunks of a delta. Tokens without text yet, such as half a character, have a chunk with empty text."""
         index = number * self._n + delta.index
         first = index not in self._started
         updates = list(self._updates(number, index, delta)) or [_Update("", [], None)]
@@ -214,7 +215,7 @@ class CompletionResponder:
                 reasons = (orjson.dumps(choice.finish_reason), orjson.dumps(choice.stop_reason), ids)
                 choice_format = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}'
                 yield writer.last_chunk(choice_format % (*parts, *reasons))
-            elif update.text or update.logprobs or ids:
+            elif update.text or update.token_ids or update.logprobs or ids:
                 yield writer.chunk(b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}' % (*parts, ids))
 
     # --- both ---------------------------------------------------------------------------------------------------------
