@@ -78,7 +78,7 @@ class Config:
         POSITIVE,
     )
     max_num_seqs: int = option(
-        AdjustableInt(512),
+        AdjustableInt(1024),
         "Maximum number of sequences that run at the same time. Further requests wait in the queue. The default is "
         "lowered to max_num_batched_tokens if that is smaller.",
         POSITIVE,

@@ -154,7 +154,7 @@ def test_choices_go_together_freely() -> None:
 def test_the_defaults_users_rely_on() -> None:
     config = Config()
     assert config.model is None
-    assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) == (16896, 512, 4096)
+    assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len) == (16896, 1024, 4096)
     assert (config.gpu_memory_utilization, config.num_kv_cache_blocks) == (0.9, -1)
     assert (config.tensor_parallel_size, config.enforce_eager, config.seed) == (1, False, 0)
     assert (config.device, config.dtype, config.attention_backend, config.load_format) == ("auto",) * 4
@@ -163,10 +163,10 @@ def test_the_defaults_users_rely_on() -> None:
 @pytest.mark.parametrize(
     "given, effective",
     [
-        ({}, (16896, 512)),
+        ({}, (16896, 1024)),
         ({"max_num_batched_tokens": 37}, (37, 37)),
         ({"max_num_batched_tokens": 511}, (511, 511)),
-        ({"max_num_batched_tokens": 20000}, (20000, 512)),
+        ({"max_num_batched_tokens": 20000}, (20000, 1024)),
         ({"max_num_seqs": 20000}, (20000, 20000)),
         ({"max_num_seqs": 37}, (16896, 37)),
         ({"max_num_batched_tokens": 37, "max_num_seqs": 37}, (37, 37)),

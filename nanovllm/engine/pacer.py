@@ -1,17 +1,18 @@
 """How many prompt tokens a step takes while sequences decode, so that none of them waits long for its next token.
 
 The rule:
-1. A step lasts at most the target. Where more than one prompt waits for every SHARE sequences that decode, it lasts as
-   many times longer, up to MAX_STRETCH.
+1. A step lasts at most the target. Where prompts wait long, it lasts up to WAIT_SHARE of the time that the queue takes,
+   at most MAX_STRETCH targets.
 2. It may always last MIN_STRETCH times as long as its decodes alone, so that prompts get most of the device however
    many sequences decode. It takes at least MIN_TOKENS prompt tokens.
 3. A burst of prompts is computed in steps of up to BURST_STRETCH targets, as long as these delay few tokens:
    BURST_TOKENS after a moment in which no sequence decoded, and BURST_SHARE of all tokens later.
 
-Two numbers are learned from measured steps. The latest decode step says how long the decodes take; when it is old, the
-next step takes no prompts, to measure it again. The prompt tokens per second in the rest of a step give the number of
-tokens. If a full step takes longer than its limit, this rate falls, else it rises; it rests only where a step takes as
-long as it may. So no formula has to know how the time depends on sequences, contexts and positions.
+Three numbers are learned from measured steps. The latest decode step says how long the decodes take; when it is old,
+the next step takes no prompts, to measure it again. The prompt tokens per second in the rest of a step give the number
+of tokens. If a full step takes longer than its limit, this rate falls, else it rises; it rests only where a step takes
+as long as it may. So no formula has to know how the time depends on sequences, contexts and positions. The seconds per
+prompt of the latest steps, times the prompts that wait, are the time that the queue takes.
 """
 
 import time
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from nanovllm.plan import StepPlan
 
 TARGET = 0.018  # seconds: shorter steps would compute prompts slowly, and no reader notices
-SHARE = 4.0  # this and the next constants: see the rule
-MAX_STRETCH = 3.0
-MIN_STRETCH = 2.7
+WAIT_SHARE = 0.03  # this and the next constants: see the rule
+MAX_STRETCH = 6.0
+MIN_STRETCH = 3.0
 MIN_TOKENS = 128
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
 MULTIPLE = 16  # of tokens
@@ -36,13 +37,14 @@ MULTIPLE = 16  # of tokens
 BURST_PROMPTS = 16
 BURST_RATIO = 0.15
 BURST_STRETCH = 20.0
-BURST_TOKENS = 960.0
+BURST_TOKENS = 1100.0
 BURST_SHARE = 0.0005
 MAX_BURST_STEPS = 20  # that BURST_TOKENS pay for, however few sequences decode
 NEARLY = 0.9  # a step with this share of its limit says what a full one takes
 MAX_CHANGE = 2.0  # factor by which one step may change the rate: a kernel that is compiled is no news about the device
 OLD_STEPS = 32  # a decode step is old after so many steps with prompts,
 OLD_RATIO = 1.5  # or when so many times more sequences decode
+KEPT = 0.97  # weight of the earlier steps in the seconds per prompt
 
 
 class Limit(NamedTuple):
@@ -60,6 +62,7 @@ class Pacer:
         self._decode_size = 0.0  # and its sequences
         self._num_since = 0  # limits since then
         self._rate: float | None = None  # prompt tokens per second, in the time that the decodes leave
+        self._seconds = self._num_prompts = 0.0  # of the latest steps with prompts: time, and prompts that they ended
         self._burst_tokens = BURST_TOKENS  # that a burst may delay now
         self.limit = Limit(FIRST_TOKENS, target)  # of the step that was scheduled last
 
@@ -74,8 +77,9 @@ class Pacer:
             self._num_since, self._decode_size = 0, num_decodes
             self.limit = Limit(0, 0.0)
         else:
-            stretch = min(max(SHARE * num_waiting / num_decodes, 1.0), MAX_STRETCH)
-            self.limit = self._limit(self._rate, stretch * self.target)
+            wait = num_waiting * self._seconds / max(self._num_prompts, 1.0)
+            seconds = min(max(WAIT_SHARE * wait, self.target), MAX_STRETCH * self.target)
+            self.limit = self._limit(self._rate, seconds)
         return self.limit.num_tokens
 
     def _computes_burst(self, num_decodes: int, num_waiting: int) -> bool:
@@ -100,6 +104,8 @@ class Pacer:
         if not work.num_prefill:
             self._num_since, self._decode_seconds, self._decode_size = 0, seconds, work.num_decodes
             return
+        self._seconds = KEPT * self._seconds + seconds
+        self._num_prompts = KEPT * self._num_prompts + work.num_sampled - work.num_decodes
         of_decodes = min(self._decode_seconds, 0.75 * seconds) if work.num_decodes else 0.0
         rate = work.num_prefill / (seconds - of_decodes)
         if self._rate is None:

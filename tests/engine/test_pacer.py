@@ -18,14 +18,15 @@ from nanovllm.engine.pacer import (
     BURST_STRETCH,
     BURST_TOKENS,
     FIRST_TOKENS,
+    KEPT,
     MAX_BURST_STEPS,
     MAX_STRETCH,
     MIN_STRETCH,
     MIN_TOKENS,
     OLD_RATIO,
     OLD_STEPS,
-    SHARE,
     TARGET,
+    WAIT_SHARE,
     Pacer,
 )
 from nanovllm.engine.scheduler import Scheduler
@@ -94,25 +95,30 @@ def run(device: Device, pacer: Pacer, arrivals: list[tuple[float, int, int]], se
         for number, (time, prompt, output) in enumerate(sorted(arrivals))
     ]
     steps: list[Step] = []
+    time_of_prompts = num_prompts = 0.0  # of steps with prompts, weighted as the pacer does
     while waiting or scheduler.num_unfinished:
         if not scheduler.num_unfinished:
             now = max(now, waiting[0][0])
         while waiting and waiting[0][0] <= now:
             scheduler.add(waiting.pop(0)[1])
         num_waiting, num_decodes = len(scheduler.waiting) + len(scheduler.prefilling), len(scheduler.decoding)
-        stretch = min(max(SHARE * num_waiting / max(num_decodes, 1), 1.0), MAX_STRETCH)
+        wait = num_waiting * time_of_prompts / max(num_prompts, 1.0)
+        usual = min(max(WAIT_SHARE * wait, pacer.target), MAX_STRETCH * pacer.target)
         plan = scheduler.schedule()
         assert plan is not None
         work = counter.count(plan, scheduler)
         seconds = device.seconds(work, rng)
         now += seconds
         of_decodes = device.seconds(work._replace(num_prefill=0, num_scores=0), random.Random(0))
-        allowed = max(stretch * pacer.target, MIN_STRETCH * of_decodes)
+        allowed = max(usual, MIN_STRETCH * of_decodes)
         in_burst = num_waiting >= max(BURST_PROMPTS, BURST_RATIO * num_decodes)
         steps.append(Step(work, seconds, of_decodes, allowed, in_burst))
         num_sampled = len(plan.decode_rows) + sum(row.num_sampled for row in plan.row_steps)
         scheduler.update(plan, StepResult(tokens=[[5]] * num_sampled))
         pacer.learn(work, seconds, pacer.limit)
+        if work.num_prefill:
+            time_of_prompts = KEPT * time_of_prompts + seconds
+            num_prompts = KEPT * num_prompts + work.num_sampled - work.num_decodes
     check_scheduler(scheduler)
     return steps
 
@@ -202,12 +208,15 @@ def test_prompts_get_most_of_the_device_however_long_the_decodes_take() -> None:
     assert pacer.limit.num_tokens == pytest.approx((MIN_STRETCH - 1) * 0.1 / 20e-6, rel=0.1)
 
 
-def test_many_waiting_prompts_lengthen_steps() -> None:
+def test_a_long_queue_lengthens_steps() -> None:
+    """`trained` ends one prompt in each step of TARGET seconds."""
     pacer = trained()
-    limits = [
-        pacer.limit.seconds for waiting in (1, 10, 15) if pacer.num_prompt_tokens(num_decodes=20, num_waiting=waiting)
-    ]
-    assert limits == pytest.approx([TARGET, TARGET * SHARE / 2, TARGET * MAX_STRETCH])
+    limits = []
+    for num_waiting in (1, 30, 100, 1000):
+        pacer.num_prompt_tokens(num_decodes=10_000, num_waiting=num_waiting)  # too many for the steps of a burst
+        pacer.num_prompt_tokens(num_decodes=10_000, num_waiting=num_waiting)  # the first measures the decodes
+        limits.append(pacer.limit.seconds)
+    assert limits == pytest.approx([TARGET, TARGET, 100 * WAIT_SHARE * TARGET, MAX_STRETCH * TARGET], rel=0.1)
 
 
 def test_a_burst_delays_few_tokens() -> None:
