@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_chat import chunks_of
+from tests.server.test_chat import HELLO, chunks_of
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -51,6 +51,20 @@ async def test_choices_of_several_prompts_and_n(engine: FakeEngine, client: http
             reasons[choice["index"]] = choice["finish_reason"]
     assert [texts[index] for index in range(6)] == [text for text in prompts for _ in range(2)]
     assert reasons == dict.fromkeys(range(6), "stop")
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(PATH, {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HELLO})])
+async def test_every_token_has_a_chunk(
+    engine: FakeEngine, client: httpx.AsyncClient, path: str, prompt: dict[str, Any]
+) -> None:
+    engine.says = "a \N{SNOWMAN} and \N{GRINNING FACE}"  # several tokens a character
+    chunks = chunks_of(await client.post(path, json={**prompt, "max_tokens": 100, "stream": True}))
+    if path != PATH:
+        assert chunks.pop(0)["choices"][0]["delta"]["role"] == "assistant"
+    choices = [chunk["choices"][0] for chunk in chunks]
+    texts = [choice["text"] if path == PATH else choice["delta"]["content"] for choice in choices]
+    assert len(texts) == len(engine.tokenizer.encode(engine.says)) and "" in texts
+    assert "".join(texts) == engine.says
 
 
 async def test_logprobs_are_four_parallel_lists(engine: FakeEngine, client: httpx.AsyncClient) -> None:
