@@ -36,7 +36,9 @@ def load_checkpoint(
     if packing is not None and packing.layout != "gguf":
         from nanovllm.checkpoint.packed.tensors import packed_tensors
 
-        tensors = packed_tensors(tensors, packing, source=str(path))
+        tensors = packed_tensors(
+            tensors, packing, source=str(path), is_known=lambda name: name in slots or is_elsewhere(name)
+        )
     # disable=None: a bar on a terminal, nothing in a log
     disable = None if shows_progress else True
     bar = tqdm(tensors, desc="Loading weights", unit="tensor", total=len(slots), leave=False, disable=disable)

@@ -147,6 +147,24 @@ def test_layouts(tmp_path: Path, case: str) -> None:
     check_greedy(write(case, tmp_path, "qwen3-moe" if case in WITH_EXPERTS else "qwen3"))
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_biases_that_the_model_does_not_have(tmp_path: Path, value: float) -> None:
+    """GPTQ files may have them, of zeros; so may groups be given as zeros for columns in order."""
+
+    def packed(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if module == "lm_head":
+            return None
+        stored, dense = pack_gptq(weight)
+        return stored | {"bias": torch.full((weight.shape[0],), value), "g_idx": stored["g_idx"] * 0}, dense
+
+    files = write_packed("qwen3", tmp_path, packed, gptq_config())
+    if value:
+        with pytest.raises(CheckpointError, match="unexpected: .*_proj.bias"):
+            open_llm(files.packed)
+    else:
+        check_greedy(files)
+
+
 @pytest.mark.parametrize("case", ["awq", "gptq ordered", "packed 8 asymmetric", "packed"])
 def test_a_plan_counts_its_bytes(tmp_path: Path, case: str) -> None:
     files = write(case, tmp_path, "qwen3-moe")

@@ -5,7 +5,7 @@ unless it is empty or only describes how the checkpoint was made.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from fnmatch import translate
 from functools import partial
 from typing import Any
@@ -16,14 +16,14 @@ from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form, 
 Rules = list[tuple[str, Form | None]]
 EVERY = ""  # the pattern that is found in every name
 HEAD = r"(^|\.)lm_head$"
-# How the checkpoint was made, and what concerns activations or the KV cache that is decided here
+# How the checkpoint was made
 DESCRIPTIVE = {"quant_method", "quantization_status", "global_compression_ratio", "producer", "quant_type"}
 
 
 class Section:
     """A JSON object of the config, whose keys are taken one by one."""
 
-    def __init__(self, raw: Any, name: str, *, described_by: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    def __init__(self, raw: Any, name: str, *, described_by: Set[str] = frozenset()) -> None:
         if not isinstance(raw, dict):
             raise CheckpointError(f"{name}={raw!r}: must be a JSON object")
         self._left = {key: value for key, value in raw.items() if key not in DESCRIPTIVE | described_by}
@@ -230,6 +230,7 @@ GPTQ_MADE_BY = {
     *("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "dataset", "tokenizer"),
     *("model_name_or_path", "model_file_base_name", "model_seqlen", "batch_size", "pad_token_id", "quantizer", "meta"),
     *("block_name_to_quantize", "module_name_preceding_first_block", "cache_block_outputs", "max_input_length"),
+    *("offload_to_disk", "offload_to_disk_path", "pack_impl", "mock_quantization"),
     *("use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "backend", "hyb_act", "act_group_aware"),
 }
 

@@ -1,7 +1,7 @@
 """Put the tensors that a quantized checkpoint keeps for one weight (numbers, scales, zeros) together as one tensor."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from nanovllm.checkpoint.packed import fp4, groups, nf4
 from nanovllm.checkpoint.packed.fp8 import Fp8Tensor
@@ -17,9 +17,12 @@ SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def packed_tensors(
-    tensors: Iterable[tuple[str, Stored]], packing: Packing, *, source: str
+    tensors: Iterable[tuple[str, Stored]], packing: Packing, *, source: str, is_known: Callable[[str], bool]
 ) -> Iterator[tuple[str, Stored]]:
-    """(name, tensor) with a module's packed weight as one tensor, under the name of the unpacked weight."""
+    """(name, tensor) with a module's packed weight as one tensor, under the name of the unpacked weight.
+
+    `is_known`: whether the model has a tensor of this name. GPTQ files may have biases of zeros that it does not have.
+    """
     if packing.layout == "bitsandbytes":
         get_logger(__name__).warning(
             f"{source}: bitsandbytes' 4-bit weights are unpacked: they take the memory of dense weights"
@@ -35,8 +38,10 @@ def packed_tensors(
         except ValueError as error:
             raise CheckpointError(f"{source}: {module}: {error}") from error
         for own, tensor in found.items():
-            if not UNUSED.search(f".{own}"):
-                yield f"{module}.{own}", tensor
+            name = f"{module}.{own}"
+            of_gptq = own == "bias" and packing.layout.startswith("gptq") and not is_known(name)
+            if not UNUSED.search(f".{own}") and not (of_gptq and not tensor.read().any()):
+                yield name, tensor
 
 
 def _split(name: str) -> tuple[str, str]:
