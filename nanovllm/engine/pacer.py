@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TARGET = 0.018  # seconds: shorter steps would compute prompts slowly, and no reader notices
 WAIT_SHARE = 0.03  # this and the next constants: see the rule
 MAX_STRETCH = 6.0
-MIN_STRETCH = 3.0
+MIN_STRETCH = 2.7
 MIN_TOKENS = 128
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
 MULTIPLE = 16  # of tokens
@@ -37,7 +37,7 @@ MULTIPLE = 16  # of tokens
 BURST_PROMPTS = 16
 BURST_RATIO = 0.15
 BURST_STRETCH = 20.0
-BURST_TOKENS = 1100.0
+BURST_TOKENS = 500.0
 BURST_SHARE = 0.0005
 MAX_BURST_STEPS = 20  # that BURST_TOKENS pay for, however few sequences decode
 NEARLY = 0.9  # a step with this share of its limit says what a full one takes

@@ -175,12 +175,13 @@ def warm_up_sizes(max_num_tokens: int) -> list[int]:
 
 def graph_sizes(largest: int) -> list[int]:
     """The batch sizes that get a graph of their own; a batch runs in the next larger one."""
-    sizes = [1, 2, 4, 8, *range(16, 128, 8), *range(128, largest, 16)]
+    sizes = [1, 2, 4, 8, *range(16, 128, 8), *range(128, 512, 16), *range(512, largest, 64)]
     return [size for size in sizes if size < largest] + [largest]
 
 
 # What takes longest to compile, longest first: begun last, all would wait for it.
 SLOW_TO_COMPILE = (
+    "_long_prefill_kernel",
     "_many_rows_kernel",
     "_small_batch_attention_kernel",
     "_decode_kernel",

@@ -190,7 +190,6 @@ def _take_in(
     G: gl.constexpr,
     WINDOW: gl.constexpr,
     MASKED: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Add the key tiles begin to end, counted from the newest, to the state of the online softmax."""
     acc, p, largest, total = state
@@ -202,8 +201,7 @@ def _take_in(
     for it in range(begin, end):
         scores = _begin_scores(q, k_tiles, it)
         acc = _begin_values(acc, p, v_tiles, v_full, it - 1)
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - G), count=1)
+        mbarrier.arrive(turns.index(1 - G), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         _release(k_empty, it)
         new_p, largest, total, shrink = _softmax(
@@ -213,8 +211,7 @@ def _take_in(
         # compiler does not move code over a loop; without them it computes the softmax after that product.
         following = it + 1
         mbarrier.wait(k_full.index(following % STAGES), following // STAGES & 1, pred=following < num_tiles)
-        if TURNS:
-            mbarrier.wait(turns.index(G), (it + 1 + G) & 1)
+        mbarrier.wait(turns.index(G), (it + 1 + G) & 1)
         acc, p, new_p, shrink = warpgroup_mma_wait(0, deps=[acc, p, new_p, shrink])
         _release(v_empty, it - 1)
         acc = acc * shrink[:, None]
@@ -232,7 +229,6 @@ def _attend(
     KV_HEADS: gl.constexpr,
     WINDOW: gl.constexpr,
     NORM: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Consumer warpgroup G: attention of its queries."""
     GROUP: gl.constexpr = HEADS // KV_HEADS
@@ -255,15 +251,15 @@ def _attend(
     )
     _clear_values(vs, v_full, cleared.index(0), 0, last_tile, low, high, G)
     mbarrier.wait(k_full.index(1), 0, pred=num_tiles > 1)
-    if TURNS and G == 1:
+    if G == 1:
         mbarrier.wait(turns.index(1), 0)
     state = gl.zeros([ROWS, HEAD_DIM], gl.float32, SCORES), p, largest, total
     scored = q, q_positions, score_scale
-    state = _take_in(state, 1, num_masked, scored, memory, tile, G, WINDOW, True, TURNS)
-    state = _take_in(state, num_masked, num_inside, scored, memory, tile, G, WINDOW, False, TURNS)
+    state = _take_in(state, 1, num_masked, scored, memory, tile, G, WINDOW, True)
+    state = _take_in(state, num_masked, num_inside, scored, memory, tile, G, WINDOW, False)
     if WINDOW > 0:
-        state = _take_in(state, num_inside, num_tiles, scored, memory, tile, G, WINDOW, True, TURNS)
-    if TURNS and G == 0:
+        state = _take_in(state, num_inside, num_tiles, scored, memory, tile, G, WINDOW, True)
+    if G == 0:
         mbarrier.arrive(turns.index(1), count=1)  # the other warpgroup waits for one turn more than it takes
     if WINDOW > 0:
         _clear_values(vs, v_full, cleared.index(1), num_tiles - 1, last_tile - num_tiles + 1, low, high, G)
@@ -303,7 +299,6 @@ def _long_prefill_kernel(
     BLOCK_SIZE: gl.constexpr,
     WINDOW: gl.constexpr,  # 0: none
     NORM: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     GROUP: gl.constexpr = HEADS // KV_HEADS
     TOKENS: gl.constexpr = 2 * ROWS // GROUP
@@ -360,8 +355,8 @@ def _long_prefill_kernel(
     queries = q_base, angles, q_norm, eps, out_base, num_rows, score_scale, num_masked, num_inside, qs
     gl.warp_specialize(
         [
-            (_attend, (queries, memory, tile, 0, HEADS, KV_HEADS, WINDOW, NORM, TURNS)),
-            (_attend, (queries, memory, tile, 1, HEADS, KV_HEADS, WINDOW, NORM, TURNS)),
+            (_attend, (queries, memory, tile, 0, HEADS, KV_HEADS, WINDOW, NORM)),
+            (_attend, (queries, memory, tile, 1, HEADS, KV_HEADS, WINDOW, NORM)),
             (_produce, (kv, table, kv_head, value_rows, memory, tile, KV_HEADS, BLOCK_SIZE)),
         ],
         worker_num_warps=[4, 1],
@@ -387,7 +382,6 @@ def long_prefill(
     window: int | None,
     scale: float,  # of the scores before the softmax
     out: Tensor,  # [num_tokens, heads * head_dim]; only the chunks' tokens are written
-    turns: bool = True,
 ) -> None:
     block_size = cache.shape[3]
     assert cache.shape[4] == HEAD_DIM.value and TILE.value % block_size == 0 and cache.dtype == q_source.dtype
@@ -417,6 +411,5 @@ def long_prefill(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         NORM=q_norm is not None,
-        TURNS=turns,
         num_warps=4,
     )
