@@ -14,7 +14,7 @@ RULE = """
 __main__ -> cli -> server, bench -> nanovllm -> llm, remote
 llm -> engine -> executor -> runner -> models
 remote -> engine
-models -> layers -> attention, weights -> kernels
+models -> layers -> attention, weights -> kernels, native
 runner -> checkpoint
 executor, remote -> remote.transport
 executor, layers -> distributed

@@ -1,0 +1,82 @@
+"""The C compilers of this machine: the system's, and Zig's from PyPI."""
+
+import importlib.metadata
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.native.cpu import CpuLevel
+
+# -ffast-math is left out: gcc before version 13 then links code that flushes denormal numbers in the whole process.
+FLAGS = ("-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+LIBRARY_FLAGS = ("-fPIC", "-shared", "-pthread")
+TIME_LIMIT = 120  # seconds
+
+
+class CompileError(Exception):
+    """A compiler failed. The message names it and has the first line of what it reported."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    command: tuple[str, ...]
+    is_zig: bool = False
+
+    @property
+    def name(self) -> str:
+        return "ziglang" if self.is_zig else self.command[0]
+
+    def version(self) -> str:
+        # Zig takes long to start: pip knows its version.
+        return importlib.metadata.version("ziglang") if self.is_zig else run([*self.command, "--version"])
+
+    def flags(self, level: CpuLevel) -> tuple[str, ...]:
+        cpu = (f"-mcpu={level.zig_cpu}",) if self.is_zig else level.cc_flags
+        return (*FLAGS, *cpu, *LIBRARY_FLAGS)
+
+    def compile(self, sources: Iterable[Path], flags: Iterable[str], output: Path) -> None:
+        """Compile and link the sources into `output`. Zig leaves a folder with its compiled C runtime beside it."""
+        command = [*self.command, *flags, "-o", str(output), *map(str, sources), "-lm"]
+        cache = str(output.parent / "zig-cache")
+        run(command, {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache})
+
+
+def find_compilers() -> Iterator[Compiler]:
+    """The compilers to try, in order: CC or cc, then Zig."""
+    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if shutil.which(command[0]):
+        yield Compiler(tuple(command))
+    if list(importlib.metadata.distributions(name="ziglang")):
+        # -P: a folder called ziglang in the current directory is not run.
+        yield Compiler((sys.executable, "-P", "-m", "ziglang", "cc"), is_zig=True)
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What the command printed; CompileError if it fails."""
+    what = "ziglang" if "ziglang" in command else command[0]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "LC_ALL": "C", **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIME_LIMIT,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{what}: {error}") from error
+    if done.returncode != 0:
+        raise CompileError(f"{what}: {first_error(done.stderr) or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def first_error(output: str) -> str:
+    """The first line with an error, else the first line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")

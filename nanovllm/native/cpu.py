@@ -1,0 +1,62 @@
+"""Which instructions this CPU has, in levels: the library is compiled once for each level."""
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class CpuLevel:
+    name: str
+    machine: str  # as platform.machine() names it
+    features: frozenset[str]  # what the CPU must have, as /proc/cpuinfo names it
+    cc_flags: tuple[str, ...]  # for gcc and clang
+    zig_cpu: str  # the same for Zig, whose -mcpu has names of its own
+
+
+_ARM = frozenset({"asimddp", "asimdhp", "fphp", "atomics", "asimdrdm"})  # what armv8.2-a+dotprod+fp16 lets cc use
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"})
+# On x86 each feature has its flag: gcc knows -march=x86-64-v3 only from version 11 on.
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+_ZIG_AVX2 = "x86_64+avx2+fma+f16c+bmi+bmi2"
+_ZIG_ARM = "generic+v8_2a+dotprod+fullfp16"
+
+# The best first.
+LEVELS = (
+    CpuLevel(
+        "aarch64-i8mm",
+        "aarch64",
+        _ARM | {"i8mm"},
+        ("-march=armv8.2-a+dotprod+fp16+i8mm",),
+        f"{_ZIG_ARM}+i8mm",
+    ),
+    CpuLevel("aarch64-dotprod", "aarch64", _ARM, ("-march=armv8.2-a+dotprod+fp16",), _ZIG_ARM),
+    CpuLevel(
+        "x86_64-avx512vnni",
+        "x86_64",
+        _AVX2 | _AVX512,
+        (*_AVX2_FLAGS, *_AVX512_FLAGS),
+        f"{_ZIG_AVX2}+avx512f+avx512bw+avx512cd+avx512dq+avx512vl+avx512vnni",
+    ),
+    CpuLevel("x86_64-avx2", "x86_64", _AVX2, _AVX2_FLAGS, _ZIG_AVX2),
+)
+
+
+def this_cpu() -> CpuLevel | None:
+    """The best level that this machine's CPU has; None without any, or where Linux does not say."""
+    return best_level(platform.machine(), CPUINFO.read_text()) if CPUINFO.exists() else None
+
+
+def best_level(machine: str, cpuinfo: str) -> CpuLevel | None:
+    # Cores may differ: only what all of them have counts.
+    cores = [
+        frozenset(value.split())
+        for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())
+        if key.strip() in ("Features", "flags")  # on Arm, on x86
+    ]
+    features = frozenset.intersection(*cores) if cores else frozenset()
+    return next((level for level in LEVELS if level.machine == machine and level.features <= features), None)
