@@ -63,6 +63,19 @@ FAMILIES = {
         heads=(7, 1),
         rope={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     ),
+    "granite": Family(
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.25,
+            "rms_norm_eps": 1e-3,
+        },
+        heads=(6, 2),
+        tied=True,
+    ),
+    "smollm3": Family("smollm3", {"no_rope_layers": [1, 0, 1]}, heads=(6, 2), tied=True),
     "mistral": Family("mistral", {"sliding_window": 20}, heads=(7, 1), sharded=True, old_spelling=True),
     "mistral-full": Family("mistral", {"sliding_window": None}, heads=(6, 2), tied=True),
     "qwen2": Family("qwen2", heads=(7, 1), tied=True, old_spelling=True),
@@ -100,6 +113,7 @@ FAMILIES = {
 # With numbers of heads that two ranks can divide.
 EVEN_FAMILIES = {
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
+    "granite-even": replace(FAMILIES["granite"], heads=(4, 2)),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),
     "qwen3-moe-stacked-even": replace(FAMILIES["qwen3-moe-stacked"], heads=(4, 2)),

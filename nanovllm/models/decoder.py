@@ -99,6 +99,8 @@ class Decoder:
 
         With `wanted`, [n] indices of tokens, gives [n, hidden]: the last layer does no more than these need.
         """
+        if self.spec.embedding_scale != 1.0 and 0 in self.shard.layers:
+            x = x * self.spec.embedding_scale
         residual = self._residual(x)
         last = len(self.layers) - 1
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
@@ -109,6 +111,8 @@ class Decoder:
         """On rank 0 of the tensor parallel group; None elsewhere."""
         assert self.lm_head is not None and self.norm is not None
         own = self.lm_head(Residual(hidden), norm=self.norm)
+        if self.spec.logits_scale != 1.0:
+            own = own * self.spec.logits_scale
         logits = self._context.group.gather(own, to=0)
         if logits is None or logits.shape[1] == self.spec.vocab_size:
             return logits

@@ -20,11 +20,13 @@ def _family(module: str) -> Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "GraniteForCausalLM": _family("granite"),
     "LlamaForCausalLM": _family("llama"),
     "MistralForCausalLM": _family("mistral"),
     "Qwen2ForCausalLM": _family("qwen2"),
     "Qwen3ForCausalLM": _family("qwen3"),
     "Qwen3MoeForCausalLM": _family("qwen3_moe"),
+    "SmolLM3ForCausalLM": _family("smollm3"),
 }
 
 
@@ -48,7 +50,7 @@ def parse_config(raw: dict[str, Any]) -> ModelSpec:
         raise CheckpointError(f"config: {error.args[0]!r} is missing for {architecture}") from error
     except CheckpointError:
         raise
-    except (AttributeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"config: a value of {architecture} is of the wrong kind: {error}") from error
 
 

@@ -31,6 +31,8 @@ class ModelSpec:
     tie_word_embeddings: bool  # the head uses the embedding's weight
     dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    embedding_scale: float = 1.0  # factor of the embedded tokens
+    logits_scale: float = 1.0  # factor of the logits
     packing: "Packing | None" = None  # how a quantized checkpoint stores its linears
 
     @property
