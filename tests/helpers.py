@@ -51,11 +51,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,  # small, so that the scaling affects short prompts
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES = {
     "llama": Family("llama", heads=(6, 2), sharded=True),
     "llama-old-rope3": Family("llama", heads=(4, 4), tied=True, old_spelling=True, rope=LLAMA3_ROPE),
+    "llama-dynamic": Family(
+        "llama", heads=(6, 2), old_spelling=True, rope={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+    ),
     "llama-rope3": Family("llama", heads=(4, 4), rope=LLAMA3_ROPE),
     "llama-bias": Family(
         "llama",
@@ -93,6 +97,7 @@ FAMILIES = {
         "qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}, heads=(6, 2)
     ),
     "qwen3": Family("qwen3", heads=(6, 2), head_dim=32, tied=True),
+    "qwen3-yarn": Family("qwen3", heads=(4, 2), head_dim=32, old_spelling=True, rope=YARN_ROPE),
     "qwen3-sharded": Family("qwen3", {"attention_bias": True}, heads=(4, 4), head_dim=32, sharded=True),
     "qwen3-moe": Family(
         "qwen3_moe",

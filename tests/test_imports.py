@@ -37,6 +37,7 @@ FOUNDATION = {
     "value_lists",
     "layers.division",
     "layers.part_spec",
+    "layers.rope_spec",
     "layers.spec",
     "models.scaled_rope",
     "models.spec",

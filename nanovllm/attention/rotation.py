@@ -11,19 +11,16 @@ from nanovllm.attention.backend import CacheShape
 from nanovllm.layers.spec import RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:  # [head_dim / 2]
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    if rope.rope_type == "default":
-        return frequencies
-    from nanovllm.attention.rope_scaling import scaled_frequencies
-
-    return scaled_frequencies(frequencies, rope)
-
-
 def rotary_table(rope: RopeSpec, *, head_dim: int, max_position: int, device: torch.device) -> Tensor:
     """Cosines, then sines, of every position: [max_position, head_dim] float32."""
-    angles = torch.outer(torch.arange(max_position).float(), inverse_frequencies(rope, head_dim))
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    amplitude = 1.0
+    if rope.scaling is not None:
+        from nanovllm.attention.rope_scaling import scaled_frequencies
+
+        frequencies, amplitude = scaled_frequencies(frequencies, rope, max_position=max_position)
+    angles = torch.outer(torch.arange(max_position).float(), frequencies)  # [max_position, head_dim / 2]
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(amplitude).to(device)
 
 
 class Rotation:

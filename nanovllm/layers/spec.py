@@ -12,6 +12,7 @@ from nanovllm.state import DTYPE_BYTES, PagedState
 
 if TYPE_CHECKING:
     from nanovllm.layers.part_spec import MixerSpec, PartSpec
+    from nanovllm.layers.rope_spec import RopeScaling
 
 FP8_SCALE_BYTES = 2  # one 16-bit scale for a token's key, or value, in one head
 
@@ -130,12 +131,7 @@ class RopeSpec:
     """Rotary position embedding."""
 
     theta: float
-    rope_type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    factors: tuple[float, ...] = ()  # of "gguf_factors": one divisor per frequency
+    scaling: "RopeScaling | None" = None  # of the frequencies, in a model whose context was extended
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.layers.rope_spec import LinearScaling
 from nanovllm.layers.spec import RopeSpec
 from nanovllm.models.changes import change_attention
 from nanovllm.models.qwen2 import layer_windows
 from nanovllm.models.spec import ModelSpec, llama_shaped
 
-NO_ROPE = RopeSpec(theta=10000.0, rope_type="linear", factor=math.inf)  # every angle is 0
+NO_ROPE = RopeSpec(theta=10000.0, scaling=LinearScaling(math.inf))  # every angle is 0
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:

@@ -84,14 +84,16 @@ def llama_shaped(
     if num_heads % num_kv_heads:
         raise CheckpointError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
     num_layers = count(raw, "num_hidden_layers")
+    head_dim = raw.get("head_dim") or hidden_size // num_heads
     max_position = count(raw, "max_position_embeddings")
+    rope = read_rope(raw, head_dim=head_dim, max_position=max_position)
     eps = float(raw.get("rms_norm_eps", 1e-6))
     attention = AttentionSpec(
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=raw.get("head_dim") or hidden_size // num_heads,
-        rope=read_rope(raw, max_position=max_position),
+        head_dim=head_dim,
+        rope=rope,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm_eps=eps if qk_norm else None,
@@ -108,25 +110,27 @@ def llama_shaped(
         hidden_size=hidden_size,
         layers=tuple(map(layer, range(num_layers))),
         norm_eps=eps,
-        max_position=max_position,
+        max_position=max_position if rope.scaling is None else rope.scaling.longest(max_position),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=_dtype(raw),
         eos_token_ids=token_id_list(raw.get("eos_token_id")),
     )
 
 
-def read_rope(raw: dict[str, Any], *, max_position: int) -> RopeSpec:
-    scaling = dict(raw.get("rope_scaling") or {})
-    parameters = {**scaling, **(raw.get("rope_parameters") or {})}
+def read_rope(raw: dict[str, Any], *, head_dim: int, max_position: int) -> RopeSpec:
+    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
     if parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError("partial_rotary_factor: rotating only a part of each head is not implemented")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return RopeSpec(theta=theta)
-    from nanovllm.models.scaled_rope import read_scaled_rope
+    from nanovllm.models.scaled_rope import read_scaling
 
-    return read_scaled_rope(kind, parameters, theta=theta, max_position=max_position)
+    if original := raw.get("original_max_position_embeddings"):  # Phi-3's place for it
+        parameters["original_max_position_embeddings"] = original
+    scaling = read_scaling(kind, parameters, max_position=max_position, num_frequencies=head_dim // 2)
+    return RopeSpec(theta=theta, scaling=scaling)
 
 
 def token_id_list(value: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from nanovllm.bench.shapes import shape_folder, shape_names, with_shape
 from nanovllm.checkpoint.json_file import read_json
 from nanovllm.cli.main import main
 from nanovllm.errors import ConfigError
+from nanovllm.layers.rope_spec import Llama3Scaling
 from nanovllm.layers.spec import AttentionSpec, RopeSpec
 from nanovllm.models.parameters import num_parameters
 from nanovllm.models.registry import describe, parse_config
@@ -65,14 +66,8 @@ def test_transformers_reads_the_same(name: str) -> None:
 
 
 def test_rotation_of_llama() -> None:
-    assert attention_of(read_shape("llama-3.1-8b")).rope == RopeSpec(
-        theta=500_000.0,
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position=8192,
-    )
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
+    assert attention_of(read_shape("llama-3.1-8b")).rope == RopeSpec(theta=500_000.0, scaling=scaling)
 
 
 def test_small_shape_is_that_of_the_default_model(default_model_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.layers.rope_spec import Llama3Scaling
 from nanovllm.layers.spec import MlpSpec
 from nanovllm.models.parameters import num_parameters
 from nanovllm.models.registry import describe, parse_config
@@ -28,8 +29,16 @@ def test_both_spellings_of_rope_and_dtype() -> None:
     old = parse_config(raw_config("llama-old-rope3"))
     rope = new.layers[0].mixer.rope
     assert rope == old.layers[0].mixer.rope
-    assert (rope.rope_type, rope.factor, rope.original_max_position) == ("llama3", 8.0, 64)
+    assert isinstance(rope.scaling, Llama3Scaling)
+    assert (rope.scaling.factor, rope.scaling.original_length) == (8.0, 64)
     assert new.dtype == old.dtype == "float32"
+
+
+def test_yarn_extends_the_longest_sequence() -> None:
+    """Qwen3's documentation adds the scaling and keeps max_position_embeddings."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}
+    assert parse_config(raw_config("qwen3", rope_parameters=yarn)).max_position == 1024
+    assert parse_config(raw_config("qwen3", rope_parameters=yarn, max_position_embeddings=2000)).max_position == 2000
 
 
 def test_number_of_experts_under_both_names() -> None:
@@ -88,8 +97,17 @@ def test_end_of_sequence_ids_of_both_files(tmp_path: Path) -> None:
         ("llama", {"vocab_size": None}, "vocab_size=None must be an integer"),
         ("llama", {"num_key_value_heads": 4}, "num_attention_heads=6 is no multiple of num_key_value_heads=4"),
         ("llama", {"dtype": "float8"}, "dtype='float8'; known: float32, bfloat16, float16"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not implemented"),
-        ("llama", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "rope_type='dynamic' is not"),
+        ("llama", {"rope_parameters": {"rope_type": "axial"}}, "rope_type='axial' is not implemented; known: default"),
+        ("llama", {"rope_scaling": {"type": "mrope"}, "rope_parameters": None}, "rope_type='mrope' is not"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor=None of the rope must be a finite number"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": -2.0}}, "factor=-2.0 of the rope"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor='4' of the rope"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor of the rope"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0.5}},
+            "original_max_position_embeddings=0 must",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"quantization_config": {"quant_method": "eetq"}}, "quant_method='eetq' cannot be read"),
         ("mistral", {"num_hidden_layers": "three"}, "num_hidden_layers|wrong kind"),
