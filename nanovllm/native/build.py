@@ -64,10 +64,15 @@ def prebuilt_name(level: CpuLevel, sources: Path) -> str:
     return f"{level.name}-{_digest(_contents(sources))}.so"
 
 
+def cached_name(compiler: Compiler, level: CpuLevel, sources: Path) -> str:
+    parts = [*_contents(sources), *compiler.command, compiler.version(), *compiler.flags(level)]
+    return f"{level.name}-{_digest(parts)}.so"
+
+
 def _compiled(compiler: Compiler, level: CpuLevel, sources: Path, cache: Path) -> ctypes.CDLL:
     """The library of one compiler from the cache; from a temporary folder where the cache cannot be used."""
     flags = compiler.flags(level)
-    name = f"{level.name}-{_digest([*_contents(sources), *compiler.command, compiler.version(), *flags])}.so"
+    name = cached_name(compiler, level, sources)
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         return _from_cache(compiler, flags, sources, trusted_folder(cache) / name)

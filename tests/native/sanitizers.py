@@ -57,7 +57,7 @@ def works(sanitizers: str) -> bool:
         source.write_text("int main(void) { return 0; }\n")
         try:
             subprocess.run(["cc", *_flags(sanitizers), str(source), "-o", str(program)], check=True, timeout=60)
-            subprocess.run([str(program)], check=True, timeout=60)
+            subprocess.run([str(program)], env={**os.environ, **OPTIONS}, check=True, timeout=60)
         except (OSError, subprocess.CalledProcessError):
             return False
     return True
