@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test check format wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo 'make test    set up what is missing, run every test (ARGS="..." goes to pytest)'
 	@echo 'make check   lint, formatting, types'
 	@echo 'make format  let ruff fix what it can'
+	@echo 'make wheel   build a wheel in dist/, with native libraries for Arm and x86 CPUs'
 	@echo 'make clean   remove .venv and every generated file (the model cache stays)'
 
 demo: $(VENV)/.installed
@@ -35,6 +36,18 @@ format: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
+# Built from a copy: a source tree with prebuilt libraries in it would not compile its own.
+WHEEL := build/wheel
+wheel: $(VENV)/.created
+	@rm -rf $(WHEEL) && mkdir -p $(WHEEL)/source
+	@cp -R nanovllm pyproject.toml README.md LICENSE $(WHEEL)/source
+	@echo 'Installing a C compiler for all CPUs into $(WHEEL)'
+	@$(BIN)/python -m venv $(WHEEL)/venv
+	@$(WHEEL)/venv/bin/python -m pip install --quiet 'ziglang==0.17.0'
+	cd $(WHEEL)/source && ../venv/bin/python -m nanovllm.native.prebuild nanovllm/native/prebuilt
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist $(WHEEL)/source
+	@rm -rf $(WHEEL)
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -53,6 +66,9 @@ $(VENV)/.created:
 $(VENV)/.installed: $(VENV)/.created requirements.txt pyproject.toml
 	@echo 'Installing torch and a few small packages (once; takes some minutes)'
 	@$(INSTALL) -r requirements.txt -e .
+	@[ "$$(uname)" != Linux ] || command -v $${CC:-cc} >/dev/null || { \
+	    echo 'There is no cc: installing ziglang, a C compiler, for fast generation on a CPU'; \
+	    $(INSTALL) ziglang || echo 'That failed: generation on a CPU will be slower' >&2; }
 	@touch $@
 
 # The requirements are given again so that no test package changes a pinned version.

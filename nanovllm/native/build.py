@@ -110,7 +110,7 @@ def source_files(sources: Path) -> list[Path]:
 
 def _contents(sources: Path) -> list[str]:
     """Names and texts of all that the compiler reads."""
-    return [text for path in sorted(sources.glob("*.[ch]")) for text in (path.name, path.read_text())]
+    return [text for path in sorted(sources.glob("*.[ch]")) for text in (path.name, path.read_text("utf-8"))]
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,9 @@ from nanovllm.native.cpu import CpuLevel
 # -ffast-math is left out: gcc before version 13 then links code that flushes denormal numbers in the whole process.
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 LIBRARY_FLAGS = ("-fPIC", "-shared", "-pthread")
+# Without -rtlib=none Zig compiles its own runtime first, which takes seconds. With `defs` the linker reports a function
+# that is missing without it.
+ZIG_FLAGS = ("-rtlib=none", "-Wl,-z,defs", "-s")
 TIME_LIMIT = 120  # seconds
 
 
@@ -36,11 +38,11 @@ class Compiler:
         return importlib.metadata.version("ziglang") if self.is_zig else run([*self.command, "--version"])
 
     def flags(self, level: CpuLevel) -> tuple[str, ...]:
-        cpu = (f"-mcpu={level.zig_cpu}",) if self.is_zig else level.cc_flags
+        cpu = (f"-mcpu={level.zig_cpu}", *ZIG_FLAGS) if self.is_zig else level.cc_flags
         return (*FLAGS, *cpu, *LIBRARY_FLAGS)
 
     def compile(self, sources: Iterable[Path], flags: Iterable[str], output: Path) -> None:
-        """Compile and link the sources into `output`. Zig leaves a folder with its compiled C runtime beside it."""
+        """Compile and link the sources into `output`. Zig leaves a folder with its own cache beside it."""
         command = [*self.command, *flags, "-o", str(output), *map(str, sources), "-lm"]
         cache = str(output.parent / "zig-cache")
         run(command, {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache})
@@ -48,12 +50,18 @@ class Compiler:
 
 def find_compilers() -> Iterator[Compiler]:
     """The compilers to try, in order: CC or cc, then Zig."""
-    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    command = os.environ.get("CC", "").split() or ["cc"]
     if shutil.which(command[0]):
         yield Compiler(tuple(command))
-    if list(importlib.metadata.distributions(name="ziglang")):
-        # -P: a folder called ziglang in the current directory is not run.
-        yield Compiler((sys.executable, "-P", "-m", "ziglang", "cc"), is_zig=True)
+    if zig := find_zig():
+        yield zig
+
+
+def find_zig() -> Compiler | None:
+    if not list(importlib.metadata.distributions(name="ziglang")):
+        return None
+    # -P: a folder called ziglang in the current directory is not run.
+    return Compiler((sys.executable, "-P", "-m", "ziglang", "cc"), is_zig=True)
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:

@@ -34,6 +34,28 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
     return caplog
 
 
+@pytest.fixture
+def fake_zig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install a package ziglang that hands its arguments to cc, without Zig's own; they are in the returned file."""
+    package, arguments = tmp_path / "site" / "ziglang", tmp_path / "zig-arguments"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        "import os, pathlib, sys\n"
+        f"pathlib.Path({str(arguments)!r}).write_text(' '.join(sys.argv[1:]))\n"
+        "assert os.environ['ZIG_GLOBAL_CACHE_DIR']\n"
+        "first = sys.argv.index('-std=c11')\n"
+        "rest = [a for a in sys.argv[first:] if a not in ('-mcpu=any', '-rtlib=none')]\n"
+        "os.execvp('cc', ['cc', '-DANSWER=7', *rest])\n"
+    )
+    info = package.with_name("ziglang-0.1.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ziglang\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    return arguments
+
+
 def cached_library(folders: dict[str, Path]) -> Path:
     """Where the library will be in the cache. Its folder is made, as the package makes it."""
     folders["cache"].mkdir(mode=0o700, parents=True)

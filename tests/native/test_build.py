@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from nanovllm.native import build
 from nanovllm.native.build import find_library, prebuilt_name
+from nanovllm.native.compiler import find_zig
+from nanovllm.native.prebuild import prebuild
 from tests.native.conftest import LEVEL, cached_library, compile_library
 
 COMPILING = "compiling the native library for this CPU with {} (once, takes seconds)"
@@ -47,6 +50,7 @@ def test_compiled_again_after_a_change(
 def test_several_processes_compile_at_once(folders: dict[str, Path], log: pytest.LogCaptureFixture) -> None:
     script = f"""
 import sys
+import tomllib
 from pathlib import Path
 from nanovllm.native.build import find_library
 from tests.native.conftest import LEVEL
@@ -101,26 +105,29 @@ def test_compiler_that_does_not_work(
 
 
 def test_zig_where_cc_does_not_work(
-    folders: dict[str, Path], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folders: dict[str, Path], log: pytest.LogCaptureFixture, fake_zig: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A package ziglang that hands its arguments to cc.
-    package = tmp_path / "site" / "ziglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(
-        "import os, sys\n"
-        "arguments = [a for a in sys.argv[2:] if a != '-mcpu=any']\n"
-        "assert sys.argv[1] == 'cc' and len(arguments) == len(sys.argv) - 3 and os.environ['ZIG_GLOBAL_CACHE_DIR']\n"
-        "os.execvp('cc', ['cc', '-DANSWER=7', *arguments])\n"
-    )
-    info = tmp_path / "site" / "ziglang-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ziglang\nVersion: 0.1\n")
-    monkeypatch.syspath_prepend(package.parent)
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
     monkeypatch.setenv("CC", "false")
     assert answer(folders) == 7
     assert log.messages == [COMPILING.format("ziglang")]
+    assert fake_zig.read_text().startswith("cc -std=c11 ")
+
+
+def test_prebuild_makes_what_is_looked_for(
+    folders: dict[str, Path], log: pytest.LogCaptureFixture, fake_zig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prebuild(find_zig(), [LEVEL], sources=folders["sources"], folder=folders["prebuilt"])
+    assert fake_zig.read_text().startswith("cc -target any-linux-gnu.2.28 ")
+    monkeypatch.setenv("CC", "false")
+    assert answer(folders) == 7
+    assert not log.messages
+
+
+def test_package_has_the_sources() -> None:
+    root = Path(build.__file__).parents[2]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["nanovllm"]
+    packed = {path for pattern in patterns for path in (root / "nanovllm").glob(pattern)}
+    assert build.source_files(build.SOURCES) and set(build.SOURCES.iterdir()) <= packed
 
 
 def test_unknown_cpu(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
