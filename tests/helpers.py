@@ -82,6 +82,17 @@ FAMILIES = {
     "smollm3": Family("smollm3", {"no_rope_layers": [1, 0, 1]}, heads=(6, 2), tied=True),
     "mistral": Family("mistral", {"sliding_window": 20}, heads=(7, 1), sharded=True, old_spelling=True),
     "mistral-full": Family("mistral", {"sliding_window": None}, heads=(6, 2), tied=True),
+    "olmo2": Family("olmo2", {"attention_bias": True}, heads=(6, 2)),
+    "olmo3": Family(
+        "olmo3",
+        {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        heads=(6, 2),
+        sharded=True,
+        rope={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": YARN_ROPE,
+        },
+    ),
     "qwen2": Family("qwen2", heads=(7, 1), tied=True, old_spelling=True),
     "qwen2-sliding": Family(
         "qwen2",
@@ -120,6 +131,7 @@ EVEN_FAMILIES = {
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
     "granite-even": replace(FAMILIES["granite"], heads=(4, 2)),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
+    "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),
     "qwen3-moe-stacked-even": replace(FAMILIES["qwen3-moe-stacked"], heads=(4, 2)),
     # With experts of 64 rows and columns, which groups of 32 divide.

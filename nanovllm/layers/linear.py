@@ -84,7 +84,7 @@ class Linear:
     # --- computing ----------------------------------------------------------------------------------------------------
 
     @overload
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, *, activation: Activation | None = None) -> Tensor: ...
     @overload
     def __call__(self, x: Residual, *, norm: RMSNorm, activation: Activation | None = None) -> Tensor: ...
     @overload
@@ -119,9 +119,11 @@ class Linear:
         if activation is not None and operation.gate:
             run = partial(run, gated=True)
 
-        def product(x: Any, norm: Any) -> Tensor:
-            y = run(x.rows, norm=norm) if operation.norm else run(x.normed(norm))
+        def activated(y: Tensor) -> Tensor:
             return y if activation is None or operation.gate else gate(y)
+
+        def product(x: Any, norm: Any) -> Tensor:
+            return activated(run(x.rows, norm=norm) if operation.norm else run(x.normed(norm)))
 
         def add(x: Tensor, norm: None, add_to: Any) -> Residual:
             if operation.splits:
@@ -132,12 +134,11 @@ class Linear:
                 add_to.rows = group.all_reduce(add_to.rows + run(x) if added else run(x))
             return add_to
 
-        assert normed or activation is None, "an activation comes with the norm before the linear"
         if adds:
             return add
         if normed:
             return lambda x, norm, add_to: product(x, norm)
-        return lambda x, norm, add_to: run(x)
+        return lambda x, norm, add_to: group.all_reduce(activated(run(x)))
 
     def _select(self, rows: int, activation: Activation | None, added: bool) -> Operation:
         if self._kernels is not None:

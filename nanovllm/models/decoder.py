@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 
 
 def build_part(spec: Any, context: BuildContext) -> Any:
-    """A mixer or feed-forward from its spec; one that is not ours builds itself."""
+    """A layer, mixer or feed-forward from its spec; one that is not of the usual kind builds itself."""
+    if hasattr(spec, "build"):
+        return spec.build(context)
+    if isinstance(spec, LayerSpec):
+        return DecoderLayer(spec, context)
     if isinstance(spec, AttentionSpec):
         return Attention(spec, context)
     if isinstance(spec, MlpSpec):
         return MLP(spec, context)
-    if hasattr(spec, "build"):
-        return spec.build(context)
     from nanovllm.layers.moe import MoE
 
     return MoE(spec, context)
@@ -82,8 +84,8 @@ class Decoder:
 
             embedding = ShardedEmbedding
         self.embed_tokens = embedding(self.spec.embedding_weight(), context) if shard.has_embedding else None
-        self.layers = [
-            DecoderLayer(layer, context.within(f"model.layers.{index}."))
+        self.layers: list[DecoderLayer] = [
+            build_part(layer, context.within(f"model.layers.{index}."))
             for index, layer in zip(shard.layers, shard.layer_specs, strict=True)
         ]
         self.norm: RMSNorm | None = None

@@ -23,6 +23,8 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": _family("granite"),
     "LlamaForCausalLM": _family("llama"),
     "MistralForCausalLM": _family("mistral"),
+    "Olmo2ForCausalLM": _family("olmo"),
+    "Olmo3ForCausalLM": _family("olmo"),
     "Qwen2ForCausalLM": _family("qwen2"),
     "Qwen3ForCausalLM": _family("qwen3"),
     "Qwen3MoeForCausalLM": _family("qwen3_moe"),

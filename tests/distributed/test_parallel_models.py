@@ -26,7 +26,15 @@ from tests.weights.test_fp8 import WEIGHT_ONLY, WEIGHT_ONLY_BLOCKS, pack_blocks,
 SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
 LENGTHS = (1, 16, 37, 70)
 FAMILIES = (
-    *("granite-even", "llama", "llama-old-rope3", "mistral-even", "qwen2-even", "qwen2-upper-layers-slide"),
+    *(
+        "granite-even",
+        "llama",
+        "llama-old-rope3",
+        "mistral-even",
+        "olmo3-even",
+        "qwen2-even",
+        "qwen2-upper-layers-slide",
+    ),
     *("qwen3", "qwen3-sharded", "qwen3-moe", "qwen3-moe-stacked-even", "llama-bias-even"),
 )
 BOTH = ("qwen3-moe", "qwen2-even")  # also run with four ranks

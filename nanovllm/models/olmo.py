@@ -1,0 +1,34 @@
+"""OLMo 2 and 3: norms after the parts of a layer, norms of queries and keys over all heads; OLMo 3 has windows."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from nanovllm.layers.spec import AttentionSpec
+from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
+from nanovllm.models.changes import change_attention
+from nanovllm.models.post_norm_spec import PostNormLayerSpec
+from nanovllm.models.spec import ModelSpec, llama_shaped, read_rope
+
+
+def spec(raw: dict[str, Any]) -> ModelSpec:
+    bias, kinds = bool(raw.get("attention_bias", False)), raw.get("layer_types") or []
+    windows = [raw["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    model = llama_shaped(raw, qkv_bias=bias, o_bias=bias, windows=windows or None)
+
+    def attention(index: int, own: AttentionSpec) -> WideNormAttentionSpec:
+        if kinds:
+            rope = read_rope(_rope_of(raw, kinds[index]), head_dim=own.head_dim, max_position=model.max_position)
+            own = replace(own, rope=rope)
+        kept = {field.name: getattr(own, field.name) for field in fields(own)}
+        return WideNormAttentionSpec(**kept, wide_norm_eps=model.norm_eps)
+
+    changed = change_attention(model, attention)
+    return replace(changed, layers=tuple(map(PostNormLayerSpec.of, changed.layers)))
+
+
+def _rope_of(raw: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The config with the rotary positions of one kind of layers. In older files only full attention is scaled."""
+    parameters = raw.get("rope_parameters") or {}
+    if kind in parameters:
+        return raw | {"rope_parameters": parameters[kind]}
+    return raw if kind == "full_attention" else raw | {"rope_scaling": None}
