@@ -52,6 +52,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,  # small, so that the scaling affects short prompts
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,  # of 16
+    "short_factor": [1.0 + i / 8 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES = {
@@ -92,6 +99,14 @@ FAMILIES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             "full_attention": YARN_ROPE,
         },
+    ),
+    "phi3": Family("phi3", {"sliding_window": 20}, heads=(6, 2)),
+    "phi4-mini": Family(
+        "phi3",
+        {"original_max_position_embeddings": 256, "partial_rotary_factor": 0.75},
+        tied=True,
+        sharded=True,
+        rope=LONG_ROPE,
     ),
     "qwen2": Family("qwen2", heads=(7, 1), tied=True, old_spelling=True),
     "qwen2-sliding": Family(

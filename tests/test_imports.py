@@ -21,7 +21,7 @@ executor, layers -> distributed
 server -> remote
 llm, engine -> text -> checkpoint
 server, engine -> structured -> text
-models -> checkpoint -> checkpoint.packed
+models -> checkpoint -> checkpoint.packed -> checkpoint.reordered
 weights -> checkpoint.packed
 cli -> simulate -> bench
 simulate -> remote.routing

@@ -13,14 +13,17 @@ from nanovllm.layers.spec import RopeSpec
 
 def rotary_table(rope: RopeSpec, *, head_dim: int, max_position: int, device: torch.device) -> Tensor:
     """Cosines, then sines, of every position: [max_position, head_dim] float32."""
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    rotated = rope.rotated_dim or head_dim
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated)
     amplitude = 1.0
     if rope.scaling is not None:
         from nanovllm.attention.rope_scaling import scaled_frequencies
 
         frequencies, amplitude = scaled_frequencies(frequencies, rope, max_position=max_position)
-    angles = torch.outer(torch.arange(max_position).float(), frequencies)  # [max_position, head_dim / 2]
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(amplitude).to(device)
+    angles = torch.outer(torch.arange(max_position).float(), frequencies)  # [max_position, rotated / 2]
+    kept = (0, (head_dim - rotated) // 2)
+    cos, sin = F.pad(angles.cos() * amplitude, kept, value=1.0), F.pad(angles.sin() * amplitude, kept)
+    return torch.cat([cos, sin], dim=-1).to(device)
 
 
 class Rotation:

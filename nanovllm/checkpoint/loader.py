@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from nanovllm.checkpoint.reordered import reorder
 from nanovllm.checkpoint.stored import Part, Slot, Stored
 from nanovllm.errors import CheckpointError
 
@@ -77,7 +78,7 @@ def load_weights(
                 f"{source}: {name} has shape {list(tensor.shape)}, and the config asks for {list(slot.shape)}"
             )
         try:
-            slot.load(tensor)
+            slot.load(reorder(tensor, slot.order) if slot.order else tensor)
         except ValueError as error:
             raise CheckpointError(f"{source}: {name}: {error}") from error
     if missing or unexpected:

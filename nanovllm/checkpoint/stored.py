@@ -33,17 +33,23 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Slot:
-    """The destination of a checkpoint tensor: its `part`, which this rank holds, goes to `index` of `target`."""
+    """The destination of a checkpoint tensor: parts of it, which this rank holds, go to places in `target`."""
 
     target: Target
     shape: tuple[int, ...]  # of the complete tensor in the checkpoint
-    index: Index = ()
-    part: Part = ()
+    places: tuple[tuple[Index, Part], ...]
+    order: tuple[int, ...] = ()  # where the checkpoint has row i; () = at i
 
     def load(self, tensor: Stored) -> None:
-        self.target.load(self.index, tensor, self.part)
+        """`tensor`: with its rows in the model's order."""
+        for index, part in self.places:
+            self.target.load(index, tensor, part)
 
 
 def slots_of(spec: Weight, target: Target, rank: int = 0, num_ranks: int = 1) -> dict[str, Slot]:
     """Where the tensors of a parameter go in the weight that this rank holds, by their names in checkpoints."""
-    return {part.name: Slot(target, part.shape, part.index, part.part) for part in spec.parts(rank, num_ranks)}
+    found: dict[str, Slot] = {}
+    for part in spec.parts(rank, num_ranks):
+        others = found[part.name].places if part.name in found else ()
+        found[part.name] = Slot(target, part.shape, (*others, (part.index, part.part)), part.order)
+    return found

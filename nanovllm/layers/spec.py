@@ -38,6 +38,7 @@ class Dim:
     divided: str | None = None  # what errors call the units; None = every rank holds the whole dimension
     repeats: bool = False  # with fewer units than ranks, several ranks hold the same unit
     pads: bool = False  # units need not divide evenly; the last ranks' parts are padded
+    order: tuple[int, ...] = ()  # where checkpoints have a unit's element i; () = at i
 
     @property
     def size(self) -> int:
@@ -60,6 +61,7 @@ class TensorPart:
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     index: tuple[int | slice, ...]  # where it goes in the shard
     part: tuple[slice, ...]  # what of it this rank reads; () = all
+    order: tuple[int, ...] = ()  # where the checkpoint has row i of the whole tensor; () = at i
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class RopeSpec:
 
     theta: float
     scaling: "RopeScaling | None" = None  # of the frequencies, in a model whose context was extended
+    rotated_dim: int | None = None  # numbers of a head that are rotated, the first ones; None = all
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,12 @@
-"""Changes to the attention of a Llama-shaped model, for families that differ in little else; no torch."""
+"""Changes to the layers of a Llama-shaped model, for families that differ in little else; no torch."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from nanovllm.layers.spec import AttentionSpec
+from nanovllm.layers.spec import AttentionSpec, MlpSpec
+from nanovllm.layers.stored_spec import StoredAttentionSpec, StoredMlpSpec
+from nanovllm.models.partial_rope import read_partial_rope
 from nanovllm.models.spec import ModelSpec
 
 
@@ -13,4 +16,20 @@ def change_attention(model: ModelSpec, change: Callable[[int, AttentionSpec], At
     for index, layer in enumerate(model.layers):
         assert isinstance(layer.mixer, AttentionSpec)
         layers.append(replace(layer, mixer=change(index, layer.mixer)))
+    return replace(model, layers=tuple(layers))
+
+
+def change_storage(
+    model: ModelSpec, raw: dict[str, Any], *, rotated_share: float, interleaved: bool = False, qkv_as_one: bool = False
+) -> ModelSpec:
+    """With gate and up stored as one tensor, and rotary positions of a part of each head, by the config `raw`."""
+
+    def attention(_: int, own: AttentionSpec) -> AttentionSpec:
+        rope = read_partial_rope(raw, head_dim=own.head_dim, max_position=model.max_position, share=rotated_share)
+        return StoredAttentionSpec.of(own, rope=rope, interleaved=interleaved, as_one=qkv_as_one)
+
+    layers = []
+    for layer in change_attention(model, attention).layers:
+        assert isinstance(layer.feed_forward, MlpSpec)
+        layers.append(replace(layer, feed_forward=StoredMlpSpec.of(layer.feed_forward)))
     return replace(model, layers=tuple(layers))

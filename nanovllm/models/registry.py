@@ -25,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": _family("mistral"),
     "Olmo2ForCausalLM": _family("olmo"),
     "Olmo3ForCausalLM": _family("olmo"),
+    "Phi3ForCausalLM": _family("phi3"),
     "Qwen2ForCausalLM": _family("qwen2"),
     "Qwen3ForCausalLM": _family("qwen3"),
     "Qwen3MoeForCausalLM": _family("qwen3_moe"),

@@ -25,7 +25,7 @@ def packed_format(packing: Packing, prefix: str, weight: Weight, num_ranks: int,
     modules = [prefix + name.format(0).removesuffix(".weight") for name in weight.names]
     forms = [packing.form_of(module) for module in modules]  # that of the first expert is that of all
     ordered = any(isinstance(form, GroupForm) and form.ordered for form in forms)  # each part in its own order
-    if len(set(forms)) == 1 and (len(forms) == 1 or not ordered):
+    if len(set(forms)) == 1 and (len(set(modules)) == 1 or not ordered):
         return _make(forms[0], weight, num_ranks, quantizes)
     from nanovllm.weights.stacked import StackedFormat
 

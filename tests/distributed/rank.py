@@ -99,7 +99,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     this = parallel.rank
     seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=this.index == sampling_rank(this))
     dense = [slot for slot in runner.model.slots().values() if isinstance(slot.target, DenseWeight)]
-    seen.num_weights = sum(slot.target.tensor[slot.index].numel() for slot in dense)
+    seen.num_weights = sum(slot.target.tensor[index].numel() for slot in dense for index, _ in slot.places)
     seen.cache_elements = sum(cache.kv.numel() for cache in runner.states)
     while core.has_work:
         core.step()

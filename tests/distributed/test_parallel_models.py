@@ -32,6 +32,7 @@ FAMILIES = (
         "llama-old-rope3",
         "mistral-even",
         "olmo3-even",
+        "phi4-mini",
         "qwen2-even",
         "qwen2-upper-layers-slide",
     ),

@@ -34,6 +34,20 @@ def test_both_spellings_of_rope_and_dtype() -> None:
     assert new.dtype == old.dtype == "float32"
 
 
+def test_phi_in_older_files() -> None:
+    raw = raw_config("phi4-mini")
+    rope = raw.pop("rope_parameters")
+    new = parse_config(raw | {"rope_parameters": rope})
+    scaling = {"type": "su", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    old = {"rope_theta": rope["rope_theta"], "rope_scaling": scaling, "partial_rotary_factor": 0.75}
+    assert parse_config(raw | old | {"sliding_window": 262144}) == new
+    assert new.layers[0].mixer.rope.rotated_dim == 12
+    with pytest.raises(CheckpointError, match="short_factor of the rope must be a list of 8 numbers"):
+        parse_config(raw | old | {"partial_rotary_factor": None})
+    with pytest.raises(CheckpointError, match="partial_rotary_factor=0.7 must rotate an even number of a head's 16"):
+        parse_config(raw | old | {"partial_rotary_factor": 0.7})
+
+
 def test_yarn_extends_the_longest_sequence() -> None:
     """Qwen3's documentation adds the scaling and keeps max_position_embeddings."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}

@@ -4,8 +4,8 @@ MXFP4: groups of 32, scales that are powers of two (e8m0). NVFP4: groups of 16, 
 for the whole tensor that scales are multiplied with (ModelOpt) or divided by (compressed-tensors).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint.packed.groups import pack_nibbles, unpack_nibbles
 from nanovllm.checkpoint.packed.tensor import InMemory, check_scale, spans, take_blocks
+from nanovllm.checkpoint.reordered import Reordered
 from nanovllm.checkpoint.stored import Part, Stored
 from nanovllm.weights.forms import Fp4Form
 
@@ -67,6 +68,10 @@ class Fp4Tensor:
         unit = self.unit.read().to(device, torch.float32).flatten()
         check_scale(unit)
         return Fp4Pieces(codes, scale, (1 / unit if self.divides else unit).expand(len(rows)))
+
+    def with_rows(self, order: Sequence[int]) -> "Fp4Tensor":
+        """With the row of number `order[i]` at i."""
+        return replace(self, codes=Reordered(self.codes, order), scale=Reordered(self.scale, order))
 
 
 def dequantize(pieces: Fp4Pieces, group: int) -> Tensor:

@@ -1,11 +1,14 @@
 """Tensors of 8-bit floating point numbers (e4m3) with a scale per block, per row or for all: w = q * scale."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.packed.tensor import InMemory, check_scale, grid_shape, spans, spread, take_blocks
+from nanovllm.checkpoint.reordered import Reordered
 from nanovllm.checkpoint.stored import Part, Stored
 
 LARGEST = 448.0  # of e4m3
@@ -50,6 +53,15 @@ class Fp8Tensor:
             raise ValueError(f"the scales have shape {list(scale.shape)}, and {expected} is needed")
         check_scale(scale)
         return codes, take_blocks(scale, block, rows, columns, grid)
+
+    def with_rows(self, order: Sequence[int]) -> "Fp8Tensor":
+        """With the row of number `order[i]` at i."""
+        scale = self.scale
+        if self.block is None:
+            scale = scale if math.prod(scale.shape) == 1 else Reordered(scale, order)
+        elif any(row // self.block[0] != index // self.block[0] for index, row in enumerate(order)):
+            raise ValueError(f"its rows must be reordered, and blocks of {self.block[0]} rows share a scale")
+        return Fp8Tensor(Reordered(self.weight, order), scale, self.block)
 
 
 def quantize_fp8(weight: Tensor, block: tuple[int, int] | None) -> Fp8Tensor:

@@ -12,8 +12,8 @@ AWQ, GPTQ, compressed-tensors and GGUF store such numbers in different orders. A
            [rows, columns / unit size] float16: scales and minima are integers, to be multiplied with these
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -83,6 +83,18 @@ class GroupTensor:
         if not 0 <= order.min() <= order.max() < expected[1]:
             raise ValueError(f"g_idx names groups outside of 0 to {expected[1] - 1}")
         return whole._replace(order=order[columns.start : columns.stop].to(device, torch.int32))
+
+    def with_rows(self, order: Sequence[int]) -> "GroupTensor":
+        """With the row of number `order[i]` at i."""
+        stored, index = self.codes, torch.tensor(order)
+        scale, zero = self.scale, self.zero
+
+        def codes(rows: range, columns: range, device: torch.device) -> Tensor:
+            everything = stored(range(self.shape[0]), columns, device)
+            return everything[index[rows.start : rows.stop].to(device)]
+
+        zero_in_order = None if zero is None else lambda: zero()[index]
+        return replace(self, codes=codes, scale=lambda: scale()[index], zero=zero_in_order)
 
     def _zeros(self, zero: Tensor, expected: list[int]) -> Tensor | None:
         """In the type of the codes; None for a symmetric weight, whose zeros are all in the middle."""

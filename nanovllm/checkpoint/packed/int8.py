@@ -1,11 +1,14 @@
 """Tensors of 8-bit integers with a scale per row, or one for all: w = q * scale."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.packed.tensor import check_scale, spans
+from nanovllm.checkpoint.reordered import Reordered
 from nanovllm.checkpoint.stored import Part, Stored
 
 
@@ -36,3 +39,8 @@ class Int8Tensor:
             raise ValueError(f"there are scales for {scale.numel()} rows, and {self.shape[0]} are needed")
         check_scale(scale)
         return codes, scale.expand(self.shape[0])[rows.start : rows.stop]
+
+    def with_rows(self, order: Sequence[int]) -> "Int8Tensor":
+        """With the row of number `order[i]` at i."""
+        scale = self.scale if math.prod(self.scale.shape) == 1 else Reordered(self.scale, order)
+        return Int8Tensor(Reordered(self.weight, order), scale)
