@@ -74,6 +74,25 @@ def test_a_chunk_that_blocks_holds_up_no_other(pools: ctypes.CDLL) -> None:
     pools.pool_destroy(pool)
 
 
+def test_sleepers_are_woken(pools: ctypes.CDLL) -> None:
+    pool = pools.pool_create(2)
+    caller = threading.get_ident()
+    for _ in range(3):
+        time.sleep(0.01)  # the worker falls asleep
+        both_work = threading.Barrier(2)
+        done: set[int] = set()
+
+        def work(_: int, chunk: int, both_work: threading.Barrier = both_work, done: set[int] = done) -> None:
+            both_work.wait(60)
+            if threading.get_ident() != caller:
+                time.sleep(0.01)  # the caller falls asleep
+            done.add(chunk)
+
+        pools.pool_run(pool, WORK(work), None, 2)
+        assert done == {0, 1}
+    pools.pool_destroy(pool)
+
+
 def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
