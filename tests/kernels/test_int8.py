@@ -1,8 +1,5 @@
 """int8 weights with one scale per output row: every kernel that takes them against plain torch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from nanovllm.kernels.moe.experts import experts_forward, experts_forward_refere
 from nanovllm.kernels.moe.grouped import grouped_forward
 from nanovllm.kernels.moe.tiles import Tiles
 from nanovllm.kernels.moe.weights import ExpertWeights
+from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.support import DEVICE, with_halves
 
 # from Triton 3.6's interpreter, for a loop whose bound is an argument
@@ -185,25 +183,13 @@ def test_choices_of_no_expert(num_tokens: int) -> None:
 
 
 COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
 from nanovllm.kernels.linear import matmul, one_row, tiled
 from nanovllm.kernels.moe import grouped, rows
 from nanovllm.kernels.moe.experts import experts_forward
 
-class NoDriver:
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-
-def compile(kernel, grid, *args, pdl=False, **options):
-    compiled = kernel.warmup(*args, grid=grid, **options)
-    print(kernel.__name__, compiled.metadata.shared)
-
 def int8(*shape):
     return torch.empty(shape, dtype=torch.int8), torch.empty(shape[:-1])
 
-triton.runtime.driver.set_active(NoDriver())
 for module in (grouped, matmul, one_row, rows, tiled):
     module.launch = compile
 tiled._device_limits = lambda: (132, 232_448)
@@ -221,12 +207,7 @@ for tokens in (1, 16, 1024):
     scales = dict(gate_up_scale=gate_up_scale, down_scale=down_scale)
     experts_forward(x, gate_up, down, torch.empty(tokens, 2, **half), choices, **scales, pdl=True)
 """
-SHARED_MEMORY = 232_448  # bytes that a program may have on Hopper
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    compiled = [line.split() for line in done.stdout.splitlines()]
-    assert len(compiled) == 1 + 3 + 2 + 2 + 4 * 2, done.stderr
-    assert all(int(shared) <= SHARED_MEMORY for _, shared in compiled), compiled
+    assert len(compile_for_hopper(COMPILE, tmp_path)) == 1 + 3 + 2 + 2 + 4 * 2

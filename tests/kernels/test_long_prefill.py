@@ -1,34 +1,19 @@
 """Attention of long prompts on Hopper: compared to plain torch on such a GPU; elsewhere only compiled for one."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanovllm.kernels.features import gluon_usable
+from tests.kernels.hopper import Compiled, compile_for_hopper
 from tests.kernels.test_prefill_attention import LONG, UNEVEN, UNTOUCHED, Chunk, Memory, Model, attend, random_qkv
 
 COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
 from nanovllm.kernels.attention import long_prefill
-
-class NoDriver:
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-
-def compile(kernel, grid, *args, **options):
-    compiled = kernel.warmup(*args, grid=grid, **options)
-    ptx = compiled.asm["ptx"]
-    print(grid, compiled.metadata.shared, "wgmma" in ptx, "cp.async.bulk.tensor" in ptx, len(compiled.asm["cubin"]) > 0)
 
 def empty(*shape, dtype=torch.int32): return torch.empty(shape, dtype=dtype)
 
-triton.runtime.driver.set_active(NoDriver())
 long_prefill.launch = compile
 for window in (None, 4096):
     long_prefill.long_prefill(
@@ -39,17 +24,11 @@ for window in (None, 4096):
         out=empty(64, 4096, dtype=torch.bfloat16),
     )
 """
-SHARED_MEMORY = 232_448  # bytes that one program may use on Hopper
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2, done.stderr
-    for line in lines:
-        grid, shared, *found = line.rsplit(" ", 4)
-        assert grid == "(2, 8)" and int(shared) <= SHARED_MEMORY and found == ["True"] * 3
+    found = compile_for_hopper(COMPILE, tmp_path)
+    assert found == [Compiled("_long_prefill_kernel", 2, ("wgmma", "cp.async.bulk.tensor"))] * 2
 
 
 LONG_CHUNKS = [Chunk(1, 0, 700), Chunk(2, 127, 129), Chunk(3, 128, 128), Chunk(4, 1000, 31), Chunk(5, 255, 2)]

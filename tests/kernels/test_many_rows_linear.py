@@ -1,8 +1,5 @@
 """The linear for thousands of rows: compared to plain torch on a Hopper GPU; elsewhere only compiled for one."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,40 +7,22 @@ import torch
 
 from nanovllm.kernels.features import gluon_usable
 from nanovllm.kernels.linear.one_row import linear_reference
+from tests.kernels.hopper import Compiled, compile_for_hopper
 
 COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
 from nanovllm.kernels.linear import many_rows as many_rows_linear
 
-class NoDriver:
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-
-def compile(kernel, grid, *args, **options):
-    compiled = kernel.warmup(*args, grid=grid, **options)
-    ptx = compiled.asm["ptx"]
-    print(grid, compiled.metadata.shared, "wgmma" in ptx, "cp.async.bulk.tensor" in ptx, len(compiled.asm["cubin"]) > 0)
-
-triton.runtime.driver.set_active(NoDriver())
 many_rows_linear.launch, many_rows_linear.num_sms = compile, lambda: 132
 for m, k, gated in ((2048, 512, False), (2048, 512, True), (8192, 4096, True)):
     x, weight = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(1024, k, dtype=torch.bfloat16)
-    print(many_rows_linear.many_rows_linear(x, weight, gated=gated).shape)
+    assert many_rows_linear.many_rows_linear(x, weight, gated=gated).shape == (m, 512 if gated else 1024)
 """
-SHARED_MEMORY = 232_448  # bytes that one program may use on Hopper
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 6, done.stderr
-    assert lines[1::2] == [f"torch.Size([{m}, {n}])" for m, n in ((2048, 1024), (2048, 512), (8192, 512))]
-    for line, programs in zip(lines[::2], (64, 64, 132), strict=True):
-        grid, shared, *found = line.rsplit(" ", 4)
-        assert grid == f"({programs},)" and int(shared) <= SHARED_MEMORY and found == ["True"] * 3
+    found = compile_for_hopper(COMPILE, tmp_path)
+    instructions = ("wgmma", "cp.async.bulk.tensor")
+    assert found == [Compiled("_many_rows_kernel", programs, instructions) for programs in (64, 64, 132)]
 
 
 @pytest.mark.gpu
