@@ -100,6 +100,8 @@ FAMILIES = {
             "full_attention": YARN_ROPE,
         },
     ),
+    "glm": Family("glm", {"partial_rotary_factor": 0.5}, heads=(6, 2), head_dim=16),
+    "glm4": Family("glm4", {"partial_rotary_factor": 0.5}, head_dim=32, sharded=True, old_spelling=True),
     "phi3": Family("phi3", {"sliding_window": 20}, heads=(6, 2)),
     "phi4-mini": Family(
         "phi3",

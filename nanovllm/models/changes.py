@@ -23,13 +23,13 @@ def change_storage(
     model: ModelSpec, raw: dict[str, Any], *, rotated_share: float, interleaved: bool = False, qkv_as_one: bool = False
 ) -> ModelSpec:
     """With gate and up stored as one tensor, and rotary positions of a part of each head, by the config `raw`."""
-
-    def attention(_: int, own: AttentionSpec) -> AttentionSpec:
+    layers, max_position = [], model.max_position
+    for layer in model.layers:
+        own, mlp = layer.mixer, layer.feed_forward
+        assert isinstance(own, AttentionSpec) and isinstance(mlp, MlpSpec)
         rope = read_partial_rope(raw, head_dim=own.head_dim, max_position=model.max_position, share=rotated_share)
-        return StoredAttentionSpec.of(own, rope=rope, interleaved=interleaved, as_one=qkv_as_one)
-
-    layers = []
-    for layer in change_attention(model, attention).layers:
-        assert isinstance(layer.feed_forward, MlpSpec)
-        layers.append(replace(layer, feed_forward=StoredMlpSpec.of(layer.feed_forward)))
-    return replace(model, layers=tuple(layers))
+        if rope.scaling is not None:
+            max_position = rope.scaling.longest(model.max_position)
+        mixer = StoredAttentionSpec.of(own, rope=rope, interleaved=interleaved, as_one=qkv_as_one)
+        layers.append(replace(layer, mixer=mixer, feed_forward=StoredMlpSpec.of(mlp)))
+    return replace(model, layers=tuple(layers), max_position=max_position)

@@ -1,9 +1,10 @@
-"""Layers that norm what a part gives, not what it gets: x + norm(mixer(x)), x + norm(feed_forward(x)); no torch."""
+"""Layers that norm what a part gives before it is added: x + norm(mixer(x)), x + norm(feed_forward(x)); no torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.layers.spec import LayerSpec
+from nanovllm.layers.spec import LayerSpec, Weight, norm_weight
 
 if TYPE_CHECKING:
     from nanovllm.layers.context import BuildContext
@@ -22,3 +23,24 @@ class PostNormLayerSpec(LayerSpec):
         from nanovllm.models.post_norm import PostNormLayer
 
         return PostNormLayer(self, context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandwichLayerSpec(LayerSpec):
+    """With norms before the parts as well: x + norm(mixer(norm(x)))."""
+
+    after_names: tuple[str, str] = ("post_self_attn_layernorm", "post_mlp_layernorm")
+
+    @classmethod
+    def of(cls, layer: LayerSpec) -> "SandwichLayerSpec":
+        return cls(**{field.name: getattr(layer, field.name) for field in fields(layer)})
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        yield from super().weights()
+        for name in self.after_names:
+            yield f"{name}.", norm_weight(self.hidden_size)
+
+    def build(self, context: "BuildContext") -> Any:
+        from nanovllm.models.post_norm import SandwichLayer
+
+        return SandwichLayer(self, context)

@@ -20,6 +20,8 @@ def _family(module: str) -> Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "Glm4ForCausalLM": _family("glm4"),
+    "GlmForCausalLM": _family("glm4"),
     "GraniteForCausalLM": _family("granite"),
     "LlamaForCausalLM": _family("llama"),
     "MistralForCausalLM": _family("mistral"),

@@ -27,6 +27,7 @@ SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
 LENGTHS = (1, 16, 37, 70)
 FAMILIES = (
     *(
+        "glm4",
         "granite-even",
         "llama",
         "llama-old-rope3",

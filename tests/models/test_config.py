@@ -48,6 +48,17 @@ def test_phi_in_older_files() -> None:
         parse_config(raw | old | {"partial_rotary_factor": 0.7})
 
 
+def test_glm_rotates_neighbours_in_a_half_of_each_head() -> None:
+    raw = raw_config("glm4")
+    raw.pop("partial_rotary_factor", None)
+    raw["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    model = parse_config(raw)
+    assert model.max_position == 2048
+    queries, keys, values = model.layers[0].mixer.weights()["qkv_weight"].rows
+    assert queries.order == keys.order == (*range(0, 16, 2), *range(16, 24), *range(1, 16, 2), *range(24, 32))
+    assert values.order == ()
+
+
 def test_yarn_extends_the_longest_sequence() -> None:
     """Qwen3's documentation adds the scaling and keeps max_position_embeddings."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}

@@ -30,9 +30,10 @@ def test_fp8(tmp_path: Path, pack: Any, config: dict[str, Any]) -> None:
     check_greedy(write_packed(FAMILY, tmp_path, pack, config))
 
 
+@pytest.mark.parametrize("family", [FAMILY, "glm4"])
 @pytest.mark.parametrize("case", ["awq", "gptq", "gptq ordered", "packed asymmetric"])
-def test_groups_of_columns(tmp_path: Path, case: str) -> None:
-    check_greedy(test_groups.write(case, tmp_path, FAMILY))
+def test_groups_of_columns(tmp_path: Path, case: str, family: str) -> None:
+    check_greedy(test_groups.write(case, tmp_path, family))
 
 
 def test_made_while_loading(tmp_path: Path) -> None:
