@@ -129,8 +129,8 @@ class Config:
     )
     dtype: str = option(
         "auto",
-        "Data type of weights and activations: float32, bfloat16 or float16. auto means the checkpoint's, or "
-        "float32 on a CPU that cannot compute in 16 bits.",
+        "Data type of weights and activations: float32, bfloat16 or float16. auto means the checkpoint's, or float32 "
+        "on a CPU that cannot compute in 16 bits; a quantized GGUF file on a CPU stays packed, with 8-bit activations.",
         one_of(DTYPES),
     )
     kv_cache_dtype: str = option(
@@ -145,12 +145,17 @@ class Config:
         "triton where it can run.",
         one_of(ATTENTION_BACKENDS),
     )
+    cpu_kernels: str = option(
+        "auto",
+        "On a CPU: native (nanovllm's C library, built at first use) or torch. auto means native if it has the model.",
+        one_of(("auto", "native", "torch")),
+    )
     enforce_eager: bool = option(
         False, "On a GPU: launch the kernels of a decode step one by one instead of replaying a CUDA graph.", FLAG
     )
     deterministic: bool = option(
         False,
-        "On a GPU: compute a request's tokens bit for bit the same whatever else is in the batch. This is slower.",
+        "Compute a request's tokens bit for bit the same whatever else is in the batch. This is slower on a GPU.",
         FLAG,
     )
     overlap: bool | None = option(
@@ -180,7 +185,7 @@ class Config:
         "Weight format. Made while loading: fp8 and int8 = 8-bit weights with one scale per output row (fp8 rounds "
         "activations, too), int4 = 4-bit weights with a scale and a zero for each 128 inputs. gguf = the weights of a "
         "GGUF file stay packed, which needs less memory and is slower. Without it, a GGUF file is unpacked to the "
-        "model's dtype, and other checkpoints are kept as they are.",
+        "model's dtype (see cpu_kernels for CPUs), and other checkpoints are kept as they are.",
         _known_quantization,
     )
     load_format: str = option(

@@ -74,6 +74,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("kv_cache_dtype", "int4", "one of auto, float32, bfloat16, float16, fp8"),
     ("attention_backend", "flash", "one of auto, sdpa, triton"),
     ("attention_backend", "spda", "did you mean 'sdpa'?"),
+    ("cpu_kernels", "c", "one of auto, native, torch"),
     ("load_format", "pickle", "one of auto, safetensors, gguf, dummy"),
     ("load_format", "safetensor", "did you mean 'safetensors'?"),
     ("quantization", "int3", "must be None"),

@@ -25,6 +25,7 @@ SCRIPT = """
 import sys
 from nanovllm import LLM, SamplingParams
 options = dict(load_format="dummy", device="cpu", skip_tokenizer_init=True, num_kv_cache_blocks=8, max_model_len=64)
+options["cpu_kernels"] = "torch"
 with LLM(sys.argv[1], **options) as llm:
     llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4), use_tqdm=False)
 print(*(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "nanovllm" and m.__file__), sep="\\n")

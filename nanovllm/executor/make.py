@@ -17,10 +17,10 @@ def make_executor(config: Config, model_config: ModelSpec, path: Path, *, max_mo
     shard_of(model_config, rank)  # raises if the model cannot be divided like that, before anything is started
     if rank.world_size == 1 and config.distributed_executor_backend is None:
         from nanovllm.runner.device import resolve_device
-        from nanovllm.runner.make import runner_on
+        from nanovllm.runner.make import make_runner
 
         device = resolve_device(config.device)
-        return runner_on(device)(config, model_config, path, device=device, max_model_len=max_model_len)
+        return make_runner(config, model_config, path, device=device, max_model_len=max_model_len)
     from nanovllm.executor.make_workers import make_workers
     from nanovllm.executor.workers import WorkersExecutor
 

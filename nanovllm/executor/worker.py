@@ -141,7 +141,7 @@ class _ModelRank:
         from nanovllm.distributed.collectives import join
         from nanovllm.models.registry import describe
         from nanovllm.runner.device import resolve_device
-        from nanovllm.runner.make import runner_on
+        from nanovllm.runner.make import make_runner
 
         device = resolve_device(start.config.device, start.rank.local_rank if start.rank.world_size > 1 else None)
         if device.index is not None:
@@ -152,7 +152,7 @@ class _ModelRank:
         self._parallel = join(
             start.rank, device, host=start.host, port=start.port, store=store, timeout_seconds=SECONDS_TO_MEET
         )
-        self._runner = runner_on(device)(
+        self._runner = make_runner(
             start.config,
             describe(Path(start.path)).config,
             Path(start.path),

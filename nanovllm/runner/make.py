@@ -1,13 +1,13 @@
-"""Chooses the runner of a rank by its device."""
+"""Makes the runner of a rank; on a CPU with torch alone it is a `ModelRunner`."""
 
-import torch
+from typing import Any
 
 from nanovllm.runner.model_runner import ModelRunner
 
 
-def runner_on(device: torch.device) -> type[ModelRunner]:
-    if device.type == "cpu":
-        return ModelRunner
-    from nanovllm.runner.gpu_runner import GpuRunner
+def make_runner(config: Any, model: Any, path: Any, *, device: Any, **settings: Any) -> ModelRunner:
+    if device.type == "cpu" and config.cpu_kernels == "torch":
+        return ModelRunner(config, model, path, device=device, **settings)
+    from nanovllm.runner.choose import choose_runner
 
-    return GpuRunner
+    return choose_runner(config, model, device, **settings)(config, model, path, device=device, **settings)

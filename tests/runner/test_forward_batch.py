@@ -53,7 +53,7 @@ def test_the_rows_that_get_logits_are_padded() -> None:
 def test_padding_rows_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "_head_size", lambda runner, num_sampled: num_sampled + 3)
     prompts = [prompt_of(length) for length in (3, 20, 9)]
-    with open_llm(TEXT_MODEL, max_num_batched_tokens=16, max_num_seqs=4) as llm:
+    with open_llm(TEXT_MODEL, max_num_batched_tokens=16, max_num_seqs=4, cpu_kernels="torch") as llm:
         outputs = llm.generate(prompts, greedy_params(6), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_greedy(TEXT_MODEL, prompt, output["token_ids"])
@@ -72,7 +72,7 @@ def test_the_last_layer_does_no_more_than_is_wanted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(MLP, "__call__", counted)
     prompts = [prompt_of(length) for length in (3, 37, 5)]
     params = greedy_params(1, prompt_logprobs=1 if scores_prompts else None)
-    with open_llm(TEXT_MODEL, max_num_batched_tokens=16, max_num_seqs=4) as llm:
+    with open_llm(TEXT_MODEL, max_num_batched_tokens=16, max_num_seqs=4, cpu_kernels="torch") as llm:
         seen.clear()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         layers = [seen[id(layer.feed_forward)] for layer in llm.llm_engine._core.executor.model.layers]

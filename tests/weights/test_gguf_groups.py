@@ -86,7 +86,7 @@ LLAMA |= {"0.ffn_up": "Q4_1", "0.ffn_down": "Q5_0", "1.ffn_gate": "Q4_K", "1.ffn
 MOE = {"attn_q": "Q5_1", "attn_k": "Q5_1", "attn_v": "Q5_1", "attn_output": "Q8_0", "ffn_gate_exps": "Q4_K"}
 MOE |= {"0.ffn_up_exps": "Q4_K", "1.ffn_up_exps": "Q6_K", "ffn_down_exps": "Q6_K"}
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "num_kv_cache_blocks": 16}
-OPTIONS |= {"skip_tokenizer_init": True}
+OPTIONS |= {"skip_tokenizer_init": True, "cpu_kernels": "torch"}
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3moe"])

@@ -1,0 +1,25 @@
+/* Attention over a paged KV cache: each token of a step attends to the tokens of its sequence up to itself. */
+#pragma once
+#include <stdint.h>
+
+enum { SEGMENT = 256 }; /* positions that one chunk of work reads: a fixed number, so that results do not depend on the batch */
+
+typedef struct {
+    int num_heads, num_kv_heads, head_dim, block_size;
+    float scale;
+    const float *queries;           /* [token][head][head_dim] */
+    int64_t query_stride;           /* floats from one token to the next */
+    const float *keys, *values;     /* [block][kv_head][position in the block][head_dim] */
+    const int32_t *positions;       /* [token] */
+    const int32_t *const *tables;   /* [token]: the blocks of its sequence */
+    const int32_t *first_segments;  /* [token]: the index in `partial` of its first segment */
+    float *partial;                 /* [segment][head][head_dim + 2]: weighted values, the largest score, the sum */
+} Attention;
+
+/* What the query heads of one KV head gather from one segment of positions, into `partial`. */
+void attend_segment(const Attention *a, int token, int kv_head, int segment);
+
+/* The segments of a token added up, in order: [head][head_dim]. */
+void attend_merge(const Attention *a, int token, float *out);
+
+static inline int num_segments(const Attention *a, int token) { return a->positions[token] / SEGMENT + 1; }

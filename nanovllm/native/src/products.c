@@ -1,0 +1,193 @@
+#include "products.h"
+#include "simd.h"
+
+#if HAVE_SIMD
+
+enum { INT_ZERO = 0x4B400000 }; /* as a float 1.5 * 2^23: a float with this exponent holds an integer in its low bits */
+
+INLINE f32x4 load_scales(const void *scales, int64_t index, int half_scales) {
+    return half_scales ? load_halves((const uint16_t *)scales + index) : load((const float *)scales + index);
+}
+
+/* A sum of products of codes as floats: faster than a conversion, and exact below 2^22. */
+INLINE f32x4 as_floats(s32x4 sum) { return (f32x4)sum - splat(12582912.0f); }
+
+INLINE s32x4 start(void) { return (s32x4){INT_ZERO, INT_ZERO, INT_ZERO, INT_ZERO}; }
+
+INLINE void unpack_group(const uint8_t *codes, int type, s8x16 part[8]) {
+    for (int i = 0; i < (type == INT4 ? 4 : 8); i++) {
+        s8x16 bytes = load_bytes(codes + 16 * i);
+        if (type == INT4) {
+            part[i] = bytes & 15;
+            part[i + 4] = (s8x16)((u8x16)bytes >> 4);
+        } else {
+            part[i] = bytes;
+        }
+    }
+}
+
+INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, const int count, const int type,
+                        const int has_minima, const int half_scales, float y[][TILE]) {
+    const int groups = w->columns / GROUP, code_bytes = type == INT4 ? 64 : 128;
+    const int group_scales = type == INT8_BY_16 ? 2 * TILE : TILE;
+    const uint8_t *codes = (const uint8_t *)w->data + (int64_t)tile * groups * code_bytes;
+    const int8_t *x = in->codes + (int64_t)first * in->columns;
+    const float *x_scales = in->scales + (int64_t)first * groups, *x_sums = in->sums + (int64_t)first * groups;
+    int64_t at = (int64_t)tile * groups * group_scales;
+    f32x4 sum[4] = {splat(0), splat(0), splat(0), splat(0)};
+    for (int g = 0; g < groups; g++, codes += code_bytes, x += GROUP, at += group_scales) {
+        s8x16 part[8];
+        unpack_group(codes, type, part);
+        f32x4 scale = load_scales(w->scales, at, half_scales), second = scale, minimum = splat(0);
+        if (type == INT8_BY_16) second = load_scales(w->scales, at + TILE, half_scales);
+        if (has_minima) minimum = load_scales(w->minima, at, half_scales);
+#pragma GCC unroll 4
+        for (int m = 0; m < count; m++) {
+            const s8x16 low = load_bytes(x + (int64_t)m * in->columns), high = load_bytes(x + (int64_t)m * in->columns + 16);
+            const f32x4 x_scale = splat(x_scales[m * groups + g]);
+            s32x4 dot = start(), other = start();
+            dot = DOT_LANE(dot, part[0], low, 0);
+            dot = DOT_LANE(dot, part[1], low, 1);
+            dot = DOT_LANE(dot, part[2], low, 2);
+            dot = DOT_LANE(dot, part[3], low, 3);
+            if (type != INT8_BY_16) other = dot;
+            other = DOT_LANE(other, part[4], high, 0);
+            other = DOT_LANE(other, part[5], high, 1);
+            other = DOT_LANE(other, part[6], high, 2);
+            other = DOT_LANE(other, part[7], high, 3);
+            if (type == INT8_BY_16) sum[m] = multiply_add(sum[m], as_floats(dot), scale * x_scale);
+            sum[m] = multiply_add(sum[m], as_floats(other), second * x_scale);
+            if (has_minima) sum[m] = multiply_add(sum[m], -minimum, splat(x_sums[m * groups + g]));
+        }
+    }
+    for (int m = 0; m < count; m++) store(y[m], sum[m]);
+}
+
+INLINE f32x4 load_weights(const void *row, int column, int type) {
+    if (type == FLOAT32) return load((const float *)row + column);
+    const uint16_t *halves = (const uint16_t *)row + column;
+    return type == BFLOAT16 ? load_bfloat16(halves) : load_halves(halves);
+}
+
+INLINE void dense_tile(const Matrix *w, const Inputs *in, int tile, int first, const int count, const int type,
+                       float y[][TILE]) {
+    const int64_t columns = w->columns, item = type == FLOAT32 ? 4 : 2;
+    const char *rows[TILE];
+    const float *x[4];
+    f32x4 sum[4][TILE];
+    for (int r = 0; r < TILE; r++) {
+        int row = tile * TILE + r < w->rows ? tile * TILE + r : w->rows - 1; /* past the last: computed, not used */
+        rows[r] = (const char *)w->data + row * columns * item;
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < count; m++) {
+        x[m] = in->x + (int64_t)(first + m) * columns;
+        for (int r = 0; r < TILE; r++) sum[m][r] = splat(0);
+    }
+    for (int c = 0; c < columns; c += 4) {
+        f32x4 weights[TILE];
+#pragma GCC unroll 4
+        for (int r = 0; r < TILE; r++) weights[r] = load_weights(rows[r], c, type);
+#pragma GCC unroll 4
+        for (int m = 0; m < count; m++) {
+            const f32x4 here = load(x[m] + c);
+#pragma GCC unroll 4
+            for (int r = 0; r < TILE; r++) sum[m][r] = multiply_add(sum[m][r], weights[r], here);
+        }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < count; m++)
+        for (int r = 0; r < TILE; r++) y[m][r] = sum_of(sum[m][r]);
+}
+
+#define BY_COUNT(function, ...)                                          \
+    switch (count) {                                                     \
+        case 1: function(w, in, tile, first, 1, __VA_ARGS__, y); break;  \
+        case 2: function(w, in, tile, first, 2, __VA_ARGS__, y); break;  \
+        case 3: function(w, in, tile, first, 3, __VA_ARGS__, y); break;  \
+        default: function(w, in, tile, first, 4, __VA_ARGS__, y);        \
+    }
+
+/* Compiled for each number of rows, with and without minima, and for both types of scales. */
+#define BY_SCALES(type)                                                                       \
+    if (w->minima && w->half_scales) { BY_COUNT(packed_tile, type, 1, 1) }                    \
+    else if (w->minima) { BY_COUNT(packed_tile, type, 1, 0) }                                 \
+    else if (w->half_scales) { BY_COUNT(packed_tile, type, 0, 1) }                            \
+    else { BY_COUNT(packed_tile, type, 0, 0) }
+
+void product_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]) {
+    switch (w->type) {
+        case FLOAT32: BY_COUNT(dense_tile, FLOAT32) break;
+        case BFLOAT16: BY_COUNT(dense_tile, BFLOAT16) break;
+        case FLOAT16: BY_COUNT(dense_tile, FLOAT16) break;
+        case INT4: BY_SCALES(INT4) break;
+        case INT8: BY_SCALES(INT8) break;
+        default: BY_COUNT(packed_tile, INT8_BY_16, 0, 0) /* of Q6_K alone */
+    }
+    if (w->bias == NULL) return;
+    for (int m = 0; m < count; m++)
+        for (int r = 0; r < TILE && tile * TILE + r < w->rows; r++) y[m][r] += w->bias[tile * TILE + r];
+}
+
+void round_row(const float *x, int columns, int8_t *codes, float *scales, float *sums) {
+    for (int g = 0; g < columns / GROUP; g++, x += GROUP, codes += GROUP) {
+        f32x4 most = splat(0);
+        for (int i = 0; i < GROUP; i += 4) most = larger(most, absolute(load(x + i)));
+        const float size = largest_of(most);
+        const f32x4 inverse = splat(size > 0 ? 127.0f / size : 0.0f);
+        s32x4 total = {0, 0, 0, 0};
+        for (int i = 0; i < GROUP; i += 4) {
+            s32x4 code = round_to_int(load(x + i) * inverse);
+            total += code;
+            for (int j = 0; j < 4; j++) codes[i + j] = (int8_t)code[j];
+        }
+        scales[g] = size / 127.0f;
+        sums[g] = scales[g] * (float)(total[0] + total[1] + total[2] + total[3]);
+    }
+}
+
+static float scale_at(const Matrix *w, const void *scales, int64_t index) {
+    return load_scales(scales, index - index % TILE, w->half_scales)[index % TILE];
+}
+
+void matrix_row(const Matrix *w, int row, float *out) {
+    if (!is_packed(w)) {
+        const char *data = (const char *)w->data + (int64_t)row * w->columns * (w->type == FLOAT32 ? 4 : 2);
+        for (int c = 0; c < w->columns; c += 4) store(out + c, load_weights(data, c, w->type));
+        return;
+    }
+    const int groups = w->columns / GROUP, lane = row % TILE, size = w->type == INT8_BY_16 ? 16 : 32;
+    const uint8_t *tile = (const uint8_t *)w->data + (int64_t)(row / TILE) * groups * (w->type == INT4 ? 64 : 128);
+    for (int c = 0; c < w->columns; c++) {
+        const int i = c % GROUP;
+        float code;
+        if (w->type == INT4) {
+            uint8_t both = tile[(c / GROUP) * 64 + i % 16 / 4 * 16 + lane * 4 + i % 4];
+            code = i < 16 ? both & 15 : both >> 4;
+        } else {
+            code = (int8_t)tile[(c / GROUP) * 128 + i / 4 * 16 + lane * 4 + i % 4];
+        }
+        const int64_t at = ((int64_t)(row / TILE) * (w->columns / size) + c / size) * TILE + lane;
+        out[c] = code * scale_at(w, w->scales, at) - (w->minima ? scale_at(w, w->minima, at) : 0.0f);
+    }
+}
+
+void pack_codes(const uint8_t *codes, int rows, int columns, int bits, uint8_t *out) {
+    const int64_t row_bytes = (int64_t)columns * bits / 8;
+    memset(out, 0, (size_t)((rows + TILE - 1) / TILE * TILE * row_bytes));
+    for (int row = 0; row < rows; row++) {
+        const uint8_t *from = codes + row * row_bytes;
+        uint8_t *tile = out + row / TILE * TILE * row_bytes + row % TILE * 4;
+        for (int c = 0; c < columns; c++) {
+            const int i = c % GROUP;
+            if (bits == 4) {
+                const int code = c % 2 ? from[c / 2] >> 4 : from[c / 2] & 15;
+                tile[c / GROUP * 64 + i % 16 / 4 * 16 + i % 4] |= (uint8_t)(i < 16 ? code : code << 4);
+            } else {
+                tile[c / GROUP * 128 + i / 4 * 16 + i % 4] = from[c];
+            }
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,41 @@
+/* Products with a weight matrix, y = x W^T + b, of rows of x that are floats or int8 with a scale per 32 columns. */
+#pragma once
+#include <stdint.h>
+
+enum { FLOAT32, BFLOAT16, FLOAT16, INT4, INT8, INT8_BY_16 };
+enum { GROUP = 32, TILE = 4 }; /* columns that share a scale of x; rows of W that are computed together */
+
+typedef struct {
+    int32_t type, rows, columns;
+    int32_t half_scales;  /* whether scales and minima are float16, else float32 */
+    const void *data;     /* dense: row after row. Packed: tiles of 4 rows, see pack_codes */
+    const void *scales;   /* packed: [tile][group][row of the tile] */
+    const void *minima;   /* w = q * scale - minimum; NULL = none */
+    const float *bias;    /* NULL = none */
+} Matrix;
+
+typedef struct {
+    const float *x;      /* [rows][columns] */
+    const int8_t *codes; /* the same rounded: x = code * scale */
+    const float *scales; /* [rows][columns / GROUP] */
+    const float *sums;   /* of each group's code * scale */
+    int rows, columns;
+} Inputs;
+
+/* Outputs 4 * tile .. 4 * tile + 3 of `count` (1 to 4) rows of x from `first`, into y[row][output]. The order of
+ * additions does not depend on `count`. */
+void product_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
+
+/* Round a row of x: int8 codes with one scale per GROUP columns. */
+void round_row(const float *x, int columns, int8_t *codes, float *scales, float *sums);
+
+/* Row `row` of W in float32. */
+void matrix_row(const Matrix *w, int row, float *out);
+
+/* Codes of a weight, [rows][columns] int8 or [rows][columns / 2] with the even column in the low half of a byte, in
+ * tiles of 4 rows: [tile][group of 32 columns][4 columns][row of the tile][column]. With 4 bits, columns 0 to 15 of a
+ * group are the low halves of the bytes that hold columns 16 to 31. Missing rows of the last tile are 0. */
+void pack_codes(const uint8_t *codes, int rows, int columns, int bits, uint8_t *out);
+
+static inline int is_packed(const Matrix *w) { return w->type >= INT4; }
+static inline int num_tiles(const Matrix *w) { return (w->rows + TILE - 1) / TILE; }

@@ -1,0 +1,78 @@
+/* Vectors of 128 bits: four floats, four 32-bit integers, sixteen bytes. On Arm with dotprod, and x86 with AVX2 and FMA. */
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef int32_t s32x4 __attribute__((vector_size(16)));
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef int8_t s8x16 __attribute__((vector_size(16)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define HAVE_SIMD 1
+
+INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) { return (f32x4)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b); }
+INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)vcvtnq_s32_f32((float32x4_t)x); }
+INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE f32x4 absolute(f32x4 a) { return (f32x4)vabsq_f32((float32x4_t)a); }
+INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vld1_f16((const __fp16 *)p)); }
+/* sum[i] += the products of w[4 i .. 4 i + 3] and x[4 lane .. 4 lane + 3] */
+#define DOT_LANE(sum, w, x, lane) ((s32x4)vdotq_laneq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x), lane))
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#define HAVE_SIMD 1
+
+INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) { return (f32x4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)sum); }
+INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)_mm_cvtps_epi32((__m128)x); }
+INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)_mm_max_ps((__m128)a, (__m128)b); }
+INLINE f32x4 absolute(f32x4 a) { return (f32x4)_mm_andnot_ps(_mm_set1_ps(-0.0f), (__m128)a); }
+INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE s32x4 dot_bytes(s32x4 sum, s8x16 w, __m128i x) {
+    /* the instructions multiply unsigned with signed bytes: the sign of w goes to x */
+    __m128i size = _mm_abs_epi8((__m128i)w), other = _mm_sign_epi8(x, (__m128i)w);
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return (s32x4)_mm_dpbusd_epi32((__m128i)sum, size, other);
+#else
+    __m128i pairs = _mm_maddubs_epi16(size, other); /* at most 2 * 128 * 127, which 16 bits hold */
+    return sum + (s32x4)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
+#endif
+}
+#define DOT_LANE(sum, w, x, lane) dot_bytes(sum, w, _mm_shuffle_epi32((__m128i)(x), (lane) * 0x55))
+#else
+#define HAVE_SIMD 0
+#endif
+
+#if HAVE_SIMD
+INLINE f32x4 splat(float x) { return (f32x4){x, x, x, x}; }
+INLINE f32x4 load(const float *p) { f32x4 v; memcpy(&v, p, 16); return v; }
+INLINE void store(float *p, f32x4 v) { memcpy(p, &v, 16); }
+INLINE s8x16 load_bytes(const void *p) { s8x16 v; memcpy(&v, p, 16); return v; }
+INLINE f32x4 load_bfloat16(const uint16_t *p) { return (f32x4)((u32x4){p[0], p[1], p[2], p[3]} << 16); }
+INLINE float sum_of(f32x4 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+INLINE float largest_of(f32x4 v) {
+    float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+    return a > b ? a : b;
+}
+
+/* e^x for x <= 0, or x >= 0 below 88, to 2 ulp: 2^n times a polynomial (Taylor) on [-ln 2 / 2, ln 2 / 2] */
+INLINE f32x4 exponential(f32x4 x) {
+    x = larger(x, splat(-87.0f));
+    s32x4 n = round_to_int(x * splat(1.44269504f));
+    f32x4 whole = __builtin_convertvector(n, f32x4);
+    f32x4 r = multiply_add(x, whole, splat(-0.693359375f)); /* ln 2 in two parts */
+    r = multiply_add(r, whole, splat(2.12194440e-4f));
+    f32x4 p = splat(1.0f / 720);
+    p = multiply_add(splat(1.0f / 120), p, r);
+    p = multiply_add(splat(1.0f / 24), p, r);
+    p = multiply_add(splat(1.0f / 6), p, r);
+    p = multiply_add(splat(0.5f), p, r);
+    p = multiply_add(splat(1.0f), p, r);
+    p = multiply_add(splat(1.0f), p, r);
+    return (f32x4)((s32x4)p + (n << 23));
+}
+#endif

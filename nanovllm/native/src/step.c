@@ -1,0 +1,346 @@
+#include "step.h"
+#include <math.h>
+#include <stdlib.h>
+#include "attention.h"
+#include "pool.h"
+#include "simd.h"
+
+int simd_available(void) { return HAVE_SIMD; }
+
+#if HAVE_SIMD
+
+enum { PASS_ROWS = 256, PASS_SEGMENTS = 2048 }; /* of a part of a step: they bound the memory of its activations */
+enum { MOST_OUTPUTS = 3, PRODUCT_CHUNKS = 8 }; /* matrices of one product; chunks per thread, so that none waits long */
+
+/* Rows of activations, and the same rounded to int8 where a packed matrix reads them. */
+typedef struct {
+    float *x;
+    int8_t *codes;
+    float *scales, *sums;
+} Rows;
+
+struct Engine {
+    Model model;
+    Pool *pool;
+    int num_threads;
+    float *residual, *last; /* [PASS_ROWS][hidden]: of all tokens, and of those that are wanted */
+    float *qkv;             /* [PASS_ROWS][q | k | v] */
+    Rows normed, mixed, activated;
+    float *partial;         /* of attention */
+    int32_t first_segments[PASS_ROWS];
+    int32_t segment_tokens[PASS_SEGMENTS + 1];
+    const int32_t *tables[PASS_ROWS];
+};
+
+/* --- memory ------------------------------------------------------------------------------------------------------- */
+
+static int64_t qkv_size(const Model *m) { return (int64_t)(m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
+
+
+static int make_rows(Rows *rows, int64_t columns) {
+    rows->x = malloc(PASS_ROWS * columns * sizeof(float));
+    rows->codes = malloc(PASS_ROWS * columns);
+    rows->scales = malloc(PASS_ROWS * (columns / GROUP + 1) * sizeof(float));
+    rows->sums = malloc(PASS_ROWS * (columns / GROUP + 1) * sizeof(float));
+    return rows->x && rows->codes && rows->scales && rows->sums;
+}
+
+static void free_rows(Rows *rows) {
+    free(rows->x);
+    free(rows->codes);
+    free(rows->scales);
+    free(rows->sums);
+}
+
+void engine_destroy(Engine *e) {
+    if (e == NULL) return;
+    if (e->pool) pool_destroy(e->pool);
+    free_rows(&e->normed);
+    free_rows(&e->mixed);
+    free_rows(&e->activated);
+    free(e->residual);
+    free(e->last);
+    free(e->qkv);
+    free(e->partial);
+    free(e);
+}
+
+Engine *engine_create(const Model *model, int num_threads) {
+    Engine *e = calloc(1, sizeof(Engine));
+    if (e == NULL) return NULL;
+    const Model *m = &e->model;
+    e->model = *model;
+    e->num_threads = num_threads;
+    const int64_t mixed = (int64_t)m->num_heads * m->head_dim;
+    e->residual = malloc(PASS_ROWS * m->hidden * sizeof(float));
+    e->last = malloc(PASS_ROWS * m->hidden * sizeof(float));
+    e->qkv = malloc(PASS_ROWS * qkv_size(m) * sizeof(float));
+    e->partial = malloc(PASS_SEGMENTS * (int64_t)m->num_heads * (m->head_dim + 2) * sizeof(float));
+    int made = make_rows(&e->normed, m->hidden) & make_rows(&e->mixed, mixed);
+    made &= make_rows(&e->activated, m->intermediate);
+    e->pool = pool_create(num_threads);
+    if (made && e->residual && e->last && e->qkv && e->partial && e->pool) return e;
+    engine_destroy(e);
+    return NULL;
+}
+
+/* --- rows --------------------------------------------------------------------------------------------------------- */
+
+static void norm_row(const float *x, const float *weight, int size, float eps, float *out) {
+    f32x4 sum = splat(0);
+    for (int i = 0; i < size; i += 4) sum = multiply_add(sum, load(x + i), load(x + i));
+    const f32x4 scale = splat(1.0f / sqrtf(sum_of(sum) / (float)size + eps));
+    for (int i = 0; i < size; i += 4) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+/* y = silu(y) * up, of one tile */
+static void activate(float y[TILE], const float up[TILE]) {
+    const f32x4 gate = load(y), size = exponential(-absolute(gate)); /* e^-|x|, which cannot overflow */
+    const f32x4 positive = (f32x4)(gate > splat(0)), one = splat(1);
+    const f32x4 top = (f32x4)(((s32x4)one & (s32x4)positive) | ((s32x4)size & ~(s32x4)positive));
+    store(y, gate * top / (one + size) * load(up));
+}
+
+static void round_inputs(const Rows *rows, int row, int columns) {
+    const int64_t at = (int64_t)row * columns, group = (int64_t)row * (columns / GROUP);
+    round_row(rows->x + at, columns, rows->codes + at, rows->scales + group, rows->sums + group);
+}
+
+static Inputs inputs_of(const Rows *rows, int count, int columns) {
+    return (Inputs){rows->x, rows->codes, rows->scales, rows->sums, count, columns};
+}
+
+/* A job for each row: the norm of x, rounded where a packed matrix reads it. */
+typedef struct {
+    const float *x, *weight;
+    int size, rounds;
+    float eps;
+    Rows out;
+} Norm;
+
+static void norm_chunk(void *argument, int row) {
+    const Norm *job = argument;
+    const int64_t at = (int64_t)row * job->size;
+    norm_row(job->x + at, job->weight, job->size, job->eps, job->out.x + at);
+    if (job->rounds) round_inputs(&job->out, row, job->size);
+}
+
+/* --- products ----------------------------------------------------------------------------------------------------- */
+
+enum { STORE, ADD, GATE };
+
+/* y[i] = x W[i]^T; with ADD added to y, and with GATE y[0] = silu(x W[0]^T) * (x W[1]^T). */
+typedef struct {
+    const Matrix *matrices[MOST_OUTPUTS];
+    float *outputs[MOST_OUTPUTS];
+    int64_t stride; /* of all outputs: floats from one row to the next */
+    int num_outputs, mode, tiles_per_chunk;
+    Inputs in;
+} Product;
+
+static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE], float up[][TILE]) {
+    const int rows = job->matrices[which]->rows, at = tile * TILE;
+    const int width = rows - at < TILE ? rows - at : TILE;
+    for (int m = 0; m < count; m++) {
+        float *out = job->outputs[which] + (first + m) * job->stride + at;
+        if (job->mode == GATE) activate(y[m], up[m]);
+        for (int r = 0; r < width; r++) out[r] = job->mode == ADD ? out[r] + y[m][r] : y[m][r];
+    }
+}
+
+static void product_chunk(void *argument, int chunk) {
+    const Product *job = argument;
+    const int num_outputs = job->mode == GATE ? 1 : job->num_outputs;
+    for (int first = 0; first < job->in.rows; first += 4) {
+        const int count = job->in.rows - first < 4 ? job->in.rows - first : 4;
+        int which = 0, tile = chunk * job->tiles_per_chunk;
+        for (int i = 0; i < job->tiles_per_chunk; i++, tile++) {
+            while (which < num_outputs && tile >= num_tiles(job->matrices[which])) tile -= num_tiles(job->matrices[which++]);
+            if (which == num_outputs) break;
+            float y[4][TILE], up[4][TILE];
+            product_tile(job->matrices[which], &job->in, tile, first, count, y);
+            if (job->mode == GATE) product_tile(job->matrices[1], &job->in, tile, first, count, up);
+            finish_tile(job, which, tile, first, count, y, up);
+        }
+    }
+}
+
+static void run_product(const Engine *e, Product *job) {
+    int tiles = 0;
+    for (int i = 0; i < (job->mode == GATE ? 1 : job->num_outputs); i++) tiles += num_tiles(job->matrices[i]);
+    int chunks = e->num_threads * PRODUCT_CHUNKS;
+    job->tiles_per_chunk = (tiles + chunks - 1) / chunks;
+    pool_run(e->pool, product_chunk, job, (tiles + job->tiles_per_chunk - 1) / job->tiles_per_chunk);
+}
+
+/* --- a layer ------------------------------------------------------------------------------------------------------ */
+
+/* The tokens of a part of a step, in one layer. */
+typedef struct {
+    Engine *e;
+    const Layer *layer;
+    const int32_t *tokens, *positions, *wanted; /* wanted: NULL = all */
+    int num_tokens, num_rows, first_wanted;     /* num_rows: those that are wanted */
+    Attention attention;
+    int num_segments;
+    float *x; /* the residual of these rows */
+} Pass;
+
+static void embed_chunk(void *argument, int row) {
+    const Pass *p = argument;
+    const Model *m = &p->e->model;
+    matrix_row(&m->embedding, p->tokens[row], p->e->residual + (int64_t)row * m->hidden);
+}
+
+static void rotate(float *x, const float *table, int head_dim) {
+    const int half = head_dim / 2;
+    for (int i = 0; i < half; i++) {
+        const float cosine = table[i], sine = table[half + i], a = x[i], b = x[half + i];
+        x[i] = a * cosine - b * sine;
+        x[half + i] = b * cosine + a * sine;
+    }
+}
+
+/* Norm and rotate the queries and keys of a token, and store its key and value. */
+static void rotate_chunk(void *argument, int token) {
+    const Pass *p = argument;
+    const Model *m = &p->e->model;
+    const int dim = m->head_dim, position = p->positions[token];
+    float *heads = p->e->qkv + token * qkv_size(m);
+    for (int h = 0; h < m->num_heads + m->num_kv_heads; h++) {
+        const float *norm = h < m->num_heads ? p->layer->q_norm : p->layer->k_norm;
+        if (norm) norm_row(heads + h * dim, norm, dim, m->head_norm_eps, heads + h * dim);
+        rotate(heads + h * dim, m->rotary + (int64_t)position * dim, dim);
+    }
+    const float *key = heads + m->num_heads * dim, *value = key + m->num_kv_heads * dim;
+    const int64_t block = p->attention.tables[token][position / m->block_size];
+    for (int h = 0; h < m->num_kv_heads; h++) {
+        const int64_t at = ((block * m->num_kv_heads + h) * m->block_size + position % m->block_size) * dim;
+        memcpy(p->layer->keys + at, key + h * dim, (size_t)dim * sizeof(float));
+        memcpy(p->layer->values + at, value + h * dim, (size_t)dim * sizeof(float));
+    }
+}
+
+static void attend_chunk(void *argument, int chunk) {
+    const Pass *p = argument;
+    const int segment = chunk / p->e->model.num_kv_heads, token = p->e->segment_tokens[segment];
+    attend_segment(&p->attention, token, chunk % p->e->model.num_kv_heads, segment - p->e->first_segments[token]);
+}
+
+static void merge_chunk(void *argument, int row) {
+    const Pass *p = argument;
+    const Model *m = &p->e->model;
+    const int size = m->num_heads * m->head_dim, token = p->wanted ? p->wanted[row] - p->first_wanted : row;
+    attend_merge(&p->attention, token, p->e->mixed.x + (int64_t)row * size);
+    if (is_packed(&p->layer->o)) round_inputs(&p->e->mixed, row, size);
+    if (p->wanted)
+        memcpy(p->x + (int64_t)row * m->hidden, p->e->residual + (int64_t)token * m->hidden, (size_t)m->hidden * sizeof(float));
+}
+
+static void round_activated(void *argument, int row) {
+    const Pass *p = argument;
+    round_inputs(&p->e->activated, row, p->e->model.intermediate);
+}
+
+static void norm_rows(const Engine *e, const float *x, int rows, const float *weight, float eps, int rounds) {
+    Norm norm = {x, weight, e->model.hidden, rounds, eps, e->normed};
+    pool_run(e->pool, norm_chunk, &norm, rows);
+}
+
+static void run_layer(Pass *p) {
+    Engine *e = p->e;
+    const Layer *layer = p->layer;
+    const Model *m = &e->model;
+    const int heads = m->num_heads * m->head_dim, keys = m->num_kv_heads * m->head_dim;
+    const int rounds = is_packed(&layer->q) || is_packed(&layer->k) || is_packed(&layer->v);
+
+    norm_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, rounds);
+    Product qkv = {{&layer->q, &layer->k, &layer->v}, {e->qkv, e->qkv + heads, e->qkv + heads + keys}, qkv_size(m), 3, STORE, 0,
+                   inputs_of(&e->normed, p->num_tokens, m->hidden)};
+    run_product(e, &qkv);
+    p->attention.keys = layer->keys;
+    p->attention.values = layer->values;
+    pool_run(e->pool, rotate_chunk, p, p->num_tokens);
+    if (p->num_rows == 0) return;
+    pool_run(e->pool, attend_chunk, p, p->num_segments * m->num_kv_heads);
+    pool_run(e->pool, merge_chunk, p, p->num_rows);
+    Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, 0, inputs_of(&e->mixed, p->num_rows, heads)};
+    run_product(e, &o);
+
+    norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, is_packed(&layer->gate) || is_packed(&layer->up));
+    Product gate = {{&layer->gate, &layer->up}, {e->activated.x}, m->intermediate, 2, GATE, 0,
+                    inputs_of(&e->normed, p->num_rows, m->hidden)};
+    run_product(e, &gate);
+    if (is_packed(&layer->down)) pool_run(e->pool, round_activated, p, p->num_rows);
+    Product down = {{&layer->down}, {p->x}, m->hidden, 1, ADD, 0, inputs_of(&e->activated, p->num_rows, m->intermediate)};
+    run_product(e, &down);
+}
+
+/* --- a step ------------------------------------------------------------------------------------------------------- */
+
+/* Prepare a part of the step that begins at token `first`; how many tokens it has. */
+static int begin_pass(Pass *p, const Step *step, int first) {
+    Engine *e = p->e;
+    int count = 0, segments = 0;
+    for (; first + count < step->num_tokens && count < PASS_ROWS; count++) {
+        const int own = step->positions[first + count] / SEGMENT + 1;
+        if (count > 0 && segments + own > PASS_SEGMENTS) break;
+        e->first_segments[count] = segments;
+        for (int s = 0; s < own; s++) e->segment_tokens[segments + s] = count;
+        segments += own;
+        e->tables[count] = step->tables + (int64_t)step->sequences[first + count] * step->table_stride;
+    }
+    const Model *m = &e->model;
+    p->tokens = step->tokens + first;
+    p->positions = step->positions + first;
+    p->num_tokens = count;
+    p->num_segments = segments;
+    p->attention = (Attention){
+        .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads, .head_dim = m->head_dim, .block_size = m->block_size,
+        .scale = m->scale, .queries = e->qkv, .query_stride = qkv_size(m), .positions = p->positions,
+        .tables = e->tables, .first_segments = e->first_segments, .partial = e->partial,
+    };
+    return count;
+}
+
+void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) {
+    const Model *m = &e->model;
+    for (int first = 0; first < num_rows; first += PASS_ROWS) {
+        const int count = num_rows - first < PASS_ROWS ? num_rows - first : PASS_ROWS;
+        norm_rows(e, hidden + (int64_t)first * m->hidden, count, m->last_norm, m->last_norm_eps, is_packed(&m->head));
+        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, STORE, 0,
+                        inputs_of(&e->normed, count, m->hidden)};
+        run_product(e, &head);
+    }
+}
+
+void engine_step(Engine *e, const Step *step) {
+    const Model *m = &e->model;
+    Pass pass = {.e = e};
+    int num_done = 0; /* of the wanted tokens */
+    for (int first = 0; first < step->num_tokens;) {
+        const int count = begin_pass(&pass, step, first);
+        pool_run(e->pool, embed_chunk, &pass, count);
+        for (int i = 0; i < m->num_layers; i++) {
+            pass.layer = &m->layers[i];
+            pass.num_rows = count;
+            pass.x = e->residual;
+            pass.wanted = NULL;
+            if (i == m->num_layers - 1) {
+                int end = num_done;
+                while (end < step->num_wanted && step->wanted[end] < first + count) end++;
+                pass.num_rows = end - num_done;
+                pass.x = e->last;
+                pass.wanted = step->wanted + num_done;
+                pass.first_wanted = first;
+            }
+            run_layer(&pass);
+        }
+        memcpy(step->hidden + (int64_t)num_done * m->hidden, e->last, (size_t)pass.num_rows * m->hidden * sizeof(float));
+        num_done += pass.num_rows;
+        first += count;
+    }
+    if (step->logits) engine_logits(e, step->hidden, step->num_wanted, step->logits);
+}
+
+#endif

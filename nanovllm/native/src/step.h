@@ -1,0 +1,37 @@
+/* A step of a Llama-shaped decoder: tokens of any sequences in, hidden states and logits out. */
+#pragma once
+#include <stdint.h>
+#include "products.h"
+
+typedef struct {
+    Matrix q, k, v, o, gate, up, down;
+    const float *input_norm, *ffn_norm; /* [hidden] */
+    const float *q_norm, *k_norm;       /* [head_dim]; NULL = none */
+    float *keys, *values;               /* [block][kv_head][position in the block][head_dim] */
+} Layer;
+
+typedef struct {
+    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, block_size;
+    float eps, head_norm_eps, last_norm_eps, scale;
+    const Layer *layers;
+    Matrix embedding, head;
+    const float *last_norm; /* [hidden] */
+    const float *rotary;    /* [position][head_dim]: cosines, then sines */
+} Model;
+
+typedef struct {
+    int32_t num_tokens, num_wanted, table_stride;
+    const int32_t *tokens, *positions; /* [num_tokens] */
+    const int32_t *sequences;          /* [num_tokens]: the row of `tables` that a token reads */
+    const int32_t *tables;             /* [sequence][table_stride] numbers of blocks */
+    const int32_t *wanted;             /* [num_wanted] tokens, ascending, whose hidden states are needed */
+    float *hidden;                     /* [num_wanted][hidden]: as the last layer leaves them */
+    float *logits;                     /* [num_wanted][vocabulary]; NULL = not needed */
+} Step;
+
+typedef struct Engine Engine;
+
+Engine *engine_create(const Model *model, int num_threads); /* NULL = no memory or threads */
+void engine_destroy(Engine *engine);
+void engine_step(Engine *engine, const Step *step);
+void engine_logits(Engine *engine, const float *hidden, int num_rows, float *logits);

@@ -1,0 +1,83 @@
+"""Which models and options the native step of a CPU computes."""
+
+from dataclasses import fields
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
+from nanovllm.models.spec import ModelSpec
+
+# The fields of specs that the step knows, or that do not concern it. Where another one is not at its default, the model
+# has something that was added since.
+KNOWN: dict[type, set[str]] = {
+    ModelSpec: {
+        *("architecture", "vocab_size", "hidden_size", "layers", "norm_eps", "max_position", "tie_word_embeddings"),
+        *("dtype", "eos_token_ids", "packing"),
+    },
+    LayerSpec: {
+        *("hidden_size", "mixer", "feed_forward", "norm_eps", "mixer_name", "feed_forward_name", "norm_names"),
+    },
+    AttentionSpec: {
+        *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rope", "scale", "qkv_bias", "o_bias", "qk_norm_eps"),
+    },
+    RopeSpec: {"theta", "scaling"},
+    MlpSpec: {"hidden_size", "intermediate_size", "bias"},
+}
+MAX_POSITIONS = 1 << 19  # of a sequence: src/step.c, PASS_SEGMENTS segments
+
+
+def reason_against(config: Config, model: ModelSpec, *, max_model_len: int) -> str | None:
+    """Why torch has to compute this model with these options; None if the native step can."""
+    return _option_against(config, model) or _shape_against(model, max_model_len)
+
+
+def keeps_packed(config: Config) -> bool:
+    """Whether weights that a file holds packed stay packed: unless dtype="float32" asks for exact arithmetic."""
+    return config.dtype == "auto"
+
+
+def _option_against(config: Config, model: ModelSpec) -> str | None:
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        return "the model is divided over several devices"
+    if config.dtype not in ("auto", "float32"):
+        return f"dtype={config.dtype!r}: it computes in float32"
+    if config.kv_cache_dtype not in ("auto", "float32"):
+        return f"kv_cache_dtype={config.kv_cache_dtype!r}: its KV cache is float32"
+    if config.attention_backend != "auto":
+        return f"attention_backend={config.attention_backend!r}: it has its own attention"
+    if config.quantization not in (None, "gguf"):
+        return f"quantization={config.quantization!r} is not implemented in it"
+    if config.quantization == "gguf" and not keeps_packed(config):
+        return "dtype='float32' with quantization='gguf': it would round activations to 8 bits"
+    if model.packing is not None and model.packing.layout != "gguf":
+        return f"{model.packing.layout} weights are not implemented in it"
+    return None
+
+
+def _shape_against(model: ModelSpec, max_model_len: int) -> str | None:
+    parts = [part for layer in model.layers for part in (layer, layer.mixer, layer.feed_forward)]
+    unknown = next((found for part in (model, *parts) if (found := _unknown(part)) is not None), None)
+    if unknown is not None:
+        return f"{model.architecture}: {unknown} is not implemented in it"
+    rope = getattr(model.layers[0].mixer, "rope", None)
+    if _unknown(rope) is not None:
+        return f"{model.architecture}: {_unknown(rope)} of its rotary positions is not implemented in it"
+    if len({(layer.mixer, layer.feed_forward, layer.norm_eps) for layer in model.layers}) != 1:
+        return "its layers differ from one another"
+    mixer, feed_forward = model.layers[0].mixer, model.layers[0].feed_forward
+    assert isinstance(mixer, AttentionSpec) and isinstance(feed_forward, MlpSpec)
+    if mixer.head_dim % 16:
+        return f"head_dim={mixer.head_dim} is no multiple of 16"
+    multiple = 4 if model.packing is None else 32
+    sizes = (model.hidden_size, feed_forward.intermediate_size, mixer.num_heads * mixer.head_dim)
+    if any(size % multiple for size in sizes):
+        return f"a width of {', '.join(map(str, sizes))} is no multiple of {multiple}"
+    return None if max_model_len <= MAX_POSITIONS else f"max_model_len is above {MAX_POSITIONS}"
+
+
+def _unknown(part: Any) -> str | None:
+    """What the step does not know of a spec."""
+    known = KNOWN.get(type(part))
+    if known is None:
+        return type(part).__name__
+    return next((f.name for f in fields(part) if f.name not in known and getattr(part, f.name) != f.default), None)

@@ -1,0 +1,248 @@
+"""A decoder whose step is one call of C (src/step.c). It stands in for `models.decoder.Decoder` in a runner."""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
+from nanovllm.attention.sdpa import zeros
+from nanovllm.checkpoint.stored import Slot
+from nanovllm.layers.spec import AttentionSpec, MlpSpec, Weight, norm_weight
+from nanovllm.layers.step import Step
+from nanovllm.models.shard import Shard
+from nanovllm.native.weights import Matrix, NativeWeight, pointer
+
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, POINTER) for name in ("input_norm", "ffn_norm", "q_norm", "k_norm", "keys", "values")),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        *((name, INT) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
+        *((name, INT) for name in ("head_dim", "block_size")),
+        *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "scale")),
+        ("layers", POINTER),
+        ("embedding", Matrix),
+        ("head", Matrix),
+        ("last_norm", POINTER),
+        ("rotary", POINTER),
+    )
+
+
+class StepArguments(ctypes.Structure):
+    _fields_ = (
+        *((name, INT) for name in ("num_tokens", "num_wanted", "table_stride")),
+        *((name, POINTER) for name in ("tokens", "positions", "sequences", "tables", "wanted", "hidden", "logits")),
+    )
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The types of the functions in the library."""
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "engine_create": (POINTER, [ctypes.POINTER(Model), ctypes.c_int]),
+        "engine_destroy": (None, [POINTER]),
+        "engine_step": (None, [POINTER, ctypes.POINTER(StepArguments)]),
+        "engine_logits": (None, [POINTER, POINTER, ctypes.c_int, POINTER]),
+        "pack_codes": (None, [POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int, POINTER]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class NativeBackend:
+    """Makes the KV cache; the attention itself is part of the step."""
+
+    plans_on_device = False
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape, self.block_size = shape, shape.block_size
+
+    def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
+        s = self.shape
+        size = (2, num_blocks[None], s.num_kv_heads, s.block_size, s.head_dim)
+        return [LayerCache(zeros(size, s.cache_dtype, s.device)) for _ in s.windows]
+
+    def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> BatchGeometry:
+        return geometry
+
+    def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: Any) -> Tensor:
+        raise NotImplementedError("attention is a part of the native step")
+
+
+class NativeModel:
+    def __init__(
+        self,
+        shard: Shard,  # all of the model
+        library: ctypes.CDLL,
+        *,
+        rotary: Tensor,  # [max_position, head_dim] float32: cosines, then sines
+        block_size: int,
+        num_threads: int,
+        packs: bool,  # weights that the file holds packed stay packed
+    ) -> None:
+        self.shard, self.spec = shard, shard.model
+        self._library, self._num_threads, self._packs = declare(library), num_threads, packs
+        self._rotary, self._block_size = rotary, block_size
+        self._weights: dict[str, NativeWeight] = {}  # by name in checkpoints
+        self._layers = (Layer * self.spec.num_layers)()
+        self._bound: list[LayerCache] = []  # the caches whose addresses the layers have
+        self._computed: tuple[Tensor, Tensor] | None = None  # hidden states and logits of the last step
+        self.close: Callable[[], Any] = lambda: None
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def slots(self) -> dict[str, Slot]:
+        """Where every tensor of a checkpoint goes, by its Hugging Face name."""
+        found: dict[str, Slot] = {}
+        for prefix, weight in self._all_weights():
+            for one in weight.parts(0, 1):
+                target = self._weights[prefix + one.name] = NativeWeight(self._library, packs=self._packs)
+                found[prefix + one.name] = Slot(target, one.shape, (((), one.part),), one.order)
+        return found
+
+    def _all_weights(self) -> list[tuple[str, Weight]]:
+        """Every parameter with its prefix in checkpoints."""
+        spec = self.spec
+        found = [("", spec.embedding_weight()), ("model.norm.", norm_weight(spec.hidden_size))]
+        if not spec.tie_word_embeddings:
+            found.append(("", spec.head_weight()))
+        for index, layer in enumerate(spec.layers):
+            found += [(f"model.layers.{index}.{prefix}", weight) for prefix, weight in layer.weights()]
+        return found
+
+    def finish_loading(self) -> None:
+        """Describe the weights to C, and start its threads."""
+        spec, first = self.spec, self.spec.layers[0]
+        assert isinstance(first.mixer, AttentionSpec) and isinstance(first.feed_forward, MlpSpec)
+        for index in range(spec.num_layers):
+            self._describe_layer(index)
+        embedding = self._weights["model.embed_tokens.weight"]
+        model = Model(
+            num_layers=spec.num_layers,
+            hidden=spec.hidden_size,
+            intermediate=first.feed_forward.intermediate_size,
+            num_heads=first.mixer.num_heads,
+            num_kv_heads=first.mixer.num_kv_heads,
+            head_dim=first.mixer.head_dim,
+            block_size=self._block_size,
+            eps=first.norm_eps,
+            head_norm_eps=first.mixer.qk_norm_eps or 0.0,
+            last_norm_eps=spec.norm_eps,
+            scale=first.mixer.score_scale,
+            layers=ctypes.addressof(self._layers),
+            embedding=embedding.matrix(),
+            head=(embedding if spec.tie_word_embeddings else self._weights["lm_head.weight"]).matrix(),
+            last_norm=pointer(self._weights["model.norm.weight"].data),
+            rotary=pointer(self._rotary),
+        )
+        self._engine = self._library.engine_create(model, self._num_threads)
+        if not self._engine:
+            raise MemoryError("no memory for the activations of the native step")
+        self.close = weakref.finalize(self, self._library.engine_destroy, self._engine)
+
+    def _describe_layer(self, index: int) -> None:
+        layer, prefix = self._layers[index], f"model.layers.{index}"
+        spec = self.spec.layers[index]
+        mixer, feed_forward = f"{prefix}.{spec.mixer_name}", f"{prefix}.{spec.feed_forward_name}"
+        modules = {name: f"{mixer}.{name}_proj" for name in ("q", "k", "v", "o")}
+        modules |= {name: f"{feed_forward}.{name}_proj" for name in ("gate", "up", "down")}
+        for name, module in modules.items():
+            weight = self._weights[f"{module}.weight"]
+            setattr(layer, name, weight.matrix(self._weights.get(f"{module}.bias")))
+        norms = dict(zip(("input_norm", "ffn_norm"), (f"{prefix}.{name}" for name in spec.norm_names), strict=True))
+        norms |= {name: f"{mixer}.{name}" for name in ("q_norm", "k_norm")}
+        for name, module in norms.items():
+            norm = self._weights.get(f"{module}.weight")
+            setattr(layer, name, None if norm is None else pointer(norm.data))
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """The step embeds them itself."""
+        return token_ids
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The norm before the head."""
+        return F.rms_norm(hidden, hidden.shape[-1:], self._weights["model.norm.weight"].data, self.spec.norm_eps)
+
+    def __call__(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor:
+        """[num_tokens] token ids through all layers; [num_tokens, hidden], or with `wanted`, [n], those rows.
+
+        In a step in which all rows that are kept are sampled, the same call computes their logits.
+        """
+        if self._bound is not states:
+            self._bind(states)
+        geometry: BatchGeometry = step.attention
+        tokens = np.ascontiguousarray(x.numpy(), dtype=np.int32)
+        positions = np.ascontiguousarray(geometry.positions, dtype=np.int32)
+        sequences = np.ascontiguousarray(geometry.token_seqs, dtype=np.int32)
+        tables = np.ascontiguousarray(geometry.block_tables[None], dtype=np.int32)
+        if wanted is None:
+            kept = np.arange(len(tokens), dtype=np.int32)
+        else:
+            kept = np.ascontiguousarray(wanted.numpy(), dtype=np.int32)
+        self._check(tokens, positions, sequences, tables, kept)
+        hidden = torch.empty(len(kept), self.spec.hidden_size)
+        samples_all = wanted is not None or geometry.num_decodes == len(tokens)
+        logits = torch.empty(len(kept) if samples_all else 0, self.spec.vocab_size)
+        arguments = StepArguments(
+            num_tokens=len(tokens),
+            num_wanted=len(kept),
+            table_stride=tables.shape[1],
+            tokens=tokens.ctypes.data,
+            positions=positions.ctypes.data,
+            sequences=sequences.ctypes.data,
+            tables=tables.ctypes.data,
+            wanted=kept.ctypes.data,
+            hidden=pointer(hidden),
+            logits=pointer(logits) if samples_all else None,
+        )
+        self._library.engine_step(self._engine, arguments)
+        self._computed = (hidden, logits) if samples_all else None
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [num_rows, hidden] -> [num_rows, vocab]
+        if self._computed is not None and self._computed[0] is hidden:
+            return self._computed[1]
+        hidden = hidden.contiguous()
+        logits = torch.empty(len(hidden), self.spec.vocab_size)
+        self._library.engine_logits(self._engine, pointer(hidden), len(hidden), pointer(logits))
+        return logits
+
+    def _bind(self, states: list[LayerCache]) -> None:
+        for layer, cache in zip(self._layers, states, strict=True):
+            layer.keys, layer.values = pointer(cache.kv[0]), pointer(cache.kv[1])
+        self._bound = states
+
+    def _check(
+        self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, tables: np.ndarray, kept: np.ndarray
+    ) -> None:
+        """Every index that C follows. All are the engine's own; one that is wrong must not become a wrong address."""
+        num_blocks = self._bound[0].kv.shape[1]
+        most_positions = min(len(self._rotary), tables.shape[1] * self._block_size)
+        check_range("token id", tokens, self.spec.vocab_size)
+        check_range("position", positions, most_positions)
+        check_range("sequence", sequences, len(tables))
+        check_range("block", tables, num_blocks)
+        check_range("wanted token", kept, len(tokens))
+        if not len(tokens) == len(positions) == len(sequences) or (np.diff(kept) <= 0).any():
+            raise IndexError("the arrays of a step do not fit together")
+
+
+def check_range(what: str, values: np.ndarray, size: int) -> None:
+    if len(values) and not (values.min() >= 0 and values.max() < size):
+        raise IndexError(f"a {what} is outside of 0 to {size - 1}: {values.min()} to {values.max()}")

@@ -1,0 +1,56 @@
+"""The runner of a CPU with the native library: the whole step of the model is one call of C."""
+
+import ctypes
+from typing import Any, cast
+
+import torch
+
+from nanovllm.attention.backend import CacheShape
+from nanovllm.attention.rotation import rotary_table
+from nanovllm.config import Config
+from nanovllm.layers.context import BuildContext
+from nanovllm.layers.spec import AttentionSpec
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.shard import shard_of
+from nanovllm.models.spec import ModelSpec
+from nanovllm.native.support import keeps_packed
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.native_model import NativeBackend, NativeModel
+
+
+class NativeRunner(ModelRunner):
+    """For models and options that native/support.py has no reason against."""
+
+    def __init__(self, library: ctypes.CDLL, *arguments: Any, **settings: Any) -> None:
+        self._library = library
+        super().__init__(*arguments, **settings)
+
+    def _build_model(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
+        mixer = model_config.layers[0].mixer
+        assert isinstance(mixer, AttentionSpec)
+        shape = CacheShape(
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
+            block_size=config.kv_cache_block_size,
+            windows=(None,) * model_config.num_layers,
+            dtype=torch.float32,
+            cache_dtype=torch.float32,
+            device=self.device,
+        )
+        self.backend = NativeBackend(shape)
+        self._context = BuildContext.on(self.device, dtype=torch.float32, attention=self.backend)
+        self._native = NativeModel(
+            shard_of(model_config, self._parallel.rank),
+            self._library,
+            rotary=rotary_table(mixer.rope, head_dim=mixer.head_dim, max_position=max_model_len, device=self.device),
+            block_size=config.kv_cache_block_size,
+            num_threads=torch.get_num_threads(),
+            packs=keeps_packed(config),
+        )
+        self.model = cast(Decoder, self._native)  # it has the methods that the runner calls
+
+    def close(self) -> None:
+        self._native.close()
+        del self._native
+        super().close()

@@ -1,0 +1,148 @@
+"""Products in C against torch: every format, odd sizes, and the same bits for any number of rows."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanovllm.checkpoint.gguf_header import BLOCKS
+from nanovllm.checkpoint.packed.gguf import unpack_blocks
+from nanovllm.checkpoint.packed.gguf_types import FORMS
+from nanovllm.checkpoint.packed.tensor import InMemory
+from nanovllm.native.build import library
+from nanovllm.native.weights import GROUP, TILE, NativeWeight, pointer
+from tests.weights.test_gguf_groups import random_blocks
+
+LIBRARY = library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no native library on this machine")
+DENSE = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Inputs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "sums")),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+    )
+
+
+@dataclass
+class Blocks:
+    """A tensor of a GGUF file."""
+
+    kind: str
+    raw: np.ndarray
+    shape: tuple[int, int]
+
+    @property
+    def form(self) -> Any:
+        return FORMS[self.kind]
+
+    def read(self, part: Any = ()) -> Tensor:
+        return torch.from_numpy(dequantize(self.raw, GGMLQuantizationType[self.kind]))
+
+    def pieces(self, part: Any, sizes: tuple[int, int], device: torch.device) -> Any:
+        rows, size = self.shape[0], BLOCKS[self.kind][1]
+        return unpack_blocks(torch.from_numpy(self.raw).view(rows, -1, size), self.kind)
+
+
+def blocks(kind: str, rows: int, columns: int) -> Blocks:
+    return Blocks(kind, random_blocks(kind, (rows, columns), 0.0005 if "K" in kind else 0.01), (rows, columns))
+
+
+def loaded(tensor: Any, *, packs: bool = True) -> NativeWeight:
+    assert LIBRARY is not None
+    weight = NativeWeight(LIBRARY, packs=packs)
+    weight.load((), tensor, ())
+    return weight
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes and one scale for each group of 32, as the definition has them."""
+    groups = x.unflatten(-1, (-1, GROUP))
+    size = groups.abs().amax(dim=-1, keepdim=True)
+    codes = (groups * torch.where(size > 0, 127.0 / size, 0.0)).round()
+    return codes.flatten(-2).to(torch.int8), (size / 127.0).squeeze(-1)
+
+
+def multiply(weight: NativeWeight, x: Tensor, *, at_once: int = 4) -> Tensor:
+    """x W^T by tiles, `at_once` rows of x together."""
+    assert LIBRARY is not None
+    (rows, columns), (outputs, _) = x.shape, weight.shape
+    codes, scales = torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, max(columns // GROUP, 1))
+    sums = torch.empty_like(scales)
+    if weight.is_packed:
+        for row in range(rows):
+            LIBRARY.round_row(pointer(x[row]), columns, *(pointer(one[row]) for one in (codes, scales, sums)))
+    inputs = Inputs(*map(pointer, (x, codes, scales, sums)), rows, columns)
+    y = torch.empty(rows, -(-outputs // TILE) * TILE)
+    for tile in range(y.shape[1] // TILE):
+        for first in range(0, rows, at_once):
+            out, count = torch.empty(4, TILE), min(at_once, rows - first)
+            LIBRARY.product_tile(ctypes.byref(weight.matrix()), ctypes.byref(inputs), tile, first, count, pointer(out))
+            y[first : first + count, tile * TILE : (tile + 1) * TILE] = out[:count]
+    return y[:, :outputs]
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 9), outputs=st.integers(1, 11), size=st.integers(1, 3), seed=st.integers(0, 1000))
+@pytest.mark.parametrize("kind", FORMS)
+def test_packed_products(kind: str, rows: int, outputs: int, size: int, seed: int) -> None:
+    columns = size * max(BLOCKS[kind][0], 64)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    tensor = blocks(kind, outputs, columns)
+    weight = loaded(tensor)
+    assert weight.is_packed
+    codes, scales = rounded(x)
+    exact = codes.double() * scales.double().repeat_interleave(GROUP, dim=-1)
+    expected = exact @ tensor.read().double().T
+    y = multiply(weight, x)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    for at_once in (1, 2, 3):
+        assert torch.equal(multiply(weight, x, at_once=at_once), y)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 9), outputs=st.integers(1, 11), size=st.integers(1, 40), seed=st.integers(0, 1000))
+@pytest.mark.parametrize("dtype", DENSE)
+def test_dense_products(dtype: torch.dtype, rows: int, outputs: int, size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, matrix = (torch.randn(count, 4 * size, generator=generator) for count in (rows, outputs))
+    weight = loaded(InMemory(matrix.to(dtype)))
+    assert weight.data.dtype == dtype
+    y = multiply(weight, x)
+    torch.testing.assert_close(y.double(), x.double() @ matrix.to(dtype).double().T, rtol=1e-5, atol=1e-5)
+    for at_once in (1, 2, 3):
+        assert torch.equal(multiply(weight, x, at_once=at_once), y)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_rows_of_a_packed_matrix_are_those_of_the_file(kind: str) -> None:
+    """As the embedding reads them; and in exact arithmetic the whole matrix is dequantized."""
+    assert LIBRARY is not None
+    tensor = blocks(kind, 7, 512)
+    weight, exact = loaded(tensor), loaded(tensor, packs=False)
+    assert torch.equal(exact.data, tensor.read()) and not exact.is_packed
+    row = torch.empty(512)
+    for index in range(7):
+        LIBRARY.matrix_row(ctypes.byref(weight.matrix()), index, pointer(row))
+        torch.testing.assert_close(row, tensor.read()[index], rtol=1e-6, atol=1e-7)
+
+
+def test_activations_are_rounded_to_the_nearest_code() -> None:
+    assert LIBRARY is not None
+    x = torch.randn(96, generator=torch.Generator().manual_seed(0))
+    x[32:64] = 0.0
+    codes, scales, sums = torch.empty(96, dtype=torch.int8), torch.empty(3), torch.empty(3)
+    LIBRARY.round_row(pointer(x), 96, pointer(codes), pointer(scales), pointer(sums))
+    expected_codes, expected_scales = rounded(x)
+    assert torch.equal(codes, expected_codes) and torch.equal(scales, expected_scales)
+    torch.testing.assert_close(sums, codes.view(3, 32).float().sum(dim=-1) * scales)

@@ -1,0 +1,220 @@
+"""The native step of a CPU: the logits of torch, the same bits alone, in a batch and in chunks, and checked indices."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError
+from nanovllm.native.build import library
+from nanovllm.weights.groups import GroupWeight
+from tests.helpers import greedy_params, open_llm, prompt_of
+from tests.native.sanitizers import sanitized_environment
+from tests.native.test_products import rounded
+from tests.weights.test_gguf_groups import LLAMA, VOCAB, write
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no native library on this machine")
+
+SUPPORTED = ["llama", "llama-old-rope3", "llama-dynamic", "llama-bias", "mistral-full", "qwen2", "qwen3"]
+PROMPTS = [prompt_of(45), prompt_of(1), prompt_of(33), prompt_of(16)]
+PACKED_PROMPTS = [prompt_of(length, vocab_size=VOCAB) for length in (45, 1, 33, 16)]
+SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=3, logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def packed_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of eight types, as in files of type Q4_K_M."""
+    path = tmp_path_factory.mktemp("gguf") / "llama.gguf"
+    write(path, "llama", LLAMA)
+    return path
+
+
+def open_packed(path: Path, **options: Any) -> LLM:
+    small = {"device": "cpu", "max_model_len": 128, "num_kv_cache_blocks": 32, "skip_tokenizer_init": True}
+    return LLM(path, **(small | {"cpu_kernels": "native"} | options))
+
+
+def scores(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """The greedy tokens of each prompt, and the logprobs of prompt and tokens."""
+    found = []
+    for output in llm.generate(prompts, SCORED, use_tqdm=False):
+        entries = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+        ranked = [sorted((token, one.logprob) for token, one in entry.items()) for entry in entries if entry]
+        found.append((output["token_ids"], [logprob for entry in ranked for _, logprob in entry]))
+    return found
+
+
+def of_pairs(llm: LLM) -> list[float]:
+    """The logprob of a token after another one, for many pairs."""
+    prompts = [[first, second] for first in range(VOCAB) for second in (3, 20)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    return [output.prompt_logprobs[1][output.prompt_token_ids[1]].logprob for output in outputs]  # type: ignore[index]
+
+
+# --- the same as torch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_logprobs_are_those_of_torch(family: str) -> None:
+    with open_llm(family, cpu_kernels="native") as native, open_llm(family, cpu_kernels="torch") as plain:
+        for (ours, own), (tokens, logprobs) in zip(scores(native, PROMPTS), scores(plain, PROMPTS), strict=True):
+            assert ours == tokens
+            np.testing.assert_allclose(own, logprobs, atol=1e-4)
+
+
+def test_packed_weights_with_exact_arithmetic(packed_file: Path) -> None:
+    """dtype="float32" dequantizes them."""
+    exact = {"dtype": "float32"}
+    with open_packed(packed_file, **exact) as ours, open_packed(packed_file, cpu_kernels="torch", **exact) as plain:
+        for (_, own), (_, logprobs) in zip(scores(ours, PACKED_PROMPTS), scores(plain, PACKED_PROMPTS), strict=True):
+            np.testing.assert_allclose(own, logprobs, atol=1e-3)
+
+
+def test_packed_weights_with_rounded_activations(packed_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch computes them if it rounds activations alike. A rounding that falls to the other side makes 1e-2."""
+    plain_matmul = GroupWeight.matmul
+
+    def matmul(self: GroupWeight, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
+        codes, scale = rounded(x)
+        return plain_matmul(self, codes * scale.repeat_interleave(32, dim=-1), bias, expert)
+
+    with open_packed(packed_file) as native:
+        ours = of_pairs(native)
+    plain = {"cpu_kernels": "torch", "quantization": "gguf", "dtype": "float32"}
+    with open_packed(packed_file, **plain) as exact:
+        unrounded = of_pairs(exact)
+    monkeypatch.setattr(GroupWeight, "matmul", matmul)
+    with open_packed(packed_file, **plain) as rounding:
+        alike = of_pairs(rounding)
+    errors = [float(np.median(np.abs(np.array(ours) - np.array(theirs)))) for theirs in (alike, unrounded)]
+    assert errors[0] < 1e-3 < 1e-2 < errors[1]
+
+
+# --- one order of additions -------------------------------------------------------------------------------------------
+
+
+def batches(path: Path | None, **options: Any) -> list[Any]:
+    """The scores of the prompts, together and one by one."""
+    opened = open_llm("qwen3", cpu_kernels="native", **options) if path is None else open_packed(path, **options)
+    prompts = PROMPTS if path is None else PACKED_PROMPTS
+    with opened as llm:
+        together = scores(llm, prompts)
+        assert [scores(llm, [prompt])[0] for prompt in prompts] == together
+        return together
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_results_do_not_depend_on_the_batch(packed: bool, packed_file: Path) -> None:
+    path = packed_file if packed else None
+    whole = batches(path, enable_prefix_caching=False)
+    assert batches(path, max_num_batched_tokens=7, max_num_seqs=4, enable_prefix_caching=False) == whole
+    assert batches(path, max_num_batched_tokens=16, max_num_seqs=4, num_kv_cache_blocks=8) == whole  # preempts
+
+
+def test_long_prompts_in_several_segments() -> None:
+    """Attention reads 256 positions at a time, and a step has parts of 256 tokens."""
+    prompt, small = prompt_of(480), {"max_model_len": 512}
+    with open_llm("llama", cpu_kernels="native", **small) as native:
+        whole = scores(native, [prompt])
+    with open_llm("llama", cpu_kernels="native", max_num_batched_tokens=90, **small) as chunked:
+        assert scores(chunked, [prompt]) == whole
+    with open_llm("llama", cpu_kernels="torch", **small) as plain:
+        np.testing.assert_allclose(whole[0][1], scores(plain, [prompt])[0][1], atol=1e-4)
+
+
+# --- indices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("tokens", 10_000, "token id"),
+        ("tokens", -1, "token id"),
+        ("positions", 10_000, "position"),
+        ("sequences", 1, "sequence"),
+        ("tables", 64, "block"),
+        ("kept", 5, "wanted token"),
+    ],
+)
+def test_a_wrong_index_is_an_error(name: str, value: int, error: str) -> None:
+    with open_llm("llama", cpu_kernels="native") as llm:
+        llm.generate([PROMPTS[1]], greedy_params(1), use_tqdm=False)  # gives the model its cache
+        model: Any = llm.llm_engine._core.executor.model  # type: ignore[attr-defined]
+        arrays = {"tokens": [1, 2], "positions": [0, 1], "sequences": [0, 0], "tables": [[3]], "kept": [0, 1]}
+        good = {key: np.array(values, dtype=np.int32) for key, values in arrays.items()}
+        model._check(**good)
+        good[name].flat[-1] = value
+        with pytest.raises(IndexError, match=error):
+            model._check(**good)
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_the_threads_of_an_engine_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm("llama", cpu_kernels="native") as first:
+        scores(first, PROMPTS)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+        before = num_threads()
+        with open_llm("llama", cpu_kernels="native"):
+            assert num_threads() == before + 4
+        assert num_threads() == before
+        scores(first, PROMPTS)
+
+
+def test_two_engines_at_the_same_time() -> None:
+    with open_llm("llama", cpu_kernels="native") as first, open_llm("llama", cpu_kernels="native") as second:
+        expected, found = scores(first, PROMPTS), []
+        other = threading.Thread(target=lambda: found.append(scores(second, PROMPTS)))
+        other.start()
+        assert scores(first, PROMPTS) == expected
+        other.join()
+        assert found == [expected]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("mistral", {}, "window"),
+        ("qwen3-moe", {}, "MoeSpec"),
+        ("granite", {}, "embedding_scale"),
+        ("smollm3", {}, "layers differ"),
+        ("llama", {"quantization": "int8"}, "quantization='int8'"),
+        ("llama", {"kv_cache_dtype": "bfloat16"}, "KV cache is float32"),
+        ("llama", {"attention_backend": "sdpa"}, "own attention"),
+    ],
+)
+def test_torch_computes_what_is_not_supported(
+    family: str, options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        open_llm(family, cpu_kernels="native", **options)
+    with caplog.at_level(logging.INFO, "nanovllm"), open_llm(family, **options) as llm:
+        assert len(llm.generate([PROMPTS[1]], greedy_params(2), use_tqdm=False)[0]["token_ids"]) == 2
+    (line,) = (record.message for record in caplog.records if "native step" in record.message)
+    assert reason in line
+
+
+def test_no_access_out_of_bounds(tmp_path: Path) -> None:
+    """The products and a step with the address and undefined-behaviour sanitizers."""
+    tests = [
+        "tests/native/test_products.py",
+        "tests/native/test_step.py::test_results_do_not_depend_on_the_batch",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    environment = sanitized_environment("address,undefined", cache=tmp_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
