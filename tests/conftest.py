@@ -5,6 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Set before anything imports torch or huggingface_hub, which read these once.
@@ -19,6 +20,9 @@ if not torch.cuda.is_available():
 # A shell starts background jobs with SIGINT ignored. Child processes inherit that, and some tests interrupt theirs.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+hypothesis.settings.register_profile("project", deadline=None)  # how long an example takes is the machine's business
+hypothesis.settings.load_profile("project")
 
 EXPECTED_SKIPS = ("needs a GPU", "needs the Qwen3 tokenizer", "needs litellm", "needs instructor")
 

@@ -323,7 +323,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown architecture": (
         lambda f: edit_config(f, lambda c: c.update(architectures=["MambaForCausalLM"])),
-        "architecture 'MambaForCausalLM' is not known.*known: LlamaForCausalLM, MistralForCausalLM",
+        "architecture 'MambaForCausalLM' is not known.*known:.* LlamaForCausalLM, MistralForCausalLM",
     ),
     "no architecture": (lambda f: edit_config(f, lambda c: c.pop("architectures")), "'architectures' is missing"),
     "config without a size": (lambda f: edit_config(f, lambda c: c.pop("hidden_size")), "hidden_size=None must be"),
