@@ -15,7 +15,9 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
+from nanovllm.models.decoder import Decoder
 from nanovllm.native.build import library
+from nanovllm.runner.native_model import NativeModel
 from nanovllm.weights.groups import GroupWeight
 from tests.helpers import greedy_params, open_llm, prompt_of
 from tests.native.sanitizers import sanitized_environment
@@ -148,7 +150,7 @@ def test_long_prompts_in_several_segments() -> None:
 def test_a_wrong_index_is_an_error(name: str, value: int, error: str) -> None:
     with open_llm("llama", cpu_kernels="native") as llm:
         llm.generate([PROMPTS[1]], greedy_params(1), use_tqdm=False)  # gives the model its cache
-        model: Any = llm.llm_engine._core.executor.model  # type: ignore[attr-defined]
+        model = executor_of(llm).model
         arrays = {"tokens": [1, 2], "positions": [0, 1], "sequences": [0, 0], "tables": [[3]], "kept": [0, 1]}
         good = {key: np.array(values, dtype=np.int32) for key, values in arrays.items()}
         model._check(**good)
@@ -158,6 +160,10 @@ def test_a_wrong_index_is_an_error(name: str, value: int, error: str) -> None:
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def executor_of(llm: LLM) -> Any:
+    return llm.llm_engine._core.executor
 
 
 def num_threads() -> int:
@@ -206,6 +212,15 @@ def test_torch_computes_what_is_not_supported(
         assert len(llm.generate([PROMPTS[1]], greedy_params(2), use_tqdm=False)[0]["token_ids"]) == 2
     (line,) = (record.message for record in caplog.records if "native step" in record.message)
     assert reason in line
+
+
+def test_other_cpus_have_to_ask_for_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("nanovllm.runner.choose.platform.machine", lambda: "x86_64")
+    with caplog.at_level(logging.INFO, "nanovllm"), open_llm("llama") as plain:
+        assert isinstance(executor_of(plain).model, Decoder)
+    assert "cpu_kernels='native' has to ask for it" in caplog.text
+    with open_llm("llama", cpu_kernels="native") as native:
+        assert isinstance(executor_of(native).model, NativeModel)
 
 
 def test_no_access_out_of_bounds(tmp_path: Path) -> None:
