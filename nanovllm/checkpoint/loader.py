@@ -83,7 +83,7 @@ def load_weights(
             raise CheckpointError(f"{source}: {name}: {error}") from error
     if missing or unexpected:
         raise CheckpointError(
-            f"{source}: the weights do not fit the config: {_account('missing', list(missing))}; "
+            f"{source}: the weights do not fit the config: {_account('missing', sorted(missing))}; "
             f"{_account('unexpected', unexpected)}"
         )
 
