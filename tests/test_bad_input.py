@@ -244,7 +244,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float32x"}, r"dtype='float32x': must be one of .* \(did you mean 'float32'\?\)"),
     ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4': must be one of"),
     ({"kv_cache_dtype": "fp8", "device": "cpu"}, "kv_cache_dtype='fp8': only the triton backend can do this"),
-    ({"deterministic": True, "device": "cpu"}, "deterministic=True: only the triton backend can do this"),
+    (
+        {"deterministic": True, "device": "cpu", "cpu_kernels": "torch"},
+        "deterministic=True: only the triton backend can do this",
+    ),
     ({"attention_backend": "triton", "device": "cpu"}, "attention_backend='triton': it runs on CUDA devices"),
     ({"deterministic": "yes"}, "deterministic='yes': must be bool"),
     ({"attention_backend": "flash"}, "attention_backend='flash': must be one of auto, sdpa"),
