@@ -38,11 +38,11 @@ def _blend(frequencies: Tensor, high: Tensor, factor: float) -> Tensor:
 
 
 def _yarn_high(count: int, theta: float, scaling: YarnScaling) -> Tensor:  # [count]
-    def number_of(turns: float) -> float:
-        """Of the frequency that makes so many turns within the original length; not an integer."""
+    def index_of(turns: float) -> float:
+        """The index, not rounded, of the frequency that makes this many turns within the original length."""
         return count * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
-    first, last = number_of(scaling.fast_turns), number_of(scaling.slow_turns)
+    first, last = index_of(scaling.fast_turns), index_of(scaling.slow_turns)
     if scaling.rounds_bounds:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * count - 1)

@@ -114,7 +114,7 @@ class _OfStack:
         return getattr(self.stack, "form", None)
 
     def pieces(self, part: Part, *how: Any) -> Any:
-        """Of a stack that has a packed form."""
+        """The packed pieces of this expert; only for a stack that has a packed form."""
         stack: Any = self.stack
         return stack.pieces(self._in_stack(part), *how)
 

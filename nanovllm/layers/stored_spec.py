@@ -6,9 +6,9 @@ are brought into this order when they are loaded. The scores do not depend on th
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from nanovllm.layers.refine import refine
 from nanovllm.layers.spec import AttentionSpec, Dim, MlpSpec, TensorPart, Weight
 
 
@@ -54,25 +54,19 @@ def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, 
     return (*first, *kept[:half], *second, *kept[half:])
 
 
-def _changed(weight: Weight, **changes: Any) -> StoredWeight:
-    return StoredWeight(**{field.name: getattr(weight, field.name) for field in fields(weight)} | changes)
-
-
 def _as_one(weights: dict[str, Weight], prefix: str) -> dict[str, Weight]:
     """With the parts of a linear stored as one module `{prefix}proj`."""
     own = {kind: weights[kind] for kind in (f"{prefix}weight", f"{prefix}bias") if kind in weights}
     names = {kind: f"{prefix}proj.{kind.removeprefix(prefix)}" for kind in own}
-    return weights | {kind: _changed(one, names=(names[kind],) * len(one.names)) for kind, one in own.items()}
+    return weights | {
+        kind: refine(StoredWeight, one, names=(names[kind],) * len(one.names)) for kind, one in own.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAttentionSpec(AttentionSpec):
     as_one: bool = False  # checkpoints have one tensor `qkv_proj`
     interleaved: bool = False  # and the two numbers that are rotated together side by side, not in two halves
-
-    @classmethod
-    def of(cls, spec: AttentionSpec, **changes: Any) -> "StoredAttentionSpec":
-        return cls(**{field.name: getattr(spec, field.name) for field in fields(spec)} | changes)
 
     def weights(self) -> dict[str, Weight]:
         found = super().weights()
@@ -81,19 +75,15 @@ class StoredAttentionSpec(AttentionSpec):
             if name.startswith("qkv_"):
                 queries, keys, values = weight.rows
                 rows = (replace(queries, order=order), replace(keys, order=order), values)
-                found[name] = _changed(weight, rows=rows)
+                found[name] = refine(StoredWeight, weight, rows=rows)
             elif name in ("q_norm", "k_norm"):
-                found[name] = _changed(weight, rows=(Dim(1, self.head_dim, order=order),))
+                found[name] = refine(StoredWeight, weight, rows=(Dim(1, self.head_dim, order=order),))
         return _as_one(found, "qkv_") if self.as_one else found
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMlpSpec(MlpSpec):
     """Checkpoints have one tensor `gate_up_proj`."""
-
-    @classmethod
-    def of(cls, spec: MlpSpec) -> "StoredMlpSpec":
-        return cls(**{field.name: getattr(spec, field.name) for field in fields(spec)})
 
     def weights(self) -> dict[str, Weight]:
         return _as_one(super().weights(), "gate_up_")

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.layers.spec import AttentionSpec, MlpSpec
+from nanovllm.layers.refine import refine
+from nanovllm.layers.spec import AttentionSpec
 from nanovllm.layers.stored_spec import StoredAttentionSpec, StoredMlpSpec
 from nanovllm.models.partial_rope import read_partial_rope
 from nanovllm.models.spec import ModelSpec
@@ -23,13 +24,16 @@ def change_storage(
     model: ModelSpec, raw: dict[str, Any], *, rotated_share: float, interleaved: bool = False, qkv_as_one: bool = False
 ) -> ModelSpec:
     """With gate and up stored as one tensor, and rotary positions of a part of each head, by the config `raw`."""
-    layers, max_position = [], model.max_position
-    for layer in model.layers:
-        own, mlp = layer.mixer, layer.feed_forward
-        assert isinstance(own, AttentionSpec) and isinstance(mlp, MlpSpec)
-        rope = read_partial_rope(raw, head_dim=own.head_dim, max_position=model.max_position, share=rotated_share)
-        if rope.scaling is not None:
-            max_position = rope.scaling.longest(model.max_position)
-        mixer = StoredAttentionSpec.of(own, rope=rope, interleaved=interleaved, as_one=qkv_as_one)
-        layers.append(replace(layer, mixer=mixer, feed_forward=StoredMlpSpec.of(mlp)))
-    return replace(model, layers=tuple(layers), max_position=max_position)
+    first, max_position = model.layers[0].mixer, model.max_position
+    assert isinstance(first, AttentionSpec)
+    rope = read_partial_rope(raw, head_dim=first.head_dim, max_position=max_position, share=rotated_share)
+
+    def stored(_: int, own: AttentionSpec) -> AttentionSpec:
+        return refine(StoredAttentionSpec, own, rope=rope, interleaved=interleaved, as_one=qkv_as_one)
+
+    changed = change_attention(model, stored)
+    return replace(
+        changed,
+        layers=tuple(replace(one, feed_forward=refine(StoredMlpSpec, one.feed_forward)) for one in changed.layers),
+        max_position=max_position if rope.scaling is None else rope.scaling.longest(max_position),
+    )

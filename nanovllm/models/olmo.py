@@ -1,8 +1,9 @@
 """OLMo 2 and 3: norms after the parts of a layer, norms of queries and keys over all heads; OLMo 3 has windows."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+from nanovllm.layers.refine import refine
 from nanovllm.layers.spec import AttentionSpec
 from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
 from nanovllm.models.changes import change_attention
@@ -19,8 +20,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
         if kinds:
             rope = read_rope(_rope_of(raw, kinds[index]), head_dim=own.head_dim, max_position=model.max_position)
             own = replace(own, rope=rope)
-        kept = {field.name: getattr(own, field.name) for field in fields(own)}
-        return WideNormAttentionSpec(**kept, wide_norm_eps=model.norm_eps)
+        return refine(WideNormAttentionSpec, own, wide_norm_eps=model.norm_eps)
 
     changed = change_attention(model, attention)
     return replace(changed, layers=tuple(map(PostNormLayerSpec.of, changed.layers)))

@@ -1,9 +1,10 @@
 """Layers that norm what a part gives before it is added: x + norm(mixer(x)), x + norm(feed_forward(x)); no torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.layers.refine import refine
 from nanovllm.layers.spec import LayerSpec, Weight, norm_weight
 
 if TYPE_CHECKING:
@@ -16,8 +17,7 @@ class PostNormLayerSpec(LayerSpec):
 
     @classmethod
     def of(cls, layer: LayerSpec) -> "PostNormLayerSpec":
-        kept = {field.name: getattr(layer, field.name) for field in fields(layer) if field.name != "norm_names"}
-        return cls(**kept)
+        return refine(cls, layer, norm_names=cls.norm_names)
 
     def build(self, context: "BuildContext") -> Any:
         from nanovllm.models.post_norm import PostNormLayer
@@ -33,7 +33,7 @@ class SandwichLayerSpec(LayerSpec):
 
     @classmethod
     def of(cls, layer: LayerSpec) -> "SandwichLayerSpec":
-        return cls(**{field.name: getattr(layer, field.name) for field in fields(layer)})
+        return refine(cls, layer)
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         yield from super().weights()

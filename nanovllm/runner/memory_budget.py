@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def cache_bytes(size: "CacheSize") -> int:
-    """Of all blocks and rows on this rank."""
+    """The bytes of all blocks and rows on this rank."""
     paged = sum(group.num_blocks * each for group, each in zip(size.groups, size.block_bytes, strict=True))
     return paged + size.row_bytes
 

@@ -146,7 +146,7 @@ def _group_form(group: Section, layout: str | None) -> Form:
 
 
 def _check_inputs(inputs: Section | None, kind: str) -> None:
-    """Of 8 bits. Whatever their scales belong to, each token gets its own here."""
+    """Accept 8-bit inputs with any granularity of scales: here each token gets its own scale."""
     if inputs is None:
         return
     inputs.one_of("type", (kind,), kind)

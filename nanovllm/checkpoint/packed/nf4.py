@@ -41,7 +41,7 @@ class Nf4Tensor:
         return (numbers * largest).view(self.shape)[part]
 
     def _largest(self) -> Tensor:
-        """Of each block."""
+        """The largest absolute value of each block."""
         found = self.parts["weight.absmax"].read()
         if "weight.nested_absmax" not in self.parts:
             return found.float()
