@@ -52,6 +52,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,  # small, so that the scaling affects short prompts
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+MINISTRAL_ROPE = {
+    **YARN_ROPE,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -89,6 +97,7 @@ FAMILIES = {
     "smollm3": Family("smollm3", {"no_rope_layers": [1, 0, 1]}, heads=(6, 2), tied=True),
     "mistral": Family("mistral", {"sliding_window": 20}, heads=(7, 1), sharded=True, old_spelling=True),
     "mistral-full": Family("mistral", {"sliding_window": None}, heads=(6, 2), tied=True),
+    "ministral3": Family("ministral3", heads=(6, 2), sharded=True, rope=MINISTRAL_ROPE),
     "olmo2": Family("olmo2", {"attention_bias": True}, heads=(6, 2)),
     "olmo3": Family(
         "olmo3",
@@ -147,6 +156,7 @@ FAMILIES = {
 EVEN_FAMILIES = {
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
     "granite-even": replace(FAMILIES["granite"], heads=(4, 2)),
+    "ministral3-even": replace(FAMILIES["ministral3"], heads=(4, 2)),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),

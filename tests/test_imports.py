@@ -21,7 +21,7 @@ executor, layers -> distributed
 server -> remote
 llm, engine -> text -> checkpoint
 server, engine -> structured -> text
-models -> checkpoint -> checkpoint.packed -> checkpoint.reordered
+models -> checkpoint -> checkpoint.packed -> checkpoint.reordered, checkpoint.text_part
 weights -> checkpoint.packed
 cli -> simulate -> bench
 simulate -> remote.routing

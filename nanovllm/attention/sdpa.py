@@ -45,6 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class SdpaStep:
+    positions: Tensor  # [num_tokens]
     cos_sin: list[tuple[Tensor, Tensor]]  # by rotary table: cosines and sines of each token's position
     # by window
     slots: dict[int | None, Tensor]  # [num_tokens * 2 * kv_heads] rows of the cache as [-1, head_dim]
@@ -77,14 +78,14 @@ class SdpaBackend:
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> SdpaStep:
         positions = self._tensor(geometry.positions)
         return SdpaStep(
+            positions=positions,
             cos_sin=[rotation.gather(positions) for rotation in self._rotations],
             slots={window: self._slots(geometry, window) for window in self._windows},
             parts={window: self._parts(geometry, window) for window in self._windows},
         )
 
     def _slots(self, geometry: BatchGeometry, window: int | None) -> Tensor:
-        size = self.shape.block_size
-        positions = geometry.positions
+        size, positions = self.shape.block_size, geometry.positions
         blocks = geometry.block_tables[window][geometry.token_seqs, positions // size]
         keys = (blocks[:, None] * self.shape.num_kv_heads + self._heads) * size + (positions % size)[:, None]
         return self._tensor(np.concatenate([keys, keys + self._num_pages[window] * size], axis=1).reshape(-1))

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.reordered import reorder
 from nanovllm.checkpoint.stored import Part, Slot, Stored
+from nanovllm.checkpoint.text_part import text_tensors
 from nanovllm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def load_checkpoint(
     is_elsewhere: Callable[[str], bool],  # whether a tensor without a slot belongs to other ranks, or is not needed
     shows_progress: bool,
 ) -> None:
-    tensors = checkpoint_tensors(path, load_format, dtype)
+    tensors = text_tensors(checkpoint_tensors(path, load_format, dtype), source=str(path))
     if packing is not None and packing.layout != "gguf":
         from nanovllm.checkpoint.packed.tensors import packed_tensors
 

@@ -1,9 +1,28 @@
-"""Mistral: Llama with a sliding window in every layer, unless the config says null."""
+"""Mistral: Llama with a sliding window in every layer, unless the config says null. Ministral 3 scales queries by their
+position. Files that have a vision tower as well keep the config of the text model in a part of theirs."""
 
 from typing import Any
 
+from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
+from nanovllm.layers.refine import refine
+from nanovllm.models.changes import change_attention
 from nanovllm.models.spec import ModelSpec, llama_shaped
+from nanovllm.models.text_part import text_part
+
+MINISTRAL3 = {"sliding_window": None, "rms_norm_eps": 1e-5, "head_dim": 128}  # what its configs may leave out
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
-    return llama_shaped(raw, windows=(raw.get("sliding_window", 4096),) * raw["num_hidden_layers"])
+    raw = text_part(raw, known=("mistral", "ministral3"))
+    if raw.get("model_type") == "ministral3":
+        raw = MINISTRAL3 | raw
+    model = llama_shaped(raw, windows=(raw.get("sliding_window", 4096),) * raw["num_hidden_layers"])
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    beta = rope.get("llama_4_scaling_beta")
+    if not beta:
+        return model
+    scaling = {"beta": float(beta), "original_length": int(rope["original_max_position_embeddings"])}
+    return change_attention(
+        model,
+        lambda _, own: refine(ScaledQueryAttentionSpec, own, max_position=model.max_position, **scaling),
+    )

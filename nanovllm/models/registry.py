@@ -19,20 +19,19 @@ def _family(module: str) -> Family:
     return lambda raw: import_module(f"nanovllm.models.{module}").spec(raw)
 
 
-FAMILIES: dict[str, Family] = {
-    "Glm4ForCausalLM": _family("glm4"),
-    "GlmForCausalLM": _family("glm4"),
-    "GraniteForCausalLM": _family("granite"),
-    "LlamaForCausalLM": _family("llama"),
-    "MistralForCausalLM": _family("mistral"),
-    "Olmo2ForCausalLM": _family("olmo"),
-    "Olmo3ForCausalLM": _family("olmo"),
-    "Phi3ForCausalLM": _family("phi3"),
-    "Qwen2ForCausalLM": _family("qwen2"),
-    "Qwen3ForCausalLM": _family("qwen3"),
-    "Qwen3MoeForCausalLM": _family("qwen3_moe"),
-    "SmolLM3ForCausalLM": _family("smollm3"),
+ARCHITECTURES = {  # of each family
+    "glm4": ("Glm4ForCausalLM", "GlmForCausalLM"),
+    "granite": ("GraniteForCausalLM",),
+    "llama": ("LlamaForCausalLM",),
+    "mistral": ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+    "olmo": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+    "phi3": ("Phi3ForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "qwen3_moe": ("Qwen3MoeForCausalLM",),
+    "smollm3": ("SmolLM3ForCausalLM",),
 }
+FAMILIES: dict[str, Family] = {name: _family(module) for module, names in ARCHITECTURES.items() for name in names}
 
 
 def parse_config(raw: dict[str, Any]) -> ModelSpec:

@@ -31,6 +31,7 @@ FAMILIES = (
         "granite-even",
         "llama",
         "llama-old-rope3",
+        "ministral3-even",
         "mistral-even",
         "olmo3-even",
         "phi4-mini",

@@ -10,6 +10,7 @@ from fnmatch import translate
 from functools import partial
 from typing import Any
 
+from nanovllm.checkpoint.text_part import text_name
 from nanovllm.errors import CheckpointError
 from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
 
@@ -72,7 +73,7 @@ def named(name: str) -> str:
             return f"^(?:{re.compile(name[3:]).pattern})"
         except re.error as error:
             raise CheckpointError(f"quantization_config: {name!r} is not a regular expression: {error}") from error
-    return rf"(^|\.){re.escape(name.strip('.'))}($|\.)"
+    return rf"(^|\.){re.escape(text_name(name.strip('.')))}($|\.)"
 
 
 def left_out(names: list[str]) -> Rules:
@@ -87,6 +88,7 @@ def _fp8(raw: dict[str, Any]) -> Packing:
     config = Section(raw, "quantization_config")
     config.one_of("fmt", ("e4m3",), "e4m3")
     config.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    config.one_of("dequantize", (False,), False)
     form = Fp8Form(_block(config, "weight_block_size"))
     kept = config.names("modules_to_not_convert") + config.names("ignored_layers")
     config.end()

@@ -12,7 +12,7 @@ from nanovllm.utils.logging import get_logger
 from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
 
 # Scales of activations and of the KV cache, which are computed here for every token
-UNUSED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|output_scale|[qkv]_scale)$")
+UNUSED = re.compile(r"\.(input_scale|activation_scale|input_zero_point|input_global_scale|output_scale|[qkv]_scale)$")
 SCALES = ("weight_scale_inv", "weight_scale")
 
 
