@@ -20,7 +20,7 @@ help:
 	@echo 'make clean   remove .venv and every generated file (the model cache stays)'
 
 demo: $(VENV)/.installed
-	$(BIN)/nanovllm generate "What is the capital of France?"
+	$(BIN)/nanovllm generate "What is the capital of Germany?"
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -c 'from nanovllm.utils.default_model import default_model_path as fetch; fetch()' \

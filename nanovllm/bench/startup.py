@@ -33,7 +33,7 @@ from nanovllm.bench.arguments import count
 from nanovllm.bench.report import Report, Row, environment, medians_of, peak_memory
 from nanovllm.errors import EngineError
 
-PROMPT = "What is the capital of France?"
+PROMPT = "What is the capital of Germany?"
 TOKEN_IDS = [1, 2, 3]  # the prompt without a tokenizer
 CHILD = "from nanovllm.bench.startup import child; child()"
 

@@ -21,7 +21,7 @@ If the model has a chat template, the prompt is sent as a user message; --raw co
 """
 EPILOG = """\
 examples:
-  nanovllm generate "What is the capital of France?"
+  nanovllm generate "What is the capital of Germany?"
   nanovllm generate --raw "Once upon a time" --temperature 0.8 --seed 7
   nanovllm generate - < question.txt > answer.txt
 """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "A small, fast LLM inference engine. The default model is SmolLM2-135M-Instruct."
 EPILOG = """\
 examples:
-  nanovllm generate "What is the capital of France?"
+  nanovllm generate "What is the capital of Germany?"
   nanovllm chat --model path/to/Qwen3-0.6B --temperature 0.6
   nanovllm serve --port 8000
   nanovllm plan model.gguf

@@ -86,7 +86,7 @@ def test_help_teaches_and_loads_nothing_heavy(cli: Cli) -> None:
         "bench",
         "plan",
         "examples:",
-        'nanovllm generate "What is the capital of France?"',
+        'nanovllm generate "What is the capital of Germany?"',
     ):
         assert word in done.stdout
 

@@ -36,7 +36,6 @@ struct Engine {
 
 static int64_t qkv_size(const Model *m) { return (int64_t)(m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
 
-
 static int make_rows(Rows *rows, int64_t columns) {
     rows->x = malloc(PASS_ROWS * columns * sizeof(float));
     rows->codes = malloc(PASS_ROWS * columns);
@@ -127,9 +126,10 @@ static void norm_chunk(void *argument, int row) {
 
 /* --- products ----------------------------------------------------------------------------------------------------- */
 
-enum { STORE, ADD, GATE };
+enum { STORE, ADD, GATE, PAIRS };
 
-/* y[i] = x W[i]^T; with ADD added to y, and with GATE y[0] = silu(x W[0]^T) * (x W[1]^T). */
+/* y[i] = x W[i]^T. With ADD it is added to y, with GATE y[0] = silu(x W[0]^T) * (x W[1]^T), and with PAIRS the results
+ * of rows 2 i and 2 i + 1 are added together. */
 typedef struct {
     const Matrix *matrices[MOST_OUTPUTS];
     float *outputs[MOST_OUTPUTS];
@@ -141,6 +141,10 @@ typedef struct {
 static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE], float up[][TILE]) {
     const int rows = job->matrices[which]->rows, at = tile * TILE;
     const int width = rows - at < TILE ? rows - at : TILE;
+    if (job->mode == PAIRS) {
+        first /= 2, count /= 2;
+        for (int m = 0; m < count; m++) store(y[m], load(y[2 * m]) + load(y[2 * m + 1]));
+    }
     for (int m = 0; m < count; m++) {
         float *out = job->outputs[which] + (first + m) * job->stride + at;
         if (job->mode == GATE) activate(y[m], up[m]);
@@ -303,13 +307,27 @@ static int begin_pass(Pass *p, const Step *step, int first) {
     return count;
 }
 
+/* The norm before a packed head, whose inputs have 16 bits: row 2 i is rounded to 8 bits, row 2 i + 1 is what is left. */
+static void head_norm_chunk(void *argument, int row) {
+    const Norm *job = argument;
+    float *x = job->out.x + 2 * (int64_t)row * job->size, *left = x + job->size;
+    norm_row(job->x + (int64_t)row * job->size, job->weight, job->size, job->eps, x);
+    round_inputs(&job->out, 2 * row, job->size);
+    const int8_t *codes = job->out.codes + 2 * (int64_t)row * job->size;
+    const float *scales = job->out.scales + 2 * (int64_t)row * (job->size / GROUP);
+    for (int i = 0; i < job->size; i++) left[i] = x[i] - (float)codes[i] * scales[i / GROUP];
+    round_inputs(&job->out, 2 * row + 1, job->size);
+}
+
 void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) {
     const Model *m = &e->model;
-    for (int first = 0; first < num_rows; first += PASS_ROWS) {
-        const int count = num_rows - first < PASS_ROWS ? num_rows - first : PASS_ROWS;
-        norm_rows(e, hidden + (int64_t)first * m->hidden, count, m->last_norm, m->last_norm_eps, is_packed(&m->head));
-        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, STORE, 0,
-                        inputs_of(&e->normed, count, m->hidden)};
+    const int inputs = is_packed(&m->head) ? 2 : 1; /* rows for each row of logits */
+    for (int first = 0; first < num_rows; first += PASS_ROWS / inputs) {
+        const int count = num_rows - first < PASS_ROWS / inputs ? num_rows - first : PASS_ROWS / inputs;
+        Norm norm = {hidden + (int64_t)first * m->hidden, m->last_norm, m->hidden, 0, m->last_norm_eps, e->normed};
+        pool_run(e->pool, inputs == 2 ? head_norm_chunk : norm_chunk, &norm, count);
+        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, inputs == 2 ? PAIRS : STORE, 0,
+                        inputs_of(&e->normed, inputs * count, m->hidden)};
         run_product(e, &head);
     }
 }
