@@ -1,7 +1,9 @@
 # Two commands on a bare machine: `make demo` and `make test`. Everything is installed into .venv, nothing elsewhere.
 # Another interpreter: `make demo PYTHON=python3.12`. Arguments for pytest: `make test ARGS="-k scheduler"`.
+# The tests run in two processes (`make test TEST_PROCESSES=0`: in one).
 
 PYTHON ?= python3
+TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 # pip shows its progress on a terminal and is quiet in a log.
@@ -25,7 +27,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	@$(BIN)/python -c 'from nanovllm.utils.default_model import default_model_path as fetch; fetch()' \
 	    || echo 'The default model could not be fetched: the tests that need it will be skipped.' >&2
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadgroup $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .

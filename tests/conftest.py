@@ -10,7 +10,8 @@ import pytest
 
 # Set before anything imports torch or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+NUM_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # that run tests at the same time
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // NUM_PROCESSES)))
 
 import torch
 
@@ -64,6 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("huggingface_hub was imported before conftest.py could turn its network use off")
     if os.environ.get("NANOVLLM_FAIL_ON_SKIP") == "1":
         config.pluginmanager.register(SkipGuard())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several test processes, the tests of one file run in one of them; so do those that start a Ray cluster."""
+    for item in items if NUM_PROCESSES > 1 else []:
+        name = "ray" if "ray" in item.path.stem.split("_") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
