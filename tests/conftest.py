@@ -10,8 +10,10 @@ import pytest
 
 # Set before anything imports torch or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
-NUM_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # that run tests at the same time
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // NUM_PROCESSES)))
+os.environ.setdefault("PYTEST_XDIST_WORKER_COUNT", "1")
+os.environ.setdefault(
+    "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+)
 
 import torch
 
@@ -69,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several test processes, the tests of one file run in one of them; so do those that start a Ray cluster."""
-    for item in items if NUM_PROCESSES > 1 else []:
+    for item in items if os.environ["PYTEST_XDIST_WORKER_COUNT"] != "1" else []:
         name = "ray" if "ray" in item.path.stem.split("_") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(name))
 
