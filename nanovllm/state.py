@@ -7,6 +7,10 @@ block table serves all of them. Everything that manages memory works on groups.
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from nanovllm.row_state import RowState
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
@@ -19,19 +23,7 @@ class PagedState:
     window: int | None = None  # tokens that are read at most, the newest included; None = all. Older ones are freed
 
 
-@dataclass(frozen=True)
-class RowState:
-    """State of every running sequence, whatever its length: one tensor per row of the request table."""
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-
-    @property
-    def bytes_per_row(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-LayerState = PagedState | RowState
+LayerState: TypeAlias = "PagedState | RowState"
 
 
 @dataclass(frozen=True)

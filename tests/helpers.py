@@ -71,6 +71,22 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES = {
     "llama": Family("llama", heads=(6, 2), sharded=True),
+    "lfm2": Family(
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "norm_eps": 1e-5,
+            "block_multiple_of": 16,
+        },
+        heads=(6, 2),
+        sharded=True,
+        tied=True,
+        old_spelling=True,
+    ),
+    "lfm2-attention-last": Family(
+        "lfm2", {"full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}, seed=1
+    ),
     "llama-old-rope3": Family("llama", heads=(4, 4), tied=True, old_spelling=True, rope=LLAMA3_ROPE),
     "llama-dynamic": Family(
         "llama", heads=(6, 2), old_spelling=True, rope={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}

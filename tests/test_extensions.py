@@ -21,7 +21,7 @@ from nanovllm.layers.spec import Dim, Weight, linear_weights
 from nanovllm.layers.step import Step
 from nanovllm.models import registry
 from nanovllm.models.spec import ModelSpec, llama_shaped
-from nanovllm.state import RowState
+from nanovllm.row_state import RowState
 from nanovllm.weights import formats
 from tests.helpers import assert_greedy, greedy_params, model_dir, prompt_of
 

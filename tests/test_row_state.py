@@ -19,7 +19,7 @@ from nanovllm.layers.spec import Dim, LayerSpec, MlpSpec, Weight, linear_weights
 from nanovllm.layers.step import Step
 from nanovllm.models import registry
 from nanovllm.models.spec import ModelSpec, llama_shaped
-from nanovllm.state import RowState
+from nanovllm.row_state import RowState
 from tests.helpers import greedy_params, prompt_of, scheduler_of
 from tests.test_proposer import TwoTokens, texts_of
 

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from nanovllm.row_state import RowState
 from nanovllm.runner.memory_budget import num_blocks_in
-from nanovllm.state import BlockGroup, CacheLayout, PagedState, RowState, StateGroup, state_groups
+from nanovllm.state import BlockGroup, CacheLayout, PagedState, StateGroup, state_groups
 
 
 def test_layers_of_equal_kind_and_window_are_one_group() -> None:

@@ -16,6 +16,7 @@ from nanovllm.checkpoint.text_part import text_tensors
 from nanovllm.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from nanovllm.checkpoint.names import FileNames
     from nanovllm.weights.forms import Packing
 
 # buffers that some checkpoints contain and that are computed here
@@ -31,10 +32,13 @@ def load_checkpoint(
     *,
     dtype: torch.dtype,  # that the model computes in
     packing: "Packing | None" = None,  # of a quantized checkpoint
+    names: "FileNames | None" = None,  # None = tensors have the names of the specs
     is_elsewhere: Callable[[str], bool],  # whether a tensor without a slot belongs to other ranks, or is not needed
     shows_progress: bool,
 ) -> None:
     tensors = text_tensors(checkpoint_tensors(path, load_format, dtype), source=str(path))
+    if names is not None:
+        tensors = ((names.in_specs(name), tensor) for name, tensor in tensors)
     if packing is not None and packing.layout != "gguf":
         from nanovllm.checkpoint.packed.tensors import packed_tensors
 

@@ -3,7 +3,8 @@
 from typing import Protocol
 
 from nanovllm.layers.spec import Weight
-from nanovllm.state import PagedState, RowState
+from nanovllm.row_state import RowState
+from nanovllm.state import PagedState
 
 
 class PartSpec(Protocol):

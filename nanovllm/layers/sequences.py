@@ -1,7 +1,9 @@
 """The sequences of a step, for layers that keep a state per row of the request table."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 
@@ -18,3 +20,12 @@ class Sequences:
     starts: Tensor  # position of the first new token
     first_tokens: Tensor  # index of the first new token among the step's tokens
     num_new: Tensor
+    token_seqs: Tensor  # [num_tokens] number of the sequence that each token belongs to
+    # on the host: new tokens of each of the last sequences; all before these have one. The tokens are in this order
+    chunk_sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, upload: Callable[[np.ndarray], Tensor], *arrays: np.ndarray, num_decodes: int) -> "Sequences":
+        """`arrays`: the first five fields, on the host. `num_decodes`: the first sequences, with one new token each."""
+        rows, starts, first_tokens, num_new, token_seqs = map(upload, arrays)
+        return cls(rows, starts, first_tokens, num_new, token_seqs, tuple(arrays[3][num_decodes:].tolist()))

@@ -22,6 +22,7 @@ def _family(module: str) -> Family:
 ARCHITECTURES = {  # of each family
     "glm4": ("Glm4ForCausalLM", "GlmForCausalLM"),
     "granite": ("GraniteForCausalLM",),
+    "lfm2": ("Lfm2ForCausalLM",),
     "llama": ("LlamaForCausalLM",),
     "mistral": ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
     "olmo": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),

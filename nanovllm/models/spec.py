@@ -14,6 +14,7 @@ from nanovllm.layers.spec import AttentionSpec, Dim, LayerSpec, MlpSpec, RopeSpe
 from nanovllm.state import StateGroup, state_groups
 
 if TYPE_CHECKING:
+    from nanovllm.checkpoint.names import FileNames
     from nanovllm.layers.part_spec import PartSpec
     from nanovllm.weights.forms import Packing
 
@@ -34,6 +35,7 @@ class ModelSpec:
     embedding_scale: float = 1.0  # factor of the embedded tokens
     logits_scale: float = 1.0  # factor of the logits
     packing: "Packing | None" = None  # how a quantized checkpoint stores its linears
+    file_names: "FileNames | None" = None  # where those of tensors differ from the ones that the layers state
 
     @property
     def num_layers(self) -> int:

@@ -157,7 +157,7 @@ class DecodeStep:
         sequences = None
         if self._numbers is not None:
             numbers = self._numbers[: kind.size]
-            sequences = Sequences(rows=rows, starts=positions, first_tokens=numbers, num_new=torch.ones_like(numbers))
+            sequences = Sequences(rows, positions, numbers, num_new=torch.ones_like(numbers), token_seqs=numbers)
         step = Step(attention, sequences)
         x = self._inputs(rows, positions)
         logits = self._stage.logits(self._stage.forward(x, states, step))

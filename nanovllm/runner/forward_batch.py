@@ -80,7 +80,7 @@ def build_batch(
     if keeps_row_state:
         from nanovllm.layers.sequences import Sequences
 
-        sequences = Sequences(*map(upload.add, (rows, starts, first_tokens, num_new)))
+        sequences = Sequences.of(upload.add, rows, starts, first_tokens, num_new, seqs, num_decodes=num_decodes)
     verification = None
     if any(step.proposed for step in plan.row_steps):
         from nanovllm.runner.verification import Verification

@@ -145,6 +145,7 @@ class ModelRunner:
                     slots,
                     dtype=dtype,
                     packing=self.model.spec.packing,
+                    names=self.model.spec.file_names,
                     is_elsewhere=tensor_names(self.model.spec).__contains__,
                     shows_progress=self._parallel.rank.index == 0,  # the other ranks are about as far
                 )

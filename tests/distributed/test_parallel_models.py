@@ -29,6 +29,7 @@ FAMILIES = (
     *(
         "glm4",
         "granite-even",
+        "lfm2-attention-last",
         "llama",
         "llama-old-rope3",
         "ministral3-even",
