@@ -68,6 +68,7 @@ LONG_ROPE = {
     "long_factor": [2.0 + i for i in range(6)],
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 12, "swiglu_limit": 1.5}
 
 FAMILIES = {
     "llama": Family("llama", heads=(6, 2), sharded=True),
@@ -125,6 +126,7 @@ FAMILIES = {
             "full_attention": YARN_ROPE,
         },
     ),
+    "gpt-oss": Family("gpt_oss", GPT_OSS, heads=(6, 2), sharded=True, rope={**YARN_ROPE, "truncate": False}),
     "glm": Family("glm", {"partial_rotary_factor": 0.5}, heads=(6, 2), head_dim=16),
     "glm4": Family("glm4", {"partial_rotary_factor": 0.5}, head_dim=32, sharded=True, old_spelling=True),
     "phi3": Family("phi3", {"sliding_window": 20}, heads=(6, 2)),
@@ -171,12 +173,16 @@ FAMILIES = {
 # With numbers of heads that two ranks can divide.
 EVEN_FAMILIES = {
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
+    "gpt-oss-even": replace(FAMILIES["gpt-oss"], heads=(4, 2)),
     "granite-even": replace(FAMILIES["granite"], heads=(4, 2)),
     "ministral3-even": replace(FAMILIES["ministral3"], heads=(4, 2)),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),
     "qwen3-moe-stacked-even": replace(FAMILIES["qwen3-moe-stacked"], heads=(4, 2)),
+    "gpt-oss-wide": replace(
+        FAMILIES["gpt-oss"], settings={**GPT_OSS, "intermediate_size": 64}, heads=(4, 2), sharded=False
+    ),
     # With experts of 64 rows and columns, which groups of 32 divide.
     "qwen3-moe-wide": Family("qwen3_moe", {**MOE, "moe_intermediate_size": 64, "norm_topk_prob": True}),
 }
@@ -200,7 +206,6 @@ def reference(name: str) -> transformers.PreTrainedModel:
         family.model_type,
         vocab_size=600 if text else VOCAB_SIZE,
         hidden_size=48 if family.head_dim == 32 else family.heads[0] * family.head_dim,
-        intermediate_size=80,
         num_hidden_layers=3,
         num_attention_heads=family.heads[0],
         num_key_value_heads=family.heads[1],
@@ -211,7 +216,7 @@ def reference(name: str) -> transformers.PreTrainedModel:
         eos_token_id=[2, 0] if text else None,
         bos_token_id=None,
         pad_token_id=None,
-        **family.settings,
+        **{"intermediate_size": 80, **family.settings},
     )
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -50,6 +50,7 @@ class LayerAttention:
     k_norm: Tensor | None = None
     both_norms: Tensor | None = None  # [heads + kv_heads, head_dim]: repeated, so that one operation does both
     norm_eps: float = 0.0
+    sinks: Tensor | None = None  # [heads]: a logit of each that takes part in the softmax and adds nothing
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,8 @@ class SdpaBackend:
     plans_on_device = False
 
     def __init__(self, shape: CacheShape, rotary_tables: Sequence[Tensor]) -> None:  # [max_position, head_dim] each
-        self.shape = shape
+        self.shape, self.block_size = shape, shape.block_size
         self._rotations = [Rotation(shape, table) for table in rotary_tables]
-        self.block_size = shape.block_size
         self._windows = set(shape.windows)
         self._heads = np.arange(shape.num_kv_heads)
         # torch's CPU kernel reads a shared KV head in place; on CUDA some dtypes would fall back to a slow path
@@ -151,7 +150,7 @@ class SdpaBackend:
     # --- once per layer -----------------------------------------------------------------------------------------------
 
     def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: SdpaStep) -> Tensor:
-        s, kv, scale = self.shape, cache.kv, layer.scale
+        s, kv = self.shape, cache.kv
         if layer.both_norms is not None:
             qkv = norm_heads(qkv, layer.both_norms, layer.norm_eps)
         qkv = rotate(qkv, step.cos_sin[layer.rope])
@@ -159,10 +158,10 @@ class SdpaBackend:
         kv.view(-1, s.head_dim).index_copy_(0, step.slots[layer.window], new.to(s.cache_dtype))
         parts = step.parts[layer.window]
         if len(parts) == 1:
-            return self._attend(qkv, kv, parts[0], scale)
+            return self._attend(qkv, kv, parts[0], layer)
         out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
         for part in parts:
-            out[part.tokens] = self._attend(qkv[part.tokens], kv, part, scale)
+            out[part.tokens] = self._attend(qkv[part.tokens], kv, part, layer)
         return out
 
     def _gather(self, kv: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
@@ -172,13 +171,18 @@ class SdpaBackend:
             return pages.keys, pages.values
         return pages.keys.to(self.shape.dtype), pages.values.to(self.shape.dtype)
 
-    def _attend(self, qkv: Tensor, kv: Tensor, part: Part, scale: float) -> Tensor:
-        s = self.shape
+    def _attend(self, qkv: Tensor, kv: Tensor, part: Part, layer: LayerAttention) -> Tensor:
+        s, mask, scale = self.shape, part.mask, layer.scale
+        if layer.sinks is not None:
+            from nanovllm.attention.sinks import attend_with_sinks
+
+            cached = None if part.pages is None else self._gather(kv, part.pages)
+            return attend_with_sinks(qkv, cached, s, mask=mask, scale=scale, sinks=layer.sinks)
         group = s.num_heads // s.num_kv_heads
         if part.pages is not None and part.num_new == 1:
             keys, values = self._gather(kv, part.pages)
             queries = qkv[:, : s.num_heads].view(-1, s.num_kv_heads, group, s.head_dim)
-            out = attend(queries, keys, values, part.mask, scale)
+            out = attend(queries, keys, values, mask, scale)
             return out.reshape(out.shape[0], -1)  # from [seqs, kv_heads, heads of a kv_head, head_dim]
         heads = qkv.transpose(0, 1).unsqueeze(0)  # [1, heads of q, k, v, num_new, head_dim]
         queries, keys, values = heads.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
@@ -187,13 +191,7 @@ class SdpaBackend:
         if group > 1 and not self._shares_heads:
             keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=part.mask,
-            is_causal=part.mask is None,
-            scale=scale,
-            enable_gqa=self._shares_heads,
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=self._shares_heads
         )  # [1, heads, num_new, head_dim]
         return out[0].transpose(0, 1).reshape(part.num_new, -1)
 

@@ -239,6 +239,7 @@ class TritonBackend:
             eps=layer.norm_eps,
             cos_sin=self._rotary_tables[layer.rope],
             scale=layer.scale,
+            sinks=layer.sinks,
             out=out,
             splits=small_batch_splits(pairs, long=step.lengths is Lengths.LONG),
             pdl=self._pdl,
@@ -267,6 +268,7 @@ class TritonBackend:
             cos_sin=self._rotary_tables[layer.rope],
             window=window,
             scale=layer.scale,
+            sinks=layer.sinks,
             out=out,
             config=config,
             pdl=self._pdl and self._starts_early(n),
@@ -291,12 +293,13 @@ class TritonBackend:
             pdl=self._pdl,
         )
         attend: Callable[..., None]
-        if chunks.long:
+        if chunks.long and layer.sinks is None:
             from nanovllm.kernels.attention.long_prefill import long_prefill
 
             attend = partial(long_prefill, qkv, cache.kv)
         else:
             attend = partial(paged_prefill, qkv, cache.kv, cache.scales, config=self._prefill_config, pdl=self._pdl)
+            attend = partial(attend, sinks=layer.sinks)
         attend(
             q_norm=layer.q_norm,
             eps=layer.norm_eps,

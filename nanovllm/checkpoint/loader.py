@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
+from nanovllm.checkpoint.expert_stacks import unstack_experts
 from nanovllm.checkpoint.reordered import reorder
-from nanovllm.checkpoint.stored import Part, Slot, Stored
+from nanovllm.checkpoint.stored import Slot, Stored
 from nanovllm.checkpoint.text_part import text_tensors
 from nanovllm.errors import CheckpointError
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 # buffers that some checkpoints contain and that are computed here
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|rotary_emb\.(cos|sin)_cached$")
-STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate|up|down|gate_up)_proj(?:\.weight)?$")
 MAX_NAMED = 8  # tensors listed by name in an error
 
 
@@ -70,7 +68,7 @@ def load_weights(
     """Give each tensor to its slot. Raises unless every slot was filled and every tensor had one here or elsewhere."""
     missing = dict(slots)
     unexpected: list[str] = []
-    for name, tensor in _unstack(tensors):
+    for name, tensor in unstack_experts(tensors, is_known=lambda name: name in slots or is_elsewhere(name)):
         slot = missing.pop(name, None)
         if slot is None:
             if name in slots:
@@ -91,53 +89,6 @@ def load_weights(
             f"{source}: the weights do not fit the config: {_account('missing', sorted(missing))}; "
             f"{_account('unexpected', unexpected)}"
         )
-
-
-@dataclass(frozen=True)
-class _OfStack:
-    """Some rows of one expert, in a tensor that holds all of them: [experts, out, in]."""
-
-    stack: Stored
-    expert: int
-    rows: range
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return len(self.rows), self.stack.shape[2]
-
-    def _in_stack(self, part: Part) -> Part:
-        wanted, *columns = part or (slice(None),)
-        rows = self.rows[wanted]
-        return slice(self.expert, self.expert + 1), slice(rows.start, rows.stop), *columns
-
-    def read(self, part: Part = ()) -> Tensor:
-        return self.stack.read(self._in_stack(part))[0]
-
-    @property
-    def form(self) -> Any:
-        """The packed form of the stack, if it has one."""
-        return getattr(self.stack, "form", None)
-
-    def pieces(self, part: Part, *how: Any) -> Any:
-        """The packed pieces of this expert; only for a stack that has a packed form."""
-        stack: Any = self.stack
-        return stack.pieces(self._in_stack(part), *how)
-
-
-def _unstack(tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-    """Experts that a file keeps as one [experts, out, in] tensor, gate and up maybe in one, as tensors of their own."""
-    for name, tensor in tensors:
-        stacked = STACKED_EXPERTS.match(name)
-        if stacked is None or len(tensor.shape) != 3:
-            yield name, tensor
-            continue
-        parts = stacked[2].split("_")
-        num_experts, num_rows, _ = tensor.shape
-        size = num_rows // len(parts)
-        for expert in range(num_experts):
-            for index, part in enumerate(parts):
-                rows = range(index * size, (index + 1) * size)
-                yield f"{stacked[1]}.{expert}.{part}_proj.weight", _OfStack(tensor, expert, rows)
 
 
 def _account(word: str, names: list[str]) -> str:

@@ -1,6 +1,7 @@
 """A mixture of experts: each token passes the few experts its router picks."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -10,8 +11,9 @@ from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, silu_and_mul
-from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.layers.moe_spec import ClampedGlu, MoeSpec
 from nanovllm.layers.residual import Residual
+from nanovllm.weights.dense import DenseWeight
 from nanovllm.weights.format import StoredWeight
 
 
@@ -27,9 +29,12 @@ class MoE:
         self.norm_topk_prob = spec.norm_topk_prob
         self.group, self._dtype = context.group, context.dtype
         self._weights = spec.weights()
-        self.router = Linear({"weight": self._weights["router"]}, context)
+        bias = {"bias": self._weights["router_bias"]} if spec.bias else {}
+        self.router = Linear({"weight": self._weights["router"], **bias}, context)
         self.gate_up = self._empty("gate_up", context)  # [experts, gate's rows then up's, hidden]
         self.down = self._empty("down", context)  # [experts, hidden, intermediate]
+        self._biases = {name: self._empty_bias(name, context) for name in self._held_biases()}
+        self._activate = silu_and_mul if spec.activation is None else partial(clamped_glu, form=spec.activation)
         self._arguments: dict[str, Tensor] = {}  # of the kernels
         self._kernels: Callable[..., Tensor] | None = None
         self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
@@ -38,7 +43,8 @@ class MoE:
             from nanovllm.kernels.moe.experts import experts_forward
             from nanovllm.kernels.moe.route import route
 
-            self._kernels = partial(experts_forward, deterministic=context.deterministic, pdl=context.pdl)
+            form = {} if spec.activation is None else asdict(spec.activation)
+            self._kernels = partial(experts_forward, deterministic=context.deterministic, pdl=context.pdl, **form)
             self._choose = partial(route, pdl=context.pdl)
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
@@ -46,12 +52,24 @@ class MoE:
         form = context.format_of(self._weights[name])
         return form.empty(shape, dtype=context.dtype, device=context.device)
 
+    def _held_biases(self) -> list[str]:
+        """Those that this rank adds."""
+        held = (name for name in ("gate_up_bias", "down_bias") if name in self._weights)
+        return [name for name in held if self.group.rank == 0 or not self._weights[name].on_first_rank]
+
+    def _empty_bias(self, name: str, context: BuildContext) -> Tensor:  # [experts, rows]
+        shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
+        return torch.empty(shape, dtype=context.dtype, device=context.device)
+
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def slots(self) -> dict[str, Slot]:
         rank, size = self.group.rank, self.group.size
         found = self.router.slots() | slots_of(self._weights["gate_up"], self.gate_up, rank, size)
-        return found | slots_of(self._weights["down"], self.down, rank, size)
+        found |= slots_of(self._weights["down"], self.down, rank, size)
+        for name, bias in self._biases.items():
+            found |= slots_of(self._weights[name], DenseWeight(bias), rank, size)
+        return found
 
     def finish_loading(self) -> None:
         self.router.finish_loading()
@@ -62,10 +80,10 @@ class MoE:
     def _kernel_arguments(self) -> dict[str, Tensor]:
         if self._dequantizes:  # no kernel takes this format, nor can a CUDA graph ask which experts are used
             dense = {"gate_up": self.gate_up.dequantized(), "down": self.down.dequantized()}
-            return {name: weight.to(self._dtype) for name, weight in dense.items()}
+            return {name: weight.to(self._dtype) for name, weight in dense.items()} | self._biases
         if not self._arguments:
             gate_up, down = self.gate_up.kernel_arguments(), self.down.kernel_arguments()
-            self._arguments = {"gate_up": gate_up["weight"], "down": down["weight"]}
+            self._arguments = {"gate_up": gate_up["weight"], "down": down["weight"], **self._biases}
             if "scale" in gate_up:
                 self._arguments |= {"gate_up_scale": gate_up["scale"], "down_scale": down["scale"]}
         return self._arguments
@@ -96,14 +114,24 @@ class MoE:
         for expert, count in enumerate(counts):
             if count:
                 rows = slice(begin, begin + count)
-                hidden = silu_and_mul(self.gate_up.matmul(sorted_x[rows], expert=expert))
-                sorted_y[rows] = self.down.matmul(hidden, expert=expert)
+                first, second = (self._bias(name, expert) for name in ("gate_up_bias", "down_bias"))
+                hidden = self._activate(self.gate_up.matmul(sorted_x[rows], first, expert))
+                sorted_y[rows] = self.down.matmul(hidden, second, expert)
                 begin += count
         sorted_y *= weights.reshape(-1)[order, None]
         # back to [token, choice] order before summing: the order of addition must not depend on the batch
         unsorted = torch.empty_like(sorted_y)
         unsorted[order] = sorted_y
         return unsorted.view(x.shape[0], self.num_experts_per_token, -1).sum(dim=1)
+
+    def _bias(self, name: str, expert: int) -> Tensor | None:
+        return self._biases[name][expert] if name in self._biases else None
+
+
+def clamped_glu(gate_up: Tensor, form: ClampedGlu) -> Tensor:  # [..., 2 * size] -> [..., size]
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    return gate * torch.sigmoid(form.alpha * gate) * (up + 1)
 
 
 def choose_experts(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:

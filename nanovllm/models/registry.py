@@ -21,6 +21,7 @@ def _family(module: str) -> Family:
 
 ARCHITECTURES = {  # of each family
     "glm4": ("Glm4ForCausalLM", "GlmForCausalLM"),
+    "gpt_oss": ("GptOssForCausalLM",),
     "granite": ("GraniteForCausalLM",),
     "lfm2": ("Lfm2ForCausalLM",),
     "llama": ("LlamaForCausalLM",),

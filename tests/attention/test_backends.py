@@ -38,7 +38,9 @@ def unrotated(head_dim: int) -> torch.Tensor:
     return torch.cat([torch.ones(512, head_dim // 2), torch.zeros(512, head_dim // 2)], dim=1).to(DEVICE)
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention of [new, heads, dim] queries over [length, kv_heads, dim] keys, in float64, one query at a time."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float64)
@@ -47,8 +49,9 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
         first = 0 if window is None else max(0, position - window + 1)
         for head in range(q.shape[1]):
             keys, values = (x[first : position + 1, head // group].double() for x in (k, v))
-            weights = (keys @ q[i, head].double() * SCALE).softmax(dim=0)
-            out[i, head] = weights @ values
+            weights = (keys @ q[i, head].double() * SCALE).exp()
+            sink = 0.0 if sinks is None else sinks[head].double().exp()
+            out[i, head] = weights @ values / (weights.sum() + sink)
     return out.reshape(len(q), -1).float()
 
 
@@ -88,6 +91,8 @@ def block_tables_of(parts: list[tuple[int, int]]) -> np.ndarray:
 
 HEADS, WINDOWS = [(3, 3), (6, 2), (7, 1)], [None, 5, 20, 1000]
 CASES = [("sdpa", heads, window) for heads in HEADS for window in WINDOWS]
+WITH_SINKS = (4, 2)
+CASES += [(name, WITH_SINKS, window) for name in BACKENDS for window in (None, 20)]
 # the kernels have their own tests, and the interpreter is slow
 CASES += [(name, heads, window) for name in list(BACKENDS)[1:] for heads, window in [((6, 2), None), ((7, 1), 20)]]
 
@@ -98,6 +103,7 @@ CASES += [(name, heads, window) for name in list(BACKENDS)[1:] for heads, window
 def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], window: int | None, name: str) -> None:
     parts = STEPS[name]
     num_heads, num_kv_heads = heads
+    sinks = torch.linspace(-1, 3, num_heads) if heads == WITH_SINKS else None
     backend: AttentionBackend = BACKENDS[backend_name](
         CacheShape(
             num_heads=num_heads,
@@ -127,10 +133,10 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
             block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
             cache[0, block, :, offset], cache[1, block, :, offset] = k[position], v[position]
         news.append(torch.cat([q, k[start:], v[start:]], dim=1))
-        expected.append(plain_attention(q, k, v, window))
+        expected.append(plain_attention(q, k, v, window, sinks))
     before = cache.clone()
     geometry = geometry_of(parts, tables, window)
-    how = LayerAttention(scale=SCALE, window=window)
+    how = LayerAttention(scale=SCALE, window=window, sinks=None if sinks is None else sinks.to(DEVICE))
     out = backend.forward(torch.cat(news).to(DEVICE), how, layer, backend.prepare(geometry, as_int32))
     torch.testing.assert_close(out.cpu(), torch.cat(expected), atol=1e-5, rtol=1e-5)
 

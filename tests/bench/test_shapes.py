@@ -16,6 +16,7 @@ from nanovllm.models.registry import describe, parse_config
 from nanovllm.models.spec import ModelSpec
 
 NUM_PARAMETERS = {
+    "gpt-oss-20b": 20_914_757_184,
     "llama-3.1-8b": 8_030_261_248,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
@@ -33,8 +34,10 @@ def read_shape(name: str) -> ModelSpec:
 
 
 def attention_of(model: ModelSpec) -> AttentionSpec:
+    """That of the first layer; the others differ in their windows at most."""
     mixer = model.layers[0].mixer
-    assert isinstance(mixer, AttentionSpec) and all(layer.mixer == mixer for layer in model.layers)
+    assert isinstance(mixer, AttentionSpec)
+    assert all(replace(layer.mixer, window=mixer.window) == mixer for layer in model.layers)  # type: ignore[type-var]
     return mixer
 
 

@@ -28,6 +28,7 @@ LENGTHS = (1, 16, 37, 70)
 FAMILIES = (
     *(
         "glm4",
+        "gpt-oss-even",
         "granite-even",
         "lfm2-attention-last",
         "llama",

@@ -31,6 +31,7 @@ class Sequences:
     cache_dtype: torch.dtype | None = None
     norm: bool = True
     window: int | None = None
+    sinks: bool = False
     reads_ahead: bool = False  # the kernel reads past a table's end, which then holds an unused block
 
     def workspace(self, num_programs: int) -> DecodeWorkspace:
@@ -76,11 +77,12 @@ class Inputs:
         self.k_norm = 1 + normal(case.head_dim) / 4 if case.norm else None
         angles = torch.rand(NUM_POSITIONS, case.head_dim // 2, generator=generator) * 6.3
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE)
+        self.sinks = normal(case.heads) * 3 if case.sinks else None
         self.scale = 1.25 * case.head_dim**-0.5  # not the usual one
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that all attention functions take."""
-        names = ("positions", "q_norm", "k_norm", "cos_sin")
+        names = ("positions", "q_norm", "k_norm", "cos_sin", "sinks")
         return {name: getattr(self, name) for name in names} | {"eps": 1e-6, "scale": self.scale}
 
     def newest_slots(self, case: Sequences) -> Tensor:  # [2, num_blocks, kv_heads, block_size]

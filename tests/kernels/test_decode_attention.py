@@ -82,6 +82,25 @@ def test_lengths_at_block_and_tile_edges(programs: int) -> None:
     check(Case(lengths=EDGES, programs=programs))
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_sinks(splits: int, window: int | None, cache_dtype: torch.dtype | None) -> None:
+    dtype = torch.float32 if cache_dtype is None else torch.float16
+    check(
+        Case(
+            lengths=EDGES,
+            heads=6,
+            kv_heads=2,
+            splits=splits,
+            window=window,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            sinks=True,
+        )
+    )
+
+
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_lengths_at_block_and_tile_edges_in_fixed_splits(splits: int) -> None:
     check(Case(lengths=EDGES, splits=splits))

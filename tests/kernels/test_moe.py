@@ -1,6 +1,7 @@
 """The experts in a fixed number of launches equal a loop over tokens and their experts."""
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from nanovllm.kernels.moe.grouped import group, grouped_forward
 from nanovllm.kernels.moe.tiles import Tile, Tiles, choose_tiles
 from nanovllm.kernels.moe.weights import ExpertWeights
 from nanovllm.layers.moe import MoE, choose_experts
-from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.layers.moe_spec import ClampedGlu, MoeSpec
 from tests.kernels.support import DEVICE
 from tests.layers.build import context
 
@@ -30,6 +31,17 @@ class Case(NamedTuple):
     down: Tensor
     weights: Tensor
     experts: Tensor
+
+
+BIASED = {"alpha": 1.702, "limit": 0.7}  # a clamped activation, with biases
+
+
+def biases_of(case: Case) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(len(case.x))
+    made = {
+        f"{name}_bias": torch.randn(getattr(case, name).shape[:2], generator=generator) for name in ("gate_up", "down")
+    }
+    return {name: bias.to(DEVICE, case.x.dtype) for name, bias in made.items()}
 
 
 def make_case(
@@ -51,8 +63,8 @@ def make_case(
     return Case(*(tensor.to(DEVICE) for tensor in case))
 
 
-def check(actual: Tensor, case: Case, residual: Tensor | None = None) -> None:
-    expected = experts_forward_reference(*case, residual=residual).double()
+def check(actual: Tensor, case: Case, residual: Tensor | None = None, **form: Any) -> None:
+    expected = experts_forward_reference(*case, residual=residual, **form).double()
     error = (actual.double() - expected).abs().max() / expected.abs().max()
     assert error < TOLERANCE[actual.dtype]
 
@@ -74,6 +86,14 @@ def check(actual: Tensor, case: Case, residual: Tensor | None = None) -> None:
 def test_equals_token_by_token(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> None:
     case = make_case(num_tokens, top_k, num_experts, dtype=dtype)
     check(experts_forward(*case), case)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 20, 80])
+def test_biases_and_the_clamped_activation(num_tokens: int) -> None:
+    case = make_case(num_tokens, 2, 6, dtype=torch.float32)
+    case.experts[0, 1] = -1
+    form = {**BIASED, **biases_of(case)}
+    check(experts_forward(*case, **form), case, **form)
 
 
 @pytest.mark.parametrize("hidden, size, dtype", [(136, 72, HALF), (264, 20, torch.float32), (20, 264, torch.float32)])
@@ -156,16 +176,20 @@ def test_groups(num_pairs: int, num_experts: int, block_m: int) -> None:
     assert (block_experts[used:] == -1).all()
 
 
-def test_equals_the_layer_on_a_cpu() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_equals_the_layer_on_a_cpu(biased: bool) -> None:
     spec = MoeSpec(hidden_size=48, intermediate_size=24, num_experts=6, num_experts_per_token=2, norm_topk_prob=True)
+    if biased:
+        spec = replace(spec, bias=True, activation=ClampedGlu(**BIASED))
     layer = MoE(spec, context())
     generator = torch.Generator().manual_seed(0)
-    for weight in (layer.gate_up, layer.down):
-        weight.tensor.normal_(0.0, 0.3, generator=generator)
+    for tensor in (layer.gate_up.tensor, layer.down.tensor, *layer._biases.values()):
+        tensor.normal_(0.0, 0.3, generator=generator)
     x = torch.randn(12, 48, generator=generator)
     weights, experts = choose_experts(torch.randn(12, 6, generator=generator), 2, normalize=True)
     inputs = (x, layer.gate_up.tensor, layer.down.tensor, weights, experts)
-    actual = experts_forward(*(tensor.to(DEVICE) for tensor in inputs))
+    form = {name: bias.to(DEVICE) for name, bias in layer._biases.items()} | (BIASED if biased else {})
+    actual = experts_forward(*(tensor.to(DEVICE) for tensor in inputs), **form)
     torch.testing.assert_close(actual.cpu(), layer.forward(x, weights, experts), atol=1e-5, rtol=1e-5)
 
 

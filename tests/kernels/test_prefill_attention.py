@@ -41,6 +41,7 @@ class Model:
     cache_dtype: torch.dtype = torch.float32
     window: int | None = None
     normed: bool = False
+    has_sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -60,6 +61,7 @@ class Memory:
     blocks: Tensor
     cos_sin: Tensor
     q_norm: Tensor | None
+    sinks: Tensor | None = None
 
     @staticmethod
     def of(model: Model, lengths: list[int], first_seen: list[int] | None = None) -> "Memory":
@@ -85,6 +87,7 @@ class Memory:
             blocks.to(DEVICE),
             torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE),
             (torch.rand(model.head_dim) + 0.5).to(model.dtype).to(DEVICE) if model.normed else None,
+            (3 * torch.randn(model.heads)).to(model.dtype).to(DEVICE) if model.has_sinks else None,
         )
 
     def without_nan(self) -> "Memory":
@@ -118,6 +121,8 @@ def attend(
         "scale": 1.25 * model.head_dim**-0.5,  # not the usual one
         "out": out,
     }
+    if config != LONG:
+        arguments["sinks"] = memory.sinks
     if config is None:
         paged_prefill_reference(qkv, memory.cache, memory.scales, **arguments)
     else:
@@ -155,6 +160,8 @@ UNEVEN = [Chunk(1, 0, 33), Chunk(2, 40, 1), Chunk(3, 0, 200), Chunk(4, 127, 70),
         (Model(heads=5, kv_heads=1, head_dim=80, dtype=HALF, cache_dtype=FP8, window=20), SMALL),
         (Model(heads=2, kv_heads=1, head_dim=256, dtype=HALF, cache_dtype=FP8), None),
         (Model(heads=2, kv_heads=1, cache_dtype=FP8), SMALL),
+        (Model(heads=16, kv_heads=2, has_sinks=True, window=50), SMALL),
+        (Model(heads=6, kv_heads=2, has_sinks=True, dtype=HALF, cache_dtype=FP8), None),
     ],
 )
 def test_against_reference(model, config):

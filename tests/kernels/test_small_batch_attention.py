@@ -70,6 +70,11 @@ def test_head_dims(head_dim: int, group: int, dtype: torch.dtype) -> None:
     check(Case(lengths=(1, 35, 0, 70), heads=group, head_dim=head_dim, dtype=dtype, splits=2))
 
 
+@pytest.mark.parametrize("group", [2, 5, 8])
+def test_sinks(group: int) -> None:
+    check(Case(lengths=EDGES, heads=2 * group, kv_heads=2, norm=False, sinks=True))
+
+
 @pytest.mark.parametrize("block_size", [32, 48, 64])
 def test_block_sizes(block_size: int) -> None:
     check(Case(lengths=(47, 48, 49, 100), block_size=block_size, splits=2))

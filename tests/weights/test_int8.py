@@ -27,9 +27,11 @@ def dequantized_reference(name: str) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             in_layer = ".layers." in weight_name and "norm" not in weight_name and not weight_name.endswith("bias")
-            is_router = weight_name.endswith("mlp.gate.weight")
-            if in_layer and not is_router:
-                weight.copy_(dequantize_rows(*quantize_rows(weight), torch.float32))
+            is_router = weight_name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+            if in_layer and not is_router and weight.dim() > 1:
+                transposed = model.config.model_type == "gpt_oss" and weight.dim() == 3  # [experts, in, out]
+                rows = weight.transpose(1, 2) if transposed else weight
+                rows.copy_(dequantize_rows(*quantize_rows(rows), torch.float32))
     return model
 
 

@@ -38,6 +38,7 @@ def paged_decode_reference(
     cos_sin: torch.Tensor,  # [max_position, head_dim] float32
     window: int | None,
     scale: float,
+    sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:  # [batch, heads * head_dim]
     """Store the new keys and values, then attend as prefill does with chunks of one token."""
     batch, kv_heads = qkv.shape[0], cache.shape[2]
@@ -72,6 +73,7 @@ def paged_decode_reference(
         num_kv_heads=kv_heads,
         window=window,
         scale=scale,
+        sinks=sinks,
         out=out,
     )
     return out
@@ -92,6 +94,7 @@ def _decode_kernel(
     arrived,
     q_norm,
     k_norm,
+    sinks,
     cos_sin,
     out,
     batch,
@@ -145,9 +148,9 @@ def _decode_kernel(
         )  # fmt: skip
         if begin < end:
             acc, maximum, total_weight = attend_segment(
-                q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, cos_sin, eps,
+                q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, sinks, cos_sin, eps,
                 head, first, position, tile_begin, tile_end, end == tiles, scale_offset,
-                KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SCALE, TILE, INTERPRETED, DOT_ROWS,
+                GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SCALE, TILE, INTERPRETED, DOT_ROWS,
             )  # fmt: skip
             first_partial = pair * splits
             finish(
@@ -189,10 +192,10 @@ def _decode_kernel(
                 segment_end = tl.minimum(head_end, end)
                 q, q_swapped, k, k_swapped, v = new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, DOT_ROWS)
                 acc, maximum, total_weight = attend_segment(
-                    q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, cos_sin, eps,
+                    q, q_swapped, k, k_swapped, v, cache, scales, table, q_norm, k_norm, sinks, cos_sin, eps,
                     head, first, position, (first_tile + segment_begin - head_begin) * TILE,
                     (first_tile + segment_end - head_begin) * TILE, segment_end == head_end, scale_offset,
-                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SCALE, TILE, INTERPRETED, DOT_ROWS,
+                    GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SCALE, TILE, INTERPRETED, DOT_ROWS,
                 )  # fmt: skip
                 prefetch_segment(
                     cache, value_offset, table, first_tile * TILE, (first_tile + seq_end - segment_end) * TILE,
@@ -227,6 +230,7 @@ def paged_decode(
     cos_sin: torch.Tensor,  # [max_position, head_dim] float32
     window: int | None,
     scale: float,  # of the scores before the softmax
+    sinks: torch.Tensor | None = None,  # [heads]: a logit of each that adds nothing
     out: torch.Tensor,  # [batch, heads * head_dim]; padding rows are not written
     config: DecodeConfig,
     pdl: bool,
@@ -261,6 +265,7 @@ def paged_decode(
         workspace.arrived,
         q_norm,
         k_norm,
+        sinks,
         cos_sin,
         out,
         batch,

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from nanovllm.kernels.attention.fp8 import LIFT, scale_of, scaled, unpack
 from nanovllm.kernels.attention.kv_slots import block_numbers, slots_of
-from nanovllm.kernels.attention.new_token import rotation
+from nanovllm.kernels.attention.new_token import rotation, sink_scores
 from nanovllm.kernels.linear.prefetch import prefetch
 
 
@@ -67,6 +67,7 @@ def attend_segment(
     table,
     q_norm,
     k_norm,
+    sinks,
     cos_sin,
     eps,
     head,
@@ -76,6 +77,7 @@ def attend_segment(
     tile_end,
     newest,
     scale_offset,
+    GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -88,7 +90,7 @@ def attend_segment(
     """The softmax state (accumulator, maximum, sum of weights) of one segment, positions tile_begin to tile_end.
 
     The `newest` segment of a (sequence, KV head) also stores the new token's key and value, and starts from a state
-    that holds the new token, taken from registers. The tiles hold the earlier tokens.
+    that holds the new token, taken from registers, and the sinks. The tiles hold the earlier tokens.
     """
     COLS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -159,6 +161,10 @@ def attend_segment(
         new_score = tl.sum(q.to(tl.float32) * k_kept[None, :], 1) * LOG2_SCALE
 
     maximum = new_score
+    if sinks is not None:
+        sink = sink_scores(sinks, head, newest, GROUP, DOT_ROWS)
+        maximum = tl.maximum(new_score, sink)
+        new_weight = tl.exp2(new_score - tl.where(newest, maximum, 0.0))  # 0, where not newest
     # The products are transposed, so that queries are mma's columns, of which it takes eight, not its sixteen rows.
     weight_sums = tl.zeros((TILE, DOT_ROWS), tl.float32)  # summed over the tile after the loop
     q = q.to(DOT_TYPE)
@@ -168,8 +174,12 @@ def attend_segment(
         v_even, v_odd = tl.split(tl.reshape(v_kept, (LOAD_COLS, 2)))
         acc = tl.zeros((LOAD_COLS, DOT_ROWS), tl.float32) + v_even[:, None]
         odd_acc = tl.zeros((LOAD_COLS, DOT_ROWS), tl.float32) + v_odd[:, None]
+        if sinks is not None:
+            odd_acc *= new_weight[None, :]
     else:
         acc = tl.zeros((LOAD_COLS, DOT_ROWS), tl.float32) + v_kept[:, None]
+    if sinks is not None:
+        acc *= new_weight[None, :]
     q = tl.trans(q)
     for tile_at in range(tile_begin, tl.minimum(tile_end, position), TILE):
         seen = _is_seen(tile_at + token, first, position, WINDOW)
@@ -210,6 +220,8 @@ def attend_segment(
             acc = tl.dot(values.to(DOT_TYPE), weights, acc * decay[None, :], input_precision="ieee")
 
     total_weight = tl.sum(weight_sums, 0) + tl.exp2(new_score - maximum)
+    if sinks is not None:
+        total_weight += tl.exp2(sink - maximum)
     if FP8:
         total_weight = total_weight * LIFT
         acc = tl.reshape(tl.join(tl.trans(acc), tl.trans(odd_acc)), (DOT_ROWS, COLS))

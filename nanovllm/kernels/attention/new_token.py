@@ -1,4 +1,4 @@
-"""Load a new token's queries, key and value, and the factors that norm and rotate them."""
+"""Load a new token's queries, key and value, the factors that norm and rotate them, and the sinks of its heads."""
 
 import triton
 import triton.language as tl
@@ -11,6 +11,14 @@ def rotation(cos, sin, weight, col, partner, HEAD_DIM: tl.constexpr):
         cos = cos * tl.load(weight + col, mask=col < HEAD_DIM, other=0.0).to(tl.float32)
         sin = sin * tl.load(weight + partner).to(tl.float32)
     return cos, sin
+
+
+@triton.jit
+def sink_scores(sinks, head, newest, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The sinks of a KV head's queries as scores, times log2(e) for exp2; -inf = none, where not `newest`."""
+    member = tl.arange(0, ROWS)
+    scores = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=float("-inf")).to(tl.float32)
+    return tl.where(newest, scores * 1.4426950408889634, float("-inf"))
 
 
 @triton.jit

@@ -82,6 +82,7 @@ def paged_prefill_reference(
     num_kv_heads: int,
     window: int | None,
     scale: float,
+    sinks: Tensor | None = None,  # [heads]
     out: Tensor,  # [num_tokens, heads * head_dim]
 ) -> None:
     block_size = cache.shape[3]
@@ -100,7 +101,10 @@ def paged_prefill_reference(
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         distance = positions[start:, None] - positions[None, :]  # [num_new, positions]
         unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
-        probabilities = scores.masked_fill(unseen, -math.inf).softmax(-1)
+        scores = scores.masked_fill(unseen, -math.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, num_new, 1)], dim=-1)
+        probabilities = scores.softmax(-1)[..., : len(positions)]
         attended = torch.einsum("hqk,khd->qhd", probabilities, v)
         out[first : first + num_new] = attended.flatten(1).to(out.dtype)
 
@@ -116,6 +120,7 @@ def _prefill_kernel(
     scales,
     out,
     q_norm,
+    sinks,
     cos_sin,
     chunk_rows,
     chunk_starts,
@@ -239,6 +244,9 @@ def _prefill_kernel(
         acc = tl.dot(p.to(DOT_TYPE), v, acc * shrink[:, None], input_precision=PRECISION)
         largest = new_largest
 
+    if sinks is not None:
+        sink = tl.load(sinks + kv_head * GROUP + rows % GROUP).to(tl.float32) * 1.4426950408889634
+        total += tl.exp2(sink - largest)  # infinity, where it outweighs all keys, makes the result zero
     result = acc * (1.0 / (tl.where(used, total, 1.0) * LIFTED))[:, None]
     tl.store(out_rows + dims[None, :], result.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
@@ -261,6 +269,7 @@ def paged_prefill(
     num_kv_heads: int,
     window: int | None,
     scale: float,  # of the scores before the softmax
+    sinks: Tensor | None = None,  # [heads]: a logit of each that adds nothing
     out: Tensor,  # [num_tokens, heads * head_dim]; only the chunks' tokens are written
     config: PrefillConfig,
     pdl: bool = False,
@@ -278,6 +287,7 @@ def paged_prefill(
         cache if scales is None else scales,
         out,
         cos_sin if q_norm is None else q_norm,
+        sinks,
         cos_sin,
         chunk_rows,
         chunk_starts,

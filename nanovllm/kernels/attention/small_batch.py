@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace, finish
-from nanovllm.kernels.attention.new_token import new_heads, rotation
+from nanovllm.kernels.attention.new_token import new_heads, rotation, sink_scores
 from nanovllm.kernels.launch import launch
 from nanovllm.kernels.linear.fragments import axis, halves
 
@@ -102,6 +102,12 @@ def _new_value(x, HEAD_DIM: tl.constexpr):
     """Permute [HEAD_DIM] to the column order of `_values`."""
     x = tl.reshape(x, (HEAD_DIM // 64, 8, 8))  # 64 columns, eight, item
     return tl.reshape(tl.permute(x, (0, 2, 1)), (HEAD_DIM,))
+
+
+@triton.jit
+def _for_queries(x, OWN: tl.constexpr):
+    """Repeat [OWN] to [QUERIES]."""
+    return tl.reshape(tl.broadcast_to(x[None, :], (QUERIES // OWN, OWN)), (QUERIES,))
 
 
 @triton.jit
@@ -186,6 +192,7 @@ def _small_batch_attention_kernel(
     arrived,
     q_norm,
     k_norm,
+    sinks,
     cos_sin,
     out,
     num_blocks,
@@ -260,7 +267,8 @@ def _small_batch_attention_kernel(
 
         new_score = tl.full((OWN,), float("-inf"), tl.float32)
         new_value = tl.zeros((HEAD_DIM,), tl.float32)
-        if split == tl.where(tiles >= splits, tiles % splits, used_splits - 1):
+        newest = split == tl.where(tiles >= splits, tiles % splits, used_splits - 1)
+        if newest:
             k_x = k.to(tl.float32)
             k_new = k_x * k_same + k_swapped.to(tl.float32) * k_other
             if k_norm is not None:
@@ -273,12 +281,16 @@ def _small_batch_attention_kernel(
             new_score = tl.sum(q_new.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * LOG2_SCALE
             new_value += v_new.to(tl.float32)
 
-        # The softmax state starts with the new token in one program, empty in the others.
-        new_score = tl.reshape(tl.broadcast_to(new_score[None, :], (QUERIES // OWN, OWN)), (QUERIES,))
+        # The softmax state starts with the new token and the sinks in one program, empty in the others.
+        new_score = _for_queries(new_score, OWN)
         q_dot = _queries(q_new.to(tl.float32 if INTERPRETED else dtype), OWN, HEAD_DIM)
         maximum = new_score
         weight_sums = tl.zeros((TILE, QUERIES), tl.float32)  # summed over the tile after the loop
         acc = tl.zeros((HEAD_DIM, QUERIES), tl.float32) + _new_value(new_value, HEAD_DIM)[:, None]
+        if sinks is not None:
+            sink = _for_queries(sink_scores(sinks, head, newest, GROUP, OWN), OWN)
+            maximum = tl.maximum(new_score, sink)
+            acc *= tl.exp2(new_score - tl.where(newest, maximum, 0.0))[None, :]  # 0, where not newest
         for group_at in range(tile_begin, position, HELD * stride):
             next_keys = ()  # type: tuple
             next_values = ()  # type: tuple
@@ -300,6 +312,8 @@ def _small_batch_attention_kernel(
             values = next_values
             blocks = next_blocks
         total_weight = tl.sum(weight_sums, 0) + tl.exp2(new_score - maximum)
+        if sinks is not None:
+            total_weight += tl.exp2(sink - maximum)
         first_partial = pair * splits
         finish(
             _result(acc, HEAD_DIM), maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + pair,
@@ -321,6 +335,7 @@ def small_batch_decode(
     eps: float,
     cos_sin: Tensor,  # [max_position, head_dim] float32
     scale: float,  # of the scores before the softmax
+    sinks: Tensor | None = None,  # [heads]: a logit of each that adds nothing
     out: Tensor,  # [batch, heads * head_dim]; padding rows are not written
     splits: int,
     pdl: bool,
@@ -351,6 +366,7 @@ def small_batch_decode(
         workspace.arrived,
         q_norm,
         k_norm,
+        sinks,
         cos_sin,
         out,
         num_blocks,

@@ -6,7 +6,6 @@ token and one of its chosen experts, numbered token * k + choice. For a few toke
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.moe.grouped import grouped_forward
@@ -26,21 +25,26 @@ def experts_forward(
     *,
     gate_up_scale: Tensor | None = None,  # [E, 2 * I] float32, of an int8 weight
     down_scale: Tensor | None = None,  # [E, H] float32, of an int8 weight
+    gate_up_bias: Tensor | None = None,  # [E, 2 * I], of x's type
+    down_bias: Tensor | None = None,  # [E, H], of x's type
+    alpha: float = 1.0,  # and limit: of the clamped activation
+    limit: float = 0.0,  # 0 = silu(gate) * up
     out: Tensor | None = None,  # [T, H]
     residual: Tensor | None = None,  # [T, H], added to the result; updated in place unless `out` is given
     deterministic: bool = False,  # a token's bits do not depend on the rest of the batch
     pdl: bool = False,
 ) -> Tensor:
-    """For each token the sum over its choices of routing weight * down(silu(gate(x)) * up(x))."""
+    """For each token the sum over its choices of routing weight * down(activation(gate(x), up(x)))."""
     if out is None:
         out = torch.empty_like(x) if residual is None else residual
     if x.shape[0] == 0:
         return out
     assert all(t.is_contiguous() for t in (x, gate_up, down, weights, experts, out))
-    assert all(t is None or t.is_contiguous() for t in (residual, gate_up_scale, down_scale))
+    optional = (residual, gate_up_scale, down_scale, gate_up_bias, down_bias)
+    assert all(t is None or t.is_contiguous() for t in optional)
     for weight, scale in ((gate_up, gate_up_scale), (down, down_scale)):
         assert weight.dtype == (x.dtype if scale is None else torch.int8)
-    layer = ExpertWeights(gate_up, down, gate_up_scale, down_scale)
+    layer = ExpertWeights(gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, alpha, limit)
     if x.shape[0] <= ROW_TOKENS and not deterministic:
         return rows_forward(x, layer, weights, experts, out, residual, *row_tiles(x.dtype), pdl=pdl)
     tiles = choose_tiles(experts.numel() / gate_up.shape[0], x.dtype, deterministic=deterministic)
@@ -56,6 +60,10 @@ def experts_forward_reference(
     *,
     gate_up_scale: Tensor | None = None,  # [E, 2 * I]
     down_scale: Tensor | None = None,  # [E, H]
+    gate_up_bias: Tensor | None = None,  # [E, 2 * I]
+    down_bias: Tensor | None = None,  # [E, H]
+    alpha: float = 1.0,
+    limit: float = 0.0,
     residual: Tensor | None = None,  # [T, H]
 ) -> Tensor:
     """One token and one expert at a time, in float64."""
@@ -68,6 +76,10 @@ def experts_forward_reference(
     for token, row in enumerate(x.double()):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
             if 0 <= expert < gate_up.shape[0]:
-                gate, up = (gate_up[expert] @ row).chunk(2)
-                out[token] += weight * (down[expert] @ (F.silu(gate) * up))
+                both = gate_up[expert] @ row + (0 if gate_up_bias is None else gate_up_bias[expert])
+                gate, up = both.chunk(2)
+                if limit:
+                    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+                hidden = gate * torch.sigmoid(alpha * gate) * up
+                out[token] += weight * (down[expert] @ hidden + (0 if down_bias is None else down_bias[expert]))
     return out.to(x.dtype)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
+from nanovllm.kernels.moe.activation import gated
 from nanovllm.kernels.moe.tiles import Tile, Tiles
 from nanovllm.kernels.moe.weights import ExpertWeights
 
@@ -98,6 +99,13 @@ def _multiply(rows, weights, acc, WEIGHT_LEFT: tl.constexpr):
 
 
 @triton.jit
+def _biased(acc, ptrs, WEIGHT_LEFT: tl.constexpr):
+    """Add each weight row's bias to the row's results."""
+    bias = tl.load(ptrs).to(tl.float32)
+    return acc + (bias[:, None] if WEIGHT_LEFT else bias[None, :])
+
+
+@triton.jit
 def _scaled(acc, ptrs, WEIGHT_LEFT: tl.constexpr):
     """Multiply each weight row's results by the row's scale."""
     scale = tl.load(ptrs)
@@ -109,6 +117,7 @@ def _experts_kernel(
     x_ptr,  # [num_pairs / SHARED, SIZE_K]
     weight_ptr,  # [E, SIZE_N, SIZE_K]; GATED: [E, 2 * SIZE_N, SIZE_K], the gate rows, then the up rows
     scale_ptr,  # [E, SIZE_N]; GATED: [E, 2 * SIZE_N]; or None
+    bias_ptr,  # as scale_ptr
     pairs_ptr,  # [max_blocks * BLOCK_M]
     block_experts_ptr,  # [max_blocks]
     routing_ptr,  # [num_pairs], the routing weights; not used if GATED
@@ -118,13 +127,15 @@ def _experts_kernel(
     SIZE_K: tl.constexpr,
     SHARED: tl.constexpr,  # number of consecutive pairs that use the same row of x
     GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHT_LEFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = silu(gate(x)) * up(x), or routing weight * down(x), with the weights of each pair's expert."""
+    """out = activation(gate(x), up(x)), or routing weight * down(x), with the weights of each pair's expert."""
     tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // tiles
     n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -153,8 +164,13 @@ def _experts_kernel(
         acc = _scaled(acc, scale_ptrs, WEIGHT_LEFT)
         if GATED:
             up = _scaled(up, scale_ptrs + SIZE_N, WEIGHT_LEFT)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert * (halves * SIZE_N) + tl.minimum(n, SIZE_N - 1)
+        acc = _biased(acc, bias_ptrs, WEIGHT_LEFT)
+        if GATED:
+            up = _biased(up, bias_ptrs + SIZE_N, WEIGHT_LEFT)
     if GATED:
-        acc = acc * tl.sigmoid(acc) * up
+        acc = gated(acc, up, ALPHA, LIMIT)
     else:
         routing = tl.load(routing_ptr + pair, mask=valid, other=0.0).to(tl.float32)
         acc = acc * (routing[None, :] if WEIGHT_LEFT else routing[:, None])
@@ -218,7 +234,15 @@ def grouped_forward(
     options: dict[str, Any] = {"PDL": pdl, "pdl": pdl}
 
     def multiply(
-        x: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, tile: Tile, *, shared: int, gated: bool
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        tile: Tile,
+        *,
+        shared: int,
+        is_gated: bool,
     ) -> None:
         launch(
             _experts_kernel,
@@ -226,6 +250,7 @@ def grouped_forward(
             x,
             weight,
             scale,
+            bias,
             pairs,
             block_experts,
             weights,
@@ -234,15 +259,18 @@ def grouped_forward(
             SIZE_N=out.shape[1],
             SIZE_K=x.shape[1],
             SHARED=shared,
-            GATED=gated,
+            GATED=is_gated,
+            ALPHA=layer.alpha,
+            LIMIT=layer.limit,
             BLOCK_M=tiles.block_m,
             WEIGHT_LEFT=tile.weight_left,
             **tile.options,
             **options,
         )
 
-    multiply(x, layer.gate_up, layer.gate_up_scale, hidden, tiles.gate_up, shared=top_k, gated=True)
-    multiply(hidden, layer.down, layer.down_scale, y, tiles.down, shared=1, gated=False)
+    first, second = (layer.gate_up_scale, layer.gate_up_bias), (layer.down_scale, layer.down_bias)
+    multiply(x, layer.gate_up, *first, hidden, tiles.gate_up, shared=top_k, is_gated=True)
+    multiply(hidden, layer.down, *second, y, tiles.down, shared=1, is_gated=False)
     block = min(1024, next_power_of_2(hidden_size))
     launch(
         _sum_kernel,

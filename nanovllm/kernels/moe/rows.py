@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch
+from nanovllm.kernels.moe.activation import gated
 from nanovllm.kernels.moe.tiles import Tile
 from nanovllm.kernels.moe.weights import ExpertWeights
 
@@ -20,17 +21,20 @@ def _gate_up_row_kernel(
     x_ptr,  # [T, SIZE_K]
     weight_ptr,  # [NUM_EXPERTS, 2 * SIZE_N, SIZE_K]
     scale_ptr,  # [NUM_EXPERTS, 2 * SIZE_N], or None
+    bias_ptr,  # [NUM_EXPERTS, 2 * SIZE_N], or None
     experts_ptr,  # [T * TOP_K]
     hidden_ptr,  # [T * TOP_K, SIZE_N]
     SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """hidden = silu(gate(x)) * up(x): one program per pair and BLOCK_N columns of hidden."""
+    """hidden = activation(gate(x), up(x)): one program per pair and BLOCK_N columns of hidden."""
     tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
     pair = tl.program_id(0) // tiles
     n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -58,7 +62,12 @@ def _gate_up_row_kernel(
         gate *= tl.load(scale_ptrs)[:, None]
         up *= tl.load(scale_ptrs + SIZE_N)[:, None]
     gate_sum = tl.sum(gate, 1)
-    hidden = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1)
+    up_sum = tl.sum(up, 1)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert * (2 * SIZE_N) + tl.minimum(n, SIZE_N - 1)
+        gate_sum += tl.load(bias_ptrs).to(tl.float32)
+        up_sum += tl.load(bias_ptrs + SIZE_N).to(tl.float32)
+    hidden = gated(gate_sum, up_sum, ALPHA, LIMIT)
     tl.store(hidden_ptr + pair * SIZE_N + n, hidden.to(hidden_ptr.dtype.element_ty), mask=n < SIZE_N)
 
 
@@ -67,6 +76,7 @@ def _down_row_kernel(
     hidden_ptr,  # [T * TOP_K, SIZE_K]
     weight_ptr,  # [NUM_EXPERTS, SIZE_N, SIZE_K]
     scale_ptr,  # [NUM_EXPERTS, SIZE_N], or None
+    bias_ptr,  # [NUM_EXPERTS, SIZE_N], or None
     experts_ptr,  # [T * TOP_K]
     routing_ptr,  # [T * TOP_K], the routing weights
     residual_ptr,  # [T, SIZE_N]
@@ -90,12 +100,16 @@ def _down_row_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    biases = tl.zeros([BLOCK_N], tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         expert = tl.load(experts_ptr + pair).to(tl.int64)
         chosen = (expert >= 0) & (expert < NUM_EXPERTS)
         end = tl.where(chosen, SIZE_K, 0)
         scale = tl.load(routing_ptr + pair).to(tl.float32)
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + tl.where(chosen, expert, 0) * SIZE_N + tl.minimum(n, SIZE_N - 1)
+            biases += tl.where(chosen, scale, 0.0) * tl.load(bias_ptrs).to(tl.float32)
         if scale_ptr is not None:
             scale_ptrs = scale_ptr + tl.where(chosen, expert, 0) * SIZE_N + tl.minimum(n, SIZE_N - 1)
             scale = (scale * tl.load(scale_ptrs))[:, None]
@@ -105,7 +119,7 @@ def _down_row_kernel(
             inside = (k < end - begin)[None, :]
             hidden = tl.load(hidden_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * scale
             acc += tl.load(weight_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * hidden
-    result = tl.sum(acc, 1)
+    result = tl.sum(acc, 1) + biases
     offsets = token * SIZE_N + n
     if HAS_RESIDUAL:
         result += tl.load(residual_ptr + offsets, mask=n < SIZE_N, other=0.0).to(tl.float32)
@@ -136,10 +150,13 @@ def rows_forward(
         x,
         layer.gate_up,
         layer.gate_up_scale,
+        layer.gate_up_bias,
         experts,
         hidden,
         SIZE_N=size,
         SIZE_K=hidden_size,
+        ALPHA=layer.alpha,
+        LIMIT=layer.limit,
         **tile.options,
         **options,
     )
@@ -150,6 +167,7 @@ def rows_forward(
         hidden,
         layer.down,
         layer.down_scale,
+        layer.down_bias,
         experts,
         weights,
         residual,

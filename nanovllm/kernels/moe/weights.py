@@ -12,3 +12,7 @@ class ExpertWeights(NamedTuple):
     down: Tensor  # [E, H, I]
     gate_up_scale: Tensor | None = None  # [E, 2 * I] float32
     down_scale: Tensor | None = None  # [E, H] float32
+    gate_up_bias: Tensor | None = None  # [E, 2 * I]
+    down_bias: Tensor | None = None  # [E, H]
+    alpha: float = 1.0  # and limit: of the clamped activation
+    limit: float = 0.0  # 0 = silu(gate) * up
