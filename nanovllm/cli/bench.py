@@ -6,7 +6,16 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from nanovllm.bench import compare_transformers, latency, profile, serve, server_overhead, startup, throughput
+from nanovllm.bench import (
+    compare_llamacpp,
+    compare_transformers,
+    latency,
+    profile,
+    serve,
+    server_overhead,
+    startup,
+    throughput,
+)
 from nanovllm.bench.shapes import shape_names, with_shape
 from nanovllm.cli.options import add_engine_options, engine_options
 
@@ -31,9 +40,11 @@ BENCHMARKS: dict[str, ModuleType] = {
     "startup": startup,
     "profile": profile,
     "compare-transformers": compare_transformers,
+    "compare-llamacpp": compare_llamacpp,
     "serve": serve,
     "server-overhead": server_overhead,
 }
+COMPARISONS = (compare_transformers, compare_llamacpp)  # they need weights that the other side can load too
 WITHOUT_ENGINE = (serve, server_overhead)  # benchmarks that load no model in this process
 
 
@@ -48,7 +59,7 @@ def add_arguments(parser: "Parser") -> None:
         command.set_defaults(run=partial(_run_benchmark, module))
         if module in WITHOUT_ENGINE:
             continue
-        if module is not compare_transformers:  # it has --random-weights, which transformers can load too
+        if module not in COMPARISONS:
             _add_model_shape(command)
         add_engine_options(command)
 

@@ -119,3 +119,17 @@ def test_compare_transformers(cli: Cli, tiny_model: Path, weights: str) -> None:
     assert all(row["agreement"] == 1.0 for row in results)  # the same weights, so the same tokens
     batch = [row["ratio"] for row in results if row["case"] == "batch"]
     assert batch[2] == pytest.approx((batch[0] + batch[1]) / 2)
+
+
+def test_compare_llamacpp(cli: Cli, default_model_path: Path) -> None:
+    command = ["bench", "compare-llamacpp", "--rounds", "1", "--scale", "64", *SMALL, "--json"]
+    results = document(cli(*command), "compare-llamacpp")["results"]
+    cases = ["stream", "batch", "first 128", "first 512"]
+    assert [(row["case"], row["round"]) for row in results] == [(case, n) for n in ("1", "median") for case in cases]
+    for row in results:
+        assert row["ratio"] == pytest.approx(row["llamacpp_seconds"] / row["nanovllm_seconds"])
+
+
+def test_llamacpp_reads_gguf_files_only(cli: Cli, tiny_model: Path) -> None:
+    done = cli("bench", "compare-llamacpp", "--model", str(tiny_model))
+    assert done.returncode == 1 and "llama.cpp reads GGUF files" in done.stderr and "Traceback" not in done.stderr

@@ -25,6 +25,7 @@ COMMANDS = [
     ["bench", "latency"],
     ["bench", "startup"],
     ["bench", "compare-transformers"],
+    ["bench", "compare-llamacpp"],
 ]
 
 
