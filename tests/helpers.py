@@ -127,6 +127,20 @@ FAMILIES = {
         },
     ),
     "gpt-oss": Family("gpt_oss", GPT_OSS, heads=(6, 2), sharded=True, rope={**YARN_ROPE, "truncate": False}),
+    "gemma3": Family(
+        "gemma3_text",
+        {
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 24,
+        },
+        heads=(6, 2),
+        tied=True,
+        rope={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        },
+    ),
     "glm": Family("glm", {"partial_rotary_factor": 0.5}, heads=(6, 2), head_dim=16),
     "glm4": Family("glm4", {"partial_rotary_factor": 0.5}, head_dim=32, sharded=True, old_spelling=True),
     "phi3": Family("phi3", {"sliding_window": 20}, heads=(6, 2)),
@@ -176,6 +190,7 @@ EVEN_FAMILIES = {
     "gpt-oss-even": replace(FAMILIES["gpt-oss"], heads=(4, 2)),
     "granite-even": replace(FAMILIES["granite"], heads=(4, 2)),
     "ministral3-even": replace(FAMILIES["ministral3"], heads=(4, 2)),
+    "gemma3-even": replace(FAMILIES["gemma3"], heads=(4, 2), sharded=True),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),

@@ -42,6 +42,7 @@ FOUNDATION = {
     "layers.rope_spec",
     "layers.spec",
     "models.scaled_rope",
+    "models.scales",
     "models.spec",
     "weights.forms",
     "sampling_params",

@@ -57,5 +57,5 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:  # [num_tokens,
 def norm_heads(qkv: Tensor, weights: Tensor, eps: float) -> Tensor:  # [num_tokens, heads of q, k, v, head_dim]
     """`weights`: [heads of q and k, head_dim]; values are kept as they are."""
     num_normed = weights.shape[0]
-    normed = F.rms_norm(qkv[:, :num_normed], (qkv.shape[-1],), None, eps) * weights
-    return torch.cat([normed, qkv[:, num_normed:]], dim=1)
+    normed = F.rms_norm(qkv[:, :num_normed].to(weights.dtype), (qkv.shape[-1],), None, eps) * weights
+    return torch.cat([normed.to(qkv.dtype), qkv[:, num_normed:]], dim=1)

@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.checkpoint.expert_stacks import unstack_experts
-from nanovllm.checkpoint.reordered import reorder
+from nanovllm.checkpoint.reordered import Shifted, reorder
 from nanovllm.checkpoint.stored import Slot, Stored
 from nanovllm.checkpoint.text_part import text_tensors
 from nanovllm.errors import CheckpointError
@@ -81,7 +81,8 @@ def load_weights(
                 f"{source}: {name} has shape {list(tensor.shape)}, and the config asks for {list(slot.shape)}"
             )
         try:
-            slot.load(reorder(tensor, slot.order) if slot.order else tensor)
+            tensor = reorder(tensor, slot.order) if slot.order else tensor
+            slot.load(Shifted(tensor, slot.offset) if slot.offset else tensor)
         except ValueError as error:
             raise CheckpointError(f"{source}: {name}: {error}") from error
     if missing or unexpected:

@@ -1,4 +1,4 @@
-"""A checkpoint tensor whose rows are read in another order."""
+"""A checkpoint tensor whose rows are read in another order, or whose numbers are read with something added."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +29,21 @@ class Reordered:
         first, last = int(wanted.min()), int(wanted.max())
         read = self.tensor.read((slice(first, last + 1), *columns))
         return read[(wanted - first).to(read.device)]
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """Implements `Stored`."""
+
+    tensor: Stored
+    offset: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def read(self, part: Part = ()) -> Tensor:
+        return self.tensor.read(part).float() + self.offset
 
 
 def reorder(tensor: Any, order: Sequence[int]) -> Stored:

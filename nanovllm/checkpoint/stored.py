@@ -39,9 +39,10 @@ class Slot:
     shape: tuple[int, ...]  # of the complete tensor in the checkpoint
     places: tuple[tuple[Index, Part], ...]
     order: tuple[int, ...] = ()  # where the checkpoint has row i; () = at i
+    offset: float | None = None  # added to what the checkpoint has
 
     def load(self, tensor: Stored) -> None:
-        """`tensor`: with its rows in the model's order."""
+        """`tensor`: with its rows in the model's order and the offset added."""
         for index, part in self.places:
             self.target.load(index, tensor, part)
 
@@ -51,5 +52,5 @@ def slots_of(spec: Weight, target: Target, rank: int = 0, num_ranks: int = 1) ->
     found: dict[str, Slot] = {}
     for part in spec.parts(rank, num_ranks):
         others = found[part.name].places if part.name in found else ()
-        found[part.name] = Slot(target, part.shape, (*others, (part.index, part.part)), part.order)
+        found[part.name] = Slot(target, part.shape, (*others, (part.index, part.part)), part.order, spec.offset)
     return found

@@ -25,7 +25,8 @@ class Attention:
         self._norms: dict[str, Tensor] = {}
         if spec.qk_norm_eps is not None:
             size = (self._own.num_heads + self._own.num_kv_heads, spec.head_dim)
-            both = torch.ones(size, dtype=context.dtype, device=context.device)
+            dtype = context.dtype if spec.qk_norm_offset is None else torch.float32
+            both = torch.ones(size, dtype=dtype, device=context.device)
             self._norms = {"q_norm": both[0].clone(), "k_norm": both[0].clone(), "both_norms": both}
         self._layer = LayerAttention(
             scale=spec.score_scale,

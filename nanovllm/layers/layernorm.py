@@ -18,7 +18,9 @@ class RMSNorm:
     def __init__(self, spec: Weight, context: BuildContext, *, eps: float) -> None:
         self.spec = spec
         (self.size,) = spec.shard_shape(0, 1)
-        self.weight = torch.ones(self.size, dtype=context.dtype, device=context.device)
+        dtype = context.dtype if spec.offset is None else torch.float32
+        self.weight = torch.ones(self.size, dtype=dtype, device=context.device)
+        self.fuses = dtype == context.dtype  # kernels of linears may compute it
         self.eps = eps
         self._eps = torch.tensor(eps)
         self._mirrored: Tensor | None = None
@@ -50,4 +52,4 @@ class RMSNorm:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             scale = torch.addcmul(self._eps, length, length, value=1 / self.size).rsqrt_()
             return (x * scale).mul_(self.weight)
-        return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        return F.rms_norm(x.to(self.weight.dtype), (self.size,), self.weight, self.eps).to(x.dtype)

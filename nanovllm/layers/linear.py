@@ -7,7 +7,7 @@ residual for this format, number of rows, shape and device, it runs; otherwise p
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,11 @@ from nanovllm.distributed.group import ALONE
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual import Residual
-from nanovllm.layers.spec import Weight
+from nanovllm.layers.spec import Activation, Weight
 from nanovllm.weights.dense import DenseWeight
 
 if TYPE_CHECKING:
     from nanovllm.weights.format import StoredWeight
-
-Activation = Literal["silu"]  # silu(gate) * up, where the rows of the weight are those of gate, then those of up
 
 
 @dataclass(frozen=True)
@@ -116,14 +114,16 @@ class Linear:
         # no function below refers to `self`, which keeps them: a cycle would keep the weights after the engine's close
         run, group = operation.run, self._group
         gate = silu_and_mul if self._kernels is None else self._kernels.silu_and_mul
-        if activation is not None and operation.gate:
+        if activation == "gelu":
+            from nanovllm.layers.gelu import gelu_and_mul as gate
+        if operation.gate:
             run = partial(run, gated=True)
 
         def activated(y: Tensor) -> Tensor:
             return y if activation is None or operation.gate else gate(y)
 
         def product(x: Any, norm: Any) -> Tensor:
-            return activated(run(x.rows, norm=norm) if operation.norm else run(x.normed(norm)))
+            return activated(run(x.rows, norm=norm) if operation.norm and norm.fuses else run(x.normed(norm)))
 
         def add(x: Tensor, norm: None, add_to: Any) -> Residual:
             if operation.splits:
@@ -142,11 +142,11 @@ class Linear:
 
     def _select(self, rows: int, activation: Activation | None, added: bool) -> Operation:
         if self._kernels is not None:
-            whole, gated = self._group.size == 1, activation is not None
+            whole, gated = self._group.size == 1, activation == "silu"  # which is what kernels know
             chosen = self._kernels.choose(self.weight, self.bias, rows=rows, gated=gated, added=added, whole=whole)
             if chosen is not None:
                 kernel = chosen.kernel
-                return Operation(chosen.run, kernel.norm, kernel.gate, kernel.add and added, kernel.splits)
+                return Operation(chosen.run, kernel.norm, kernel.gate and gated, kernel.add and added, kernel.splits)
         # the format's own product on torch; some formats have one call for product and residual
         add = getattr(self.weight, "matmul_add", None)
         if added and add is not None:

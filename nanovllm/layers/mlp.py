@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: x + down(silu(gate(norm(x))) * up(norm(x)))."""
+"""The feed-forward part of a layer: x + down(activation(gate(norm(x))) * up(norm(x)))."""
 
 from nanovllm.checkpoint.stored import Slot
 from nanovllm.layers.context import BuildContext
@@ -10,12 +10,12 @@ from nanovllm.layers.spec import MlpSpec, Weight
 
 class MLP:
     def __init__(self, spec: MlpSpec, context: BuildContext) -> None:
-        weights = spec.weights()
+        weights, self.activation = spec.weights(), spec.activation
         self.gate_up_proj = Linear(part_of(weights, "gate_up_"), context)
         self.down_proj = Linear(part_of(weights, "down_"), context)
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
-        return self.down_proj(self.gate_up_proj(x, norm=norm, activation="silu"), add_to=x)
+        return self.down_proj(self.gate_up_proj(x, norm=norm, activation=self.activation), add_to=x)
 
     def slots(self) -> dict[str, Slot]:
         return self.gate_up_proj.slots() | self.down_proj.slots()

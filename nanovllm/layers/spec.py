@@ -6,7 +6,7 @@ divide them, the number of parameters, the bytes of weights and KV cache, and wh
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nanovllm.state import DTYPE_BYTES, PagedState
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nanovllm.layers.part_spec import MixerSpec, PartSpec
     from nanovllm.layers.rope_spec import RopeScaling
 
+Activation = Literal["silu", "gelu"]  # of gate, times up; gate's rows come first in the weight. GELU with tanh
 FP8_SCALE_BYTES = 2  # one 16-bit scale for a token's key, or value, in one head
 
 
@@ -75,6 +76,7 @@ class Weight:
     num_active: int = 0  # of the experts, for each token
     packable: bool = False  # may be kept in another weight format than the model's dtype
     on_first_rank: bool = False  # held by tensor parallel rank 0 alone
+    offset: float | None = None  # added to what checkpoints hold; the sum is float32. None = in the model's dtype
 
     @property
     def num_parameters(self) -> int:
@@ -87,10 +89,6 @@ class Weight:
         if self.columns is not None:
             shape.append(self.columns.part(rank, num_ranks).held)
         return (self.num_experts, *shape) if self.num_experts else tuple(shape)
-
-    def tensor_names(self) -> Iterator[str]:
-        for name in self.names:
-            yield from (name.format(expert) for expert in range(self.num_experts)) if self.num_experts else (name,)
 
     def parts(self, rank: int, num_ranks: int) -> Iterator[TensorPart]:
         """Where each checkpoint tensor goes in this rank's shard."""
@@ -149,6 +147,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm_eps: float | None = None  # None = queries and keys are not normalized
+    qk_norm_offset: float | None = None  # see Weight
 
     @property
     def score_scale(self) -> float:
@@ -166,7 +165,8 @@ class AttentionSpec:
         found = linear_weights(names, outputs, hidden, bias=self.qkv_bias, prefix="qkv_")
         found |= linear_weights(("o_proj",), (hidden,), queries, bias=self.o_bias, prefix="o_")
         if self.qk_norm_eps is not None:
-            found |= {name: Weight((f"{name}.weight",), (Dim(self.head_dim),)) for name in ("q_norm", "k_norm")}
+            norm = norm_weight(self.head_dim, self.qk_norm_offset)
+            found |= {name: replace(norm, names=(f"{name}.weight",)) for name in ("q_norm", "k_norm")}
         return found
 
     def state(self, dtype: str, num_ranks: int = 1) -> PagedState:
@@ -179,11 +179,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """down(silu(gate(x)) * up(x))"""
+    """down(activation(gate(x)) * up(x))"""
 
     hidden_size: int
     intermediate_size: int
     bias: bool = False
+    activation: Activation = "silu"
 
     def weights(self) -> dict[str, Weight]:
         hidden, columns = Dim(self.hidden_size), Dim(self.intermediate_size, divided="columns of the MLP")
@@ -200,6 +201,7 @@ class LayerSpec:
     mixer: "MixerSpec"
     feed_forward: "PartSpec"
     norm_eps: float
+    norm_offset: float | None = None  # see Weight
     mixer_name: str = "self_attn"  # in checkpoints
     feed_forward_name: str = "mlp"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
@@ -207,10 +209,10 @@ class LayerSpec:
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """Every parameter with its prefix in checkpoints."""
         for name in self.norm_names:
-            yield f"{name}.", norm_weight(self.hidden_size)
+            yield f"{name}.", norm_weight(self.hidden_size, self.norm_offset)
         for name, part in ((self.mixer_name, self.mixer), (self.feed_forward_name, self.feed_forward)):
             yield from ((f"{name}.", weight) for weight in part.weights().values())
 
 
-def norm_weight(size: int) -> Weight:
-    return Weight(("weight",), (Dim(size),))
+def norm_weight(size: int, offset: float | None = None) -> Weight:
+    return Weight(("weight",), (Dim(size),), offset=offset)

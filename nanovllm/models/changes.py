@@ -1,9 +1,10 @@
 """Changes to the layers of a Llama-shaped model, for families that differ in little else; no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.refine import refine
 from nanovllm.layers.spec import AttentionSpec
 from nanovllm.layers.stored_spec import StoredAttentionSpec, StoredMlpSpec
@@ -18,6 +19,14 @@ def change_attention(model: ModelSpec, change: Callable[[int, AttentionSpec], At
         assert isinstance(layer.mixer, AttentionSpec)
         layers.append(replace(layer, mixer=change(index, layer.mixer)))
     return replace(model, layers=tuple(layers))
+
+
+def with_experts(model: ModelSpec, experts: Mapping[int, MoeSpec]) -> ModelSpec:
+    """With experts in place of the MLPs of these layers."""
+    layers = enumerate(model.layers)
+    return replace(
+        model, layers=tuple(replace(layer, feed_forward=experts.get(i, layer.feed_forward)) for i, layer in layers)
+    )
 
 
 def change_storage(

@@ -40,9 +40,9 @@ def build_part(spec: Any, context: BuildContext) -> Any:
 class DecoderLayer:
     def __init__(self, spec: LayerSpec, context: BuildContext) -> None:
         self._spec = spec
-        self.input_norm = RMSNorm(norm_weight(spec.hidden_size), context, eps=spec.norm_eps)
+        self.input_norm = RMSNorm(norm_weight(spec.hidden_size, spec.norm_offset), context, eps=spec.norm_eps)
         self.mixer: Mixer = build_part(spec.mixer, context.within(f"{spec.mixer_name}."))
-        self.ffn_norm = RMSNorm(norm_weight(spec.hidden_size), context, eps=spec.norm_eps)
+        self.ffn_norm = RMSNorm(self.input_norm.spec, context, eps=spec.norm_eps)
         self.feed_forward: FeedForward = build_part(spec.feed_forward, context.within(f"{spec.feed_forward_name}."))
 
     def __call__(self, x: Residual, state: Any, step: Step, wanted: Tensor | None = None) -> Residual:
@@ -71,7 +71,7 @@ class Decoder:
     """A rank's shard of the model: its layers, and of each its heads and columns."""
 
     def __init__(self, shard: Shard, context: BuildContext) -> None:
-        self.shard, self.spec = shard, shard.model
+        self.shard, self.spec = shard, (spec := shard.model)
         self._context = context
         self._residual: Callable[[Tensor], Residual] = Residual
         if context.kernels:
@@ -91,9 +91,9 @@ class Decoder:
         self.norm: RMSNorm | None = None
         self.lm_head: Linear | None = None
         if shard.has_head:
-            self.norm = RMSNorm(norm_weight(self.spec.hidden_size), context, eps=self.spec.norm_eps)
-            tied = self.embed_tokens if self.spec.tie_word_embeddings else None
-            weights = {"weight": self.spec.head_weight()}
+            self.norm = RMSNorm(norm_weight(spec.hidden_size, spec.norm_offset), context, eps=spec.norm_eps)
+            tied = self.embed_tokens if spec.tie_word_embeddings else None
+            weights = {"weight": spec.head_weight()}
             self.lm_head = Linear(weights, context, shared=None if tied is None else tied.weight)
 
     def __call__(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor:
@@ -101,8 +101,8 @@ class Decoder:
 
         With `wanted`, [n] indices of tokens, gives [n, hidden]: the last layer does no more than these need.
         """
-        if self.spec.embedding_scale != 1.0 and 0 in self.shard.layers:
-            x = x * self.spec.embedding_scale
+        if self.spec.scales is not None and 0 in self.shard.layers:
+            x = self.spec.scales.embedded(x)
         residual = self._residual(x)
         last = len(self.layers) - 1
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
@@ -113,8 +113,8 @@ class Decoder:
         """On rank 0 of the tensor parallel group; None elsewhere."""
         assert self.lm_head is not None and self.norm is not None
         own = self.lm_head(Residual(hidden), norm=self.norm)
-        if self.spec.logits_scale != 1.0:
-            own = own * self.spec.logits_scale
+        if self.spec.scales is not None:
+            own = self.spec.scales.scaled_logits(own)
         logits = self._context.group.gather(own, to=0)
         if logits is None or logits.shape[1] == self.spec.vocab_size:
             return logits

@@ -5,7 +5,7 @@ from typing import Any
 from nanovllm.layers.moe_spec import ClampedGlu, MoeSpec
 from nanovllm.layers.refine import refine
 from nanovllm.layers.sink_spec import SinkAttentionSpec
-from nanovllm.models.changes import change_attention
+from nanovllm.models.changes import change_attention, with_experts
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
 KINDS = ("sliding_attention", "full_attention")
@@ -32,6 +32,6 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
         windows=[raw["sliding_window"] if kind == "sliding_attention" else None for kind in kinds],
         qkv_bias=bias,
         o_bias=bias,
-        experts=dict.fromkeys(range(num_layers), moe),
     )
+    model = with_experts(model, dict.fromkeys(range(num_layers), moe))
     return change_attention(model, lambda _, own: refine(SinkAttentionSpec, own))

@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.models.changes import change_attention
 from nanovllm.models.llama import spec as llama
+from nanovllm.models.scales import Scales
 from nanovllm.models.spec import ModelSpec
 
 
@@ -20,6 +21,8 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
         model,
         layers=tuple(replace(layer, norm_eps=eps) for layer in model.layers),
         norm_eps=eps,
-        embedding_scale=float(raw.get("embedding_multiplier", 1.0)) / r,
-        logits_scale=1 / float(raw.get("logits_scaling", 1.0)),
+        scales=Scales(
+            embedding=float(raw.get("embedding_multiplier", 1.0)) / r,
+            logits=1 / float(raw.get("logits_scaling", 1.0)),
+        ),
     )

@@ -17,7 +17,7 @@ def parameters(shard: Shard) -> Iterator[tuple[str, Weight]]:
             if shard.tensor_rank == 0 or not weight.on_first_rank:
                 yield f"model.layers.{index}.{prefix}", weight
     if shard.has_head:
-        yield "model.norm.", norm_weight(model.hidden_size)
+        yield "model.norm.", norm_weight(model.hidden_size, model.norm_offset)
         if not (model.tie_word_embeddings and shard.has_embedding):
             yield "", model.head_weight()
 
@@ -30,8 +30,14 @@ def num_parameters(model: ModelSpec) -> int:
 def tensor_names(model: ModelSpec) -> frozenset[str]:
     """The names of all tensors that a checkpoint may have; a tied head may be stored too."""
     named = parameters(whole_model(model))
-    names = {prefix + name for prefix, weight in named for name in weight.tensor_names()}
+    names = {prefix + name for prefix, weight in named for name in names_of(weight)}
     return frozenset(names | {"lm_head.weight"})
+
+
+def names_of(weight: Weight) -> Iterator[str]:
+    """Of its tensors in checkpoints, relative to the part of the layer."""
+    for name in weight.names:
+        yield from map(name.format, range(max(weight.num_experts, 1)))
 
 
 def num_bytes(shard: Shard, of_weight: Callable[[str, Weight, tuple[int, ...]], int]) -> int:

@@ -10,9 +10,10 @@ from nanovllm.models.spec import ModelSpec, llama_shaped
 def spec(raw: dict[str, Any]) -> ModelSpec:
     raw = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **raw}
     for place in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(place) or {}
-        if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # earlier names of longrope
-            raw[place] = {**rope, "rope_type": "longrope"}
+        if rope := raw.get(place):
+            raw[place] = rope = {**rope, "original_max_position_embeddings": raw["original_max_position_embeddings"]}
+            if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # earlier names of longrope
+                rope["rope_type"] = "longrope"
     window = raw.get("sliding_window")
     if window and window >= raw["max_position_embeddings"]:  # Phi-4-mini's
         window = None

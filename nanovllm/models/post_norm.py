@@ -38,9 +38,9 @@ class PostNormLayer(DecoderLayer):
         mlp, norm = self.feed_forward, self._before[1]
         assert isinstance(mlp, MLP)
         if norm is None:
-            gated = mlp.gate_up_proj(x.rows, activation="silu")
+            gated = mlp.gate_up_proj(x.rows, activation=mlp.activation)
         else:
-            gated = mlp.gate_up_proj(x, norm=norm, activation="silu")
+            gated = mlp.gate_up_proj(x, norm=norm, activation=mlp.activation)
         x.rows = x.rows + self._after[1](mlp.down_proj(gated))
         return x
 
@@ -48,7 +48,8 @@ class PostNormLayer(DecoderLayer):
 class SandwichLayer(PostNormLayer):
     def __init__(self, spec: "SandwichLayerSpec", context: BuildContext) -> None:
         super().__init__(spec, context)
-        first, second = (RMSNorm(norm_weight(spec.hidden_size), context, eps=spec.norm_eps) for _ in spec.after_names)
+        norm = norm_weight(spec.hidden_size, spec.norm_offset)
+        first, second = (RMSNorm(norm, context, eps=spec.norm_eps) for _ in spec.after_names)
         self._before, self._after = self._after, (first, second)
         self._after_names = spec.after_names
 

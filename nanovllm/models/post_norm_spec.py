@@ -32,13 +32,13 @@ class SandwichLayerSpec(LayerSpec):
     after_names: tuple[str, str] = ("post_self_attn_layernorm", "post_mlp_layernorm")
 
     @classmethod
-    def of(cls, layer: LayerSpec) -> "SandwichLayerSpec":
-        return refine(cls, layer)
+    def of(cls, layer: LayerSpec, **changes: Any) -> "SandwichLayerSpec":
+        return refine(cls, layer, **changes)
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         yield from super().weights()
         for name in self.after_names:
-            yield f"{name}.", norm_weight(self.hidden_size)
+            yield f"{name}.", norm_weight(self.hidden_size, self.norm_offset)
 
     def build(self, context: "BuildContext") -> Any:
         from nanovllm.models.post_norm import SandwichLayer

@@ -3,6 +3,7 @@
 from typing import Any
 
 from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.models.changes import with_experts
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
 
@@ -21,4 +22,4 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     )
     experts = {i: moe for i in range(num_layers) if (i + 1) % step == 0 and i not in dense}
     windows = (window,) * num_layers
-    return llama_shaped(raw, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=windows, experts=experts)
+    return with_experts(llama_shaped(raw, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=windows), experts)

@@ -20,6 +20,7 @@ def _family(module: str) -> Family:
 
 
 ARCHITECTURES = {  # of each family
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     "glm4": ("Glm4ForCausalLM", "GlmForCausalLM"),
     "gpt_oss": ("GptOssForCausalLM",),
     "granite": ("GraniteForCausalLM",),

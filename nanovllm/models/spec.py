@@ -4,9 +4,8 @@
 `torch_dtype`. What this decoder would compute differently from the reference is refused here, never ignored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import CheckpointError
@@ -15,7 +14,7 @@ from nanovllm.state import StateGroup, state_groups
 
 if TYPE_CHECKING:
     from nanovllm.checkpoint.names import FileNames
-    from nanovllm.layers.part_spec import PartSpec
+    from nanovllm.models.scales import Scales
     from nanovllm.weights.forms import Packing
 
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
@@ -32,8 +31,8 @@ class ModelSpec:
     tie_word_embeddings: bool  # the head uses the embedding's weight
     dtype: str  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
-    embedding_scale: float = 1.0  # factor of the embedded tokens
-    logits_scale: float = 1.0  # factor of the logits
+    norm_offset: float | None = None  # see Weight
+    scales: "Scales | None" = None  # of embedded tokens and of logits
     packing: "Packing | None" = None  # how a quantized checkpoint stores its linears
     file_names: "FileNames | None" = None  # where those of tensors differ from the ones that the layers state
 
@@ -73,7 +72,6 @@ def llama_shaped(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    experts: Mapping[int, "PartSpec"] = MappingProxyType({}),  # feed-forward of the layers that have no MLP
 ) -> ModelSpec:
     """The spec of a Llama-shaped model, from the part of its config that all such families spell alike."""
     architecture = raw["architectures"][0]
@@ -102,15 +100,13 @@ def llama_shaped(
     )
     mlp = MlpSpec(hidden_size=hidden_size, intermediate_size=count(raw, "intermediate_size"), bias=mlp_bias)
 
-    def layer(index: int) -> LayerSpec:
-        mixer = replace(attention, window=None if windows is None else windows[index])
-        return LayerSpec(hidden_size=hidden_size, mixer=mixer, feed_forward=experts.get(index, mlp), norm_eps=eps)
-
+    layer = LayerSpec(hidden_size=hidden_size, mixer=attention, feed_forward=mlp, norm_eps=eps)
+    windows = windows or (None,) * num_layers
     return ModelSpec(
         architecture=architecture,
         vocab_size=count(raw, "vocab_size"),
         hidden_size=hidden_size,
-        layers=tuple(map(layer, range(num_layers))),
+        layers=tuple(replace(layer, mixer=replace(attention, window=windows[i])) for i in range(num_layers)),
         norm_eps=eps,
         max_position=max_position if rope.scaling is None else rope.scaling.longest(max_position),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -129,8 +125,6 @@ def read_rope(raw: dict[str, Any], *, head_dim: int, max_position: int) -> RopeS
         return RopeSpec(theta=theta)
     from nanovllm.models.scaled_rope import read_scaling
 
-    if original := raw.get("original_max_position_embeddings"):  # Phi-3's place for it
-        parameters["original_max_position_embeddings"] = original
     scaling = read_scaling(kind, parameters, max_position=max_position, num_frequencies=head_dim // 2)
     return RopeSpec(theta=theta, scaling=scaling)
 

@@ -16,4 +16,5 @@ def text_part(raw: dict[str, Any], *, known: tuple[str, ...]) -> dict[str, Any]:
     if text.get("model_type") not in known:
         kinds = ", ".join(known)
         raise CheckpointError(f"config: text_config: model_type={text.get('model_type')!r}; known here: {kinds}")
-    return raw | text | {"architectures": raw["architectures"]}
+    whole = {name: raw[name] for name in ("architectures", "eos_token_id") if raw.get(name) is not None}
+    return raw | text | whole

@@ -9,6 +9,7 @@ from nanovllm.bench.roofline import Machine, Roofline, kv_dtype, measure
 from nanovllm.bench.shapes import shape_folder
 from nanovllm.bench.workload import make_workload
 from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.models.changes import with_experts
 from nanovllm.models.parameters import num_parameters
 from nanovllm.models.registry import describe
 from nanovllm.models.spec import ModelSpec, llama_shaped
@@ -111,7 +112,7 @@ def test_window_limits_what_is_read() -> None:
 
 def test_experts_are_read_as_far_as_the_batch_touches_them() -> None:
     moe = MoeSpec(hidden_size=8, num_experts=8, num_experts_per_token=2, intermediate_size=6, norm_topk_prob=True)
-    model = llama_shaped(RAW, experts={0: moe, 1: moe})
+    model = with_experts(llama_shaped(RAW), {0: moe, 1: moe})
     expert = 2 * 3 * 8 * 6  # weights, in both layers
     others = num_parameters(model) - 8 * expert
     reading, computing = of_tiny(model, bandwidth=1.0), of_tiny(model, flops=1.0)

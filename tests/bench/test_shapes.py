@@ -16,6 +16,7 @@ from nanovllm.models.registry import describe, parse_config
 from nanovllm.models.spec import ModelSpec
 
 NUM_PARAMETERS = {
+    "gemma-3-12b": 11_766_034_176,
     "gpt-oss-20b": 20_914_757_184,
     "llama-3.1-8b": 8_030_261_248,
     "qwen3-0.6b": 596_049_920,
@@ -34,10 +35,9 @@ def read_shape(name: str) -> ModelSpec:
 
 
 def attention_of(model: ModelSpec) -> AttentionSpec:
-    """That of the first layer; the others differ in their windows at most."""
+    """That of the first layer."""
     mixer = model.layers[0].mixer
     assert isinstance(mixer, AttentionSpec)
-    assert all(replace(layer.mixer, window=mixer.window) == mixer for layer in model.layers)  # type: ignore[type-var]
     return mixer
 
 
@@ -63,7 +63,15 @@ def test_transformers_reads_the_same(name: str) -> None:
         model = AutoModelForCausalLM.from_config(theirs)
     assert model.num_parameters() == NUM_PARAMETERS[name]
     ours, attention = read_shape(name), attention_of(read_shape(name))
-    assert theirs.rope_parameters["rope_theta"] == attention.rope.theta
+    layers = getattr(theirs, "layer_types", None) or ["every layer"] * ours.num_layers
+    ropes = (
+        theirs.rope_parameters if layers[0] in theirs.rope_parameters else dict.fromkeys(layers, theirs.rope_parameters)
+    )
+    for kind, layer in zip(layers, ours.layers, strict=True):
+        assert layer.mixer == replace(attention, window=layer.mixer.window, rope=layer.mixer.rope)
+        assert layer.mixer.window == (theirs.sliding_window if kind == "sliding_attention" else None)
+        assert layer.mixer.rope.theta == ropes[kind]["rope_theta"]
+        assert getattr(layer.mixer.rope.scaling, "factor", 1.0) == ropes[kind].get("factor", 1.0)
     assert (theirs.num_attention_heads, theirs.num_key_value_heads) == (attention.num_heads, attention.num_kv_heads)
     assert (theirs.rms_norm_eps, theirs.max_position_embeddings) == (ours.norm_eps, ours.max_position)
 

@@ -27,6 +27,7 @@ SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
 LENGTHS = (1, 16, 37, 70)
 FAMILIES = (
     *(
+        "gemma3-even",
         "glm4",
         "gpt-oss-even",
         "granite-even",

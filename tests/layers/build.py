@@ -20,5 +20,5 @@ def make_linear(inputs: int, outputs: int, built_with: BuildContext, *, bias: bo
     return Linear(linear_weights(("linear",), (Dim(outputs),), Dim(inputs), bias=bias), built_with)
 
 
-def make_norm(size: int, built_with: BuildContext, *, eps: float = 1e-6) -> RMSNorm:
-    return RMSNorm(norm_weight(size), built_with, eps=eps)
+def make_norm(size: int, built_with: BuildContext, *, eps: float = 1e-6, offset: float | None = None) -> RMSNorm:
+    return RMSNorm(norm_weight(size, offset), built_with, eps=eps)

@@ -82,6 +82,18 @@ def test_every_number_of_rows(quantization: str | None, dtype: torch.dtype, hidd
     check(stream.rows, expected)
 
 
+@pytest.mark.parametrize("num_rows", [1, 9, 40, 257])
+def test_what_no_kernel_fuses_is_computed_around_it(num_rows: int) -> None:
+    """A GELU gate, and a norm whose weight is float32."""
+    linear, _, x = case(num_rows, 96, torch.float16)
+    norm = make_norm(96, context(torch.float16, torch.device(DEVICE), kernels=True), offset=1.0)
+    norm.weight.uniform_(0.5, 1.5)
+    normed = F.rms_norm(x.double(), (96,), norm.weight.double(), 1e-6)
+    gate, up = F.linear(normed, plain_weight(linear), linear.bias.double()).chunk(2, dim=-1)
+    check(linear(Residual(x), norm=norm, activation="gelu"), F.gelu(gate, approximate="tanh") * up)
+    check(linear(SplitKResidual(x), norm=norm, activation="silu"), F.silu(gate) * up)
+
+
 def test_partial_sums_are_added_once() -> None:
     linear, norm, x = case(40, 20, torch.float16)
     step = F.linear(x.double(), linear.weight.tensor.double(), linear.bias.double())

@@ -20,3 +20,14 @@ def test_equals_the_definition(dtype: torch.dtype, num_rows: int, scale: float) 
     expected = exact / (exact.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 2e-2}
     torch.testing.assert_close(norm(x).double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
+def test_a_weight_with_an_offset_is_float32_in_a_16_bit_model(num_rows: int) -> None:
+    norm = make_norm(48, context(torch.bfloat16), offset=1.0)
+    norm.weight.uniform_(1.0, 1.01)  # which bfloat16 would round to one of three numbers
+    norm.finish_loading()
+    x = torch.randn(num_rows, 48).bfloat16()
+    expected = torch.nn.functional.rms_norm(x.float(), (48,), norm.weight, 1e-6).bfloat16()
+    assert not norm.fuses and norm(x).dtype == torch.bfloat16
+    torch.testing.assert_close(norm(x), expected, atol=0, rtol=2**-8)  # rounded once

@@ -13,7 +13,7 @@ from nanovllm.distributed.group import Rank
 from nanovllm.errors import ConfigError
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.spec import AttentionSpec, Dim, MlpSpec
-from nanovllm.models.parameters import num_bytes, num_parameters, parameters
+from nanovllm.models.parameters import names_of, num_bytes, num_parameters, parameters
 from nanovllm.models.registry import describe, parse_config
 from nanovllm.models.shard import Shard, shard_of, whole_model
 from nanovllm.models.spec import ModelSpec
@@ -61,7 +61,7 @@ def test_every_checkpoint_tensor_has_one_place() -> None:
     for model in (QWEN3, MOE):
         for _, weight in model.layers[0].weights():
             parts = list(weight.parts(0, 1))
-            assert sorted(part.name for part in parts) == sorted(weight.tensor_names())
+            assert sorted(part.name for part in parts) == sorted(names_of(weight))
             assert sum(prod(part.shape) for part in parts) == weight.num_parameters
 
 

@@ -227,8 +227,9 @@ def test_two_engines_at_the_same_time() -> None:
     ("family", "options", "reason"),
     [
         ("mistral", {}, "window"),
+        ("gemma3", {}, "norm_offset"),
         ("qwen3-moe", {}, "MoeSpec"),
-        ("granite", {}, "embedding_scale"),
+        ("granite", {}, "scales"),
         ("smollm3", {}, "layers differ"),
         ("llama", {"quantization": "int8"}, "quantization='int8'"),
         ("llama", {"kv_cache_dtype": "bfloat16"}, "KV cache is float32"),

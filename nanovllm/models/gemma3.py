@@ -1,0 +1,81 @@
+"""Gemma 3: windows in five of six layers with rotary positions of their own, norms before and after each part of a
+layer whose weights are stored as w - 1, a GELU gate, scaled embeddings."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec
+from nanovllm.models.changes import change_attention
+from nanovllm.models.post_norm_spec import SandwichLayerSpec
+from nanovllm.models.scales import Scales
+from nanovllm.models.spec import ModelSpec, llama_shaped, read_rope
+from nanovllm.models.text_part import text_part
+
+DEFAULTS: dict[str, Any] = {  # which files with a vision tower leave out
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+    "norm_offset": 1.0,  # 0 in GGUF files
+}
+NOT_IMPLEMENTED = ("attn_logit_softcapping", "use_bidirectional_attention")
+BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
+AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+SLIDING = "sliding_attention"
+
+
+def spec(raw: dict[str, Any]) -> ModelSpec:
+    raw = DEFAULTS | text_part(raw, known=("gemma3_text",))
+    _check(raw)
+    period = raw["sliding_window_pattern"]
+    kinds = raw.get("layer_types") or [
+        "full_attention" if (index + 1) % period == 0 else SLIDING for index in range(raw["num_hidden_layers"])
+    ]
+    windows = [raw["sliding_window"] if kind == SLIDING else None for kind in kinds]
+    bias, offset = bool(raw.get("attention_bias", False)), raw["norm_offset"]
+    model = llama_shaped(raw, windows=windows, qk_norm=True, qkv_bias=bias, o_bias=bias)
+    ropes = {
+        kind: read_rope(_rope_of(raw, kind), head_dim=raw["head_dim"], max_position=model.max_position)
+        for kind in set(kinds)
+    }
+    scale = raw["query_pre_attn_scalar"] ** -0.5
+
+    def attention(index: int, own: AttentionSpec) -> AttentionSpec:
+        return replace(own, rope=ropes[kinds[index]], scale=scale, qk_norm_offset=offset)
+
+    def layer(own: LayerSpec) -> SandwichLayerSpec:
+        assert isinstance(own.feed_forward, MlpSpec)
+        mlp = replace(own.feed_forward, activation="gelu")
+        return SandwichLayerSpec.of(own, feed_forward=mlp, norm_offset=offset, norm_names=BEFORE, after_names=AFTER)
+
+    changed = change_attention(model, attention)
+    scales = Scales(
+        embedding=math.sqrt(model.hidden_size), rounds_embedding=True, logits_cap=raw.get("final_logit_softcapping")
+    )
+    return replace(changed, layers=tuple(map(layer, changed.layers)), norm_offset=offset, scales=scales)
+
+
+def _check(raw: dict[str, Any]) -> None:
+    if raw["hidden_activation"] != "gelu_pytorch_tanh":
+        raise CheckpointError(f"hidden_activation={raw['hidden_activation']!r}: only gelu_pytorch_tanh is implemented")
+    for name in NOT_IMPLEMENTED:
+        if raw.get(name):
+            raise CheckpointError(f"config: {name}={raw[name]!r} is not implemented for Gemma 3")
+
+
+def _rope_of(raw: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The config with the rotary positions of one kind of layers. In older files only full attention is scaled."""
+    parameters = dict((raw.get("rope_parameters") or {}).get(kind) or {})
+    if kind == SLIDING:
+        theta, scaling = raw.get("rope_local_base_freq", 10_000.0), None
+    else:
+        theta, scaling = raw.get("rope_theta", 1_000_000.0), raw.get("rope_scaling")
+    return raw | {"rope_parameters": {"rope_theta": theta} | parameters, "rope_scaling": scaling}
