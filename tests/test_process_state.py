@@ -151,6 +151,7 @@ SETTERS |= {"gc.freeze", "gc.unfreeze", "gc.disable", "gc.enable", "gc.set_thres
 SETTERS |= {"torch.set_num_threads", "torch.set_default_dtype", "torch.set_default_device", "warnings.simplefilter"}
 # Modules that call them, and why they may.
 ALLOWED_SETTERS = {
+    "bench.compare_llamacpp": "a program of its own",
     "bench.compare_transformers": "a program of its own",
     "cli.chat": "a program of its own",
     "executor.head_start": "a variable of the CUDA driver, which torch sets to the same value",
