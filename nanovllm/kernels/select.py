@@ -21,6 +21,10 @@ NARROW_INPUTS = 1024
 WIDE_INPUTS = 2048  # from here on reading a weight takes the time, not starting to
 ENOUGH_OUTPUTS = 5632  # enough for tiles on nearly every multiprocessor
 MANY_OUTPUTS = 16384  # a vocabulary
+LONGEST_INPUTS = 32768  # of a kernel whose loop over the inputs is unrolled
+
+PACKED = ("int4_groups", "int8_groups", "fp8", "fp8_block", "mxfp4", "nvfp4")
+SHORTEST_DISTANCE = 32  # between the pairs of a word, so that those of a thread have one scale
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class LinearCase:
     whole: bool  # no other rank adds to the result
     deterministic: bool
     gluon: bool  # kernels written in Gluon run on this device
+    distance: int = 0  # between the pairs of a packed weight's words; 0 = its words have another order
+    rounds_inputs: bool = False  # a packed weight's product rounds its inputs to fp8
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,14 @@ def _many_rows(case: LinearCase) -> bool:
     # whole tiles, and rows of the weight long enough to fill the pipeline
     fits = case.outputs % 256 == 0 and case.inputs % 64 == 0 and case.inputs >= 192
     return fits and (case.gated or case.inputs <= WIDE_INPUTS)
+
+
+def _packed_rows(case: LinearCase) -> bool:
+    return case.half and case.distance >= SHORTEST_DISTANCE and case.inputs <= LONGEST_INPUTS
+
+
+def _packed_tiles(case: LinearCase) -> bool:
+    return case.half and case.distance > 0
 
 
 # One row only reads the weight: norm, gate and residual cost nothing within the same kernel. For a few rows the kernels
@@ -139,6 +153,48 @@ LINEAR_KERNELS = (
     LinearKernel("many_rows", min_rows=THOUSANDS_OF_ROWS, gate=True, serves=_many_rows, symbol="_many_rows_kernel"),
     LinearKernel("dequantized", ("int8",), symbol="_dequantize_kernel"),  # to the model's dtype, then cuBLAS
     LinearKernel("cublas", add=True),
+    LinearKernel(
+        "packed_deterministic",
+        PACKED,
+        serves=lambda case: case.deterministic and _packed_tiles(case),
+        symbol="_packed_tiled_kernel",
+    ),
+    LinearKernel(
+        "packed_rows",
+        PACKED,
+        max_rows=FEW_ROWS,
+        norm=True,
+        gate=True,
+        add=True,
+        serves=lambda case: not case.deterministic and _packed_rows(case),
+        compiled_for=(1, 2, 8, FEW_ROWS),
+        symbol="_packed_rows_kernel",
+    ),
+    LinearKernel(
+        "packed_split_k",
+        PACKED,
+        max_rows=HUNDREDS_OF_ROWS,
+        add=True,
+        splits=True,
+        serves=lambda case: not case.deterministic and case.distance > 0 and _split_k(case),
+        compiled_for=TILE_ROWS,
+        symbol="_packed_tiled_kernel",
+    ),
+    LinearKernel(
+        "packed_tiled",
+        PACKED,
+        max_rows=HUNDREDS_OF_ROWS,
+        gate=True,
+        serves=lambda case: not case.deterministic and _packed_tiles(case),
+        compiled_for=TILE_ROWS,
+        symbol="_packed_tiled_kernel",
+    ),
+    LinearKernel(  # to the model's dtype, then cuBLAS
+        "packed_dequantized",
+        PACKED,
+        serves=lambda case: not case.deterministic and case.distance > 0 and not case.rounds_inputs,
+        symbol="_packed_dequantize_kernel",
+    ),
 )
 
 
@@ -185,6 +241,8 @@ SLOW_TO_COMPILE = (
     "_many_rows_kernel",
     "_small_batch_attention_kernel",
     "_decode_kernel",
+    "_packed_rows_kernel",
+    "_packed_tiled_kernel",
     "_few_rows_kernel",
     "_tiled_kernel",
 )

@@ -4,7 +4,7 @@ A format is a small class. Dense weights in the model's dtype are one of them. T
 holds them; only the format knows how they are stored.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,8 +36,9 @@ class StoredWeight(Protocol):
         """x W^T + bias on torch alone: [rows, in] -> [rows, out]. The definition that kernels are tested against."""
         ...
 
-    def kernel_arguments(self) -> dict[str, Tensor]:
-        """What a kernel for this format reads: "weight" and, where weights are scaled, "scale"."""
+    def kernel_arguments(self) -> dict[str, Any]:
+        """What a kernel for this format reads: "weight" and, where weights are scaled, "scale". Packed weights that
+        kernels read are one `PackedWords`."""
         ...
 
 

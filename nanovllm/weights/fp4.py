@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, Fp4Tensor, dequantize, quantize_fp4
+from nanovllm.checkpoint.packed.words import from_words, to_words, words_on
 from nanovllm.checkpoint.stored import Index, Part, Stored
 from nanovllm.weights.forms import Fp4Form
 from nanovllm.weights.tiles import matmul_by_tiles
@@ -24,6 +25,7 @@ class Fp4Weight:
         held: dict[str, Any] = {name: torch.zeros(one, dtype=kind, device=device) for name, (one, kind) in tensors}
         self.pieces = Fp4Pieces(**({"unit": None} | held))
         self._form, self._dtype = form, dtype
+        self.words = words_on(device, 4, shape[-1], self.group)
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
         if not self.pieces.codes[index].numel():
@@ -32,7 +34,10 @@ class Fp4Weight:
             if not self._form.quantizes:
                 raise ValueError("the config says that it is stored in fp4, but the file holds it unpacked")
             tensor = quantize_fp4(tensor.read().to(self.pieces.codes.device, self._dtype), self._form.form)
-        for held, new in zip(self.pieces, tensor.pieces(part, self.group, self.pieces.codes.device), strict=True):
+        read = tensor.pieces(part, self.group, self.pieces.codes.device)
+        if self.words is not None:
+            read = read._replace(codes=to_words(read.codes, self.words))
+        for held, new in zip(self.pieces, read, strict=True):
             if held is not None and new is not None:
                 held[index] = new
 
@@ -43,7 +48,8 @@ class Fp4Weight:
         """In float32."""
         codes, scale, unit = (one if expert is None or one is None else one[expert] for one in self.pieces)
         assert codes is not None and scale is not None
-        own = Fp4Pieces(codes[..., rows, :], scale[..., rows, :], None if unit is None else unit[..., rows])
+        codes = codes[..., rows, :] if self.words is None else from_words(codes[..., rows, :], self.words)
+        own = Fp4Pieces(codes, scale[..., rows, :], None if unit is None else unit[..., rows])
         return dequantize(own, self.group)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
@@ -51,7 +57,13 @@ class Fp4Weight:
         y = matmul_by_tiles(x, shape, lambda rows: self.dequantized(expert, rows).to(x.dtype))
         return y if bias is None else y + bias
 
-    def kernel_arguments(self) -> dict[str, Tensor]:
+    def kernel_arguments(self) -> dict[str, Any]:
+        if self.words is not None:
+            from nanovllm.kernels.linear.packed import PackedWords
+
+            codes, scale, unit = self.pieces
+            unit = None if unit is None else unit.unsqueeze(-1)
+            return {"weight": PackedWords("fp4", self.words.distance, codes.view(torch.int32), scale, scale_unit=unit)}
         named = zip(("weight", "scale", "unit"), self.pieces, strict=True)
         return {name: tensor for name, tensor in named if tensor is not None}
 

@@ -7,6 +7,7 @@ of fp8 tensor cores by the rounding of scales and sums alone. A checkpoint may s
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint.packed.fp8 import LARGEST, Fp8Tensor, quantize_fp8
 from nanovllm.checkpoint.packed.tensor import grid_shape, spread
+from nanovllm.checkpoint.packed.words import from_words, to_words, words_on
 from nanovllm.checkpoint.stored import Index, Part, Stored
 from nanovllm.weights.forms import Fp8Form
 from nanovllm.weights.tiles import matmul_by_tiles
@@ -37,6 +39,8 @@ class Fp8Weight:
         self.tensor = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device)  # [..., out, in]
         self.scale = torch.ones(*shape[:-2], *grid_shape(shape[-2:], self.block), device=device)  # one per block
         self._form, self._dtype = form, dtype
+        served = shape[-1] % self.block[1] == 0 and (len(shape) == 2 or shape[-2] % self.block[0] == 0)
+        self.words = words_on(device, 8, shape[-1], self.block[1]) if served else None
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
         here = self.tensor[index]
@@ -47,6 +51,8 @@ class Fp8Weight:
                 raise ValueError("the config says that it is stored in fp8, but the file has no scale for it")
             tensor = quantize_fp8(tensor.read().to(here.device, self._dtype), self._form.stored_block)
         codes, scale = tensor.pieces(part, self.block, here.device)
+        if self.words is not None:
+            codes = to_words(codes, self.words)
         here.view(torch.uint8).copy_(codes.view(torch.uint8))
         *expert, rows = index
         assert isinstance(rows, slice)
@@ -60,6 +66,8 @@ class Fp8Weight:
         """In float32. `rows` must begin with a block."""
         codes, scale = (self.tensor, self.scale) if expert is None else (self.tensor[expert], self.scale[expert])
         codes = codes[..., rows, :]
+        if self.words is not None:
+            codes = from_words(codes, self.words)
         first = (rows.start or 0) // self.block[0]
         scale = scale[..., first : first + -(-codes.shape[-2] // self.block[0]), :]
         return codes.float() * spread(scale, self.block, (codes.shape[-2], codes.shape[-1]))
@@ -70,7 +78,13 @@ class Fp8Weight:
         y = matmul_by_tiles(inputs, shape, lambda rows: self.dequantized(expert, rows), multiple_of=self.block[0])
         return (y if bias is None else y + bias).to(x.dtype)
 
-    def kernel_arguments(self) -> dict[str, Tensor]:
+    def kernel_arguments(self) -> dict[str, Any]:
+        if self.words is not None:
+            from nanovllm.kernels.linear.packed import PackedWords
+
+            rounds, words = self._form.rounds_inputs, self.tensor.view(torch.int32)
+            packed = PackedWords("fp8", self.words.distance, words, self.scale, self.block[0], rounds_inputs=rounds)
+            return {"weight": packed}
         return {"weight": self.tensor, "scale": self.scale}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.packed.groups import Pieces, dequantize, quantize_groups
+from nanovllm.checkpoint.packed.words import from_words, to_words, words_on
 from nanovllm.checkpoint.stored import Index, Part, Stored
 from nanovllm.weights.forms import GroupForm
 from nanovllm.weights.tiles import matmul_by_tiles
@@ -25,6 +26,9 @@ class GroupWeight:
             **{name: torch.zeros(one, dtype=kind, device=device) for name, (one, kind) in tensors.items()}
         )
         self._form, self._dtype = form, dtype
+        zero = self.pieces.zero  # kernels read four at once
+        served = not form.form.ordered and (zero is None or zero.numel() % 4 == 0)
+        self.words = words_on(device, form.form.bits, shape[-1], self.sizes[0]) if served else None
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
         if not self.pieces.codes[index].numel():
@@ -38,6 +42,8 @@ class GroupWeight:
         read = source.pieces(part, self.sizes, self.pieces.codes.device)
         for name, held, new in zip(Pieces._fields, self.pieces, read, strict=True):
             if held is not None:
+                if name == "codes" and self.words is not None:
+                    new = to_words(new, self.words)
                 here = held[index[:-1] if name == "order" else index]
                 here.copy_(new)
                 if here.dtype != new.dtype and not torch.equal(here.float(), new.float()):
@@ -53,6 +59,8 @@ class GroupWeight:
             if held is not None:
                 one = held if expert is None else held[expert]
                 own[name] = one if name == "order" else one[..., rows, :]
+        if self.words is not None:
+            own["codes"] = from_words(own["codes"], self.words)
         return dequantize(Pieces(**own), self._form.form, self.sizes)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
@@ -60,7 +68,23 @@ class GroupWeight:
         y = matmul_by_tiles(x, shape, lambda rows: self.dequantized(expert, rows).to(x.dtype))
         return y if bias is None else y + bias
 
-    def kernel_arguments(self) -> dict[str, Tensor]:
+    def kernel_arguments(self) -> dict[str, Any]:
+        if self.words is not None:
+            from nanovllm.kernels.linear.packed import PackedWords
+
+            codes, scale, zero, minimum, _, scale_unit, minimum_unit = self.pieces
+            return {
+                "weight": PackedWords(
+                    f"int{self.words.bits}",
+                    self.words.distance,
+                    codes.view(torch.int32),
+                    scale,
+                    zero=zero,
+                    minimum=minimum,
+                    scale_unit=scale_unit,
+                    minimum_unit=minimum_unit,
+                )
+            }
         named = zip(("weight", *Pieces._fields[1:]), self.pieces, strict=True)
         return {name: tensor for name, tensor in named if tensor is not None}
 

@@ -1,4 +1,4 @@
-"""Packed weights on a GPU, without kernels of their own: the tokens of the dense model, in graphs and one by one."""
+"""Packed weights on a GPU: the tokens of the dense model, in graphs and one by one."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,15 @@ def test_a_packed_gguf_file(tmp_path: Path) -> None:
     assert [o["token_ids"] for o in found[0]] == [o["token_ids"] for o in found[1]]
 
 
+def test_deterministic(tmp_path: Path) -> None:
+    files = write("awq", tmp_path)
+    with open_llm(files.packed, device="cuda", deterministic=True, dtype="bfloat16") as llm:
+        together = llm.generate(PROMPTS, greedy_params(10), use_tqdm=False)
+        alone = [llm.generate([prompt], greedy_params(10), use_tqdm=False)[0] for prompt in PROMPTS]
+    assert [o["token_ids"] for o in together] == [o["token_ids"] for o in alone]
+
+
 def test_deterministic_is_refused(tmp_path: Path) -> None:
-    files = write("fp8 rows", tmp_path)
-    with pytest.raises(ConfigError, match="deterministic=True: no deterministic kernel computes fp8 weights yet"):
-        open_llm(files.packed, device="cuda", deterministic=True)
+    files = write("gptq ordered", tmp_path)
+    with pytest.raises(ConfigError, match="deterministic=True: no deterministic kernel computes int4_groups weights"):
+        open_llm(files.packed, device="cuda", deterministic=True, dtype="bfloat16")

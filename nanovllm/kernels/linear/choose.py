@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.run import runner
-from nanovllm.kernels.select import LinearCase, LinearKernel, select_linear
+from nanovllm.kernels.select import PACKED, LinearCase, LinearKernel, select_linear
 
 
 class PackedWeight(Protocol):
@@ -38,6 +39,8 @@ def choose_kernel(
     pdl: bool,
 ) -> Chosen | None:
     """None if the plain product on torch is to be used. See `LinearCase` for the arguments."""
+    words = weight.kernel_arguments()["weight"] if weight.format_name in PACKED else None
+    packed = words if isinstance(words, PackedWords) else None
     kernel = select_linear(
         LinearCase(
             format=weight.format_name,
@@ -52,6 +55,8 @@ def choose_kernel(
             whole=whole,
             deterministic=deterministic,
             gluon=gluon,
+            distance=0 if packed is None else packed.distance,
+            rounds_inputs=packed is not None and packed.rounds_inputs,
         )
     )
     if kernel is None:

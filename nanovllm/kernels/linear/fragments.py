@@ -57,11 +57,16 @@ def word(low, high):
 @triton.jit
 def operand(x, ITEM: tl.constexpr, DOT_TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Reshape a loaded tile to [warp, row, column], with columns in the order that the mma instruction expects."""
+    low, high = halves(x, ITEM, INTERPRETED)
+    return in_mma_order(tl.join(low, high).to(DOT_TYPE))
+
+
+@triton.jit
+def in_mma_order(x):
+    """`operand` of a tile whose words have been split into items, a last axis of two."""
     WARPS: tl.constexpr = x.shape[2]
     EIGHTS: tl.constexpr = x.shape[3]
     CHUNKS: tl.constexpr = x.shape[4]
-    low, high = halves(x, ITEM, INTERPRETED)
-    x = tl.join(low, high).to(DOT_TYPE)
     x = tl.reshape(x, (4, 8, WARPS, EIGHTS, CHUNKS, 2, 4))  # lane, row, warp, eight, chunk, half, item
     return tl.reshape(tl.permute(x, (2, 3, 1, 4, 5, 0, 6)), (WARPS, EIGHTS * 8, CHUNKS * 32))
 

@@ -22,6 +22,12 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
         return partial(_cublas, weight["weight"], bias)
     if name == "dequantized":
         return partial(_dequantized, **weight, bias=bias)
+    if name == "packed_deterministic":
+        from nanovllm.kernels.linear.packed_tiled import packed_deterministic
+
+        return partial(packed_deterministic, **weight, bias=bias)
+    if name == "packed_dequantized":
+        return partial(_packed_dequantized, **weight, bias=bias, pdl=pdl)
     if name == "deterministic":
         from nanovllm.kernels.linear.matmul import matmul
 
@@ -34,13 +40,16 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
 
 
 def _launcher(name: str) -> Callable[..., Tensor]:
-    from nanovllm.kernels.linear import few_rows, one_row, tiled
+    from nanovllm.kernels.linear import few_rows, one_row, packed_rows, packed_tiled, tiled
 
     launchers: dict[str, Callable[..., Tensor]] = {
         "one_row": one_row.one_row_linear,
         "few_rows": few_rows.few_rows_linear,
         "tiled": tiled.tiled_linear,
         "split_k": tiled.split_k_linear,
+        "packed_rows": packed_rows.packed_rows_linear,
+        "packed_tiled": packed_tiled.packed_tiled_linear,
+        "packed_split_k": packed_tiled.packed_split_k_linear,
     }
     return launchers[name]
 
@@ -63,3 +72,9 @@ def _dequantized(x: Tensor, *, weight: Tensor, scale: Tensor, bias: Tensor | Non
     from nanovllm.kernels.linear.dequantize import dequantize
 
     return F.linear(x, dequantize(weight, scale, x.dtype), bias)
+
+
+def _packed_dequantized(x: Tensor, *, weight: Any, bias: Tensor | None, pdl: bool) -> Tensor:
+    from nanovllm.kernels.linear.packed_dequantize import packed_dequantize
+
+    return F.linear(x, packed_dequantize(weight, x.dtype, pdl=pdl), bias)

@@ -1,0 +1,100 @@
+"""Packed weights in the order of words: the same numbers as in the order of columns, and what kernels make of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint.packed import words
+from nanovllm.checkpoint.packed.groups import pack_nibbles
+from nanovllm.checkpoint.packed.tensor import InMemory
+from nanovllm.checkpoint.packed.words import DISTANCES, WordOrder, from_words, to_words
+from nanovllm.errors import ConfigError
+from nanovllm.kernels.linear.choose import choose_kernel
+from nanovllm.kernels.linear.packed import dequantize_reference
+from nanovllm.weights import fp4, fp8, groups
+from nanovllm.weights.format import StoredWeight, WeightFormat
+from nanovllm.weights.forms import Fp4Form, Fp8Form, GroupForm
+
+N, K = 48, 256
+FORMATS: dict[str, WeightFormat] = {
+    "int4": groups.GroupFormat(GroupForm(4, 128, zero=True), columns=K),
+    "int8": groups.GroupFormat(GroupForm(8, 32), columns=K),
+    "fp8 rows": fp8.Fp8Format(Fp8Form(rounds_inputs=False)),
+    "fp8 blocks": fp8.Fp8Format(Fp8Form((16, 128), rounds_inputs=False), starts=(16, 128)),
+    "mxfp4": fp4.Fp4Format(Fp4Form(32), start=0, quantizes=True),
+    "nvfp4": fp4.Fp4Format(Fp4Form(16, has_unit=True), start=0, quantizes=True),
+}
+KERNELS = {1: "packed_rows", 20: "packed_tiled", 300: "packed_dequantized"}
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_order(bits: int, distance: int) -> None:
+    """Each number is where the kernels look for it."""
+    order = WordOrder(bits, distance)
+    columns = torch.randint(0, 1 << bits, (3, 2 * order.span), dtype=torch.uint8)
+    codes = pack_nibbles(columns) if bits == 4 else columns
+    found = to_words(codes, order)
+    assert torch.equal(from_words(found, order), codes)
+    packed = found.view(torch.int32)
+    for span, pair, word in torch.cartesian_prod(*map(torch.arange, (2, order.num_pairs, distance // 2))).tolist():
+        value, column = packed[:, span * distance // 2 + word], span * order.span + pair * distance + 2 * word
+        for i in (0, 1):
+            assert torch.equal((value >> (16 * i + bits * pair)) & ((1 << bits) - 1), columns[:, column + i].int())
+
+
+@pytest.fixture
+def in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights have the order of words on a CPU too."""
+    for module in (groups, fp8, fp4):
+        monkeypatch.setattr(module, "words_on", lambda device, *sizes: words.word_order(*sizes))
+
+
+def loaded(form: WeightFormat, dense: Tensor, dtype: torch.dtype = torch.float16) -> StoredWeight:
+    weight = form.empty(tuple(dense.shape), dtype=dtype, device=torch.device("cpu"))
+    for expert, rows in enumerate(dense if dense.dim() == 3 else [dense]):
+        index: Any = (slice(0, dense.shape[-2]),)
+        weight.load((expert, *index) if dense.dim() == 3 else index, InMemory(rows), ())
+    return weight
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_same_numbers(case: str, request: pytest.FixtureRequest) -> None:
+    for shape in ((N, K), (2, N, K)):
+        dense = torch.randn(shape)
+        plain = loaded(FORMATS[case], dense)
+        request.getfixturevalue("in_words")
+        weight = loaded(FORMATS[case], dense)
+        assert torch.equal(weight.dequantized(), plain.dequantized())
+        assert torch.equal(dequantize_reference(weight.kernel_arguments()["weight"]), plain.dequantized())
+
+
+@pytest.mark.usefixtures("in_words")
+@pytest.mark.parametrize("case", FORMATS)
+def test_chosen_kernels(case: str) -> None:
+    torch.manual_seed(0)
+    weight, bias = loaded(FORMATS[case], torch.randn(N, K)), torch.randn(N).half()
+    for rows, name in KERNELS.items():
+        x = torch.randn(rows, K).half()
+        options: dict[str, Any] = dict(gated=False, added=False, whole=True, gluon=False, pdl=False)
+        chosen = choose_kernel(weight, bias, rows=rows, dtype=x.dtype, deterministic=False, **options)
+        assert chosen is not None
+        assert chosen.kernel.name == ("packed_tiled" if case == "nvfp4" and rows == 1 else name)
+        expected = weight.matmul(x, bias)
+        for run in (chosen, choose_kernel(weight, bias, rows=rows, dtype=x.dtype, deterministic=True, **options)):
+            assert run is not None
+            if rows < 300 or run is chosen:
+                error = (run.run(x).float() - expected.float()).abs().max() / expected.float().abs().max()
+                assert error < 4e-3
+
+
+@pytest.mark.usefixtures("in_words")
+def test_other_cases_have_no_kernel() -> None:
+    ordered = groups.GroupFormat(GroupForm(4, 128, ordered=True), columns=K)
+    weight = ordered.empty((N, K), dtype=torch.float16, device=torch.device("cpu"))
+    options: dict[str, Any] = dict(rows=1, gated=False, added=False, whole=True, gluon=False, pdl=False)
+    assert choose_kernel(weight, None, dtype=torch.float16, deterministic=False, **options) is None
+    with pytest.raises(ConfigError, match="no deterministic kernel computes int4_groups"):
+        choose_kernel(weight, None, dtype=torch.float16, deterministic=True, **options)
