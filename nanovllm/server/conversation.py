@@ -1,24 +1,30 @@
 """Prepare a conversation for the engine: prompt tokens, sampling parameters and output parser. All chat APIs use it."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.engine import Engine
 from nanovllm.server.errors import refuse
 from nanovllm.server.parsers import (
+    HARMONY,
+    OPENS_CONTENT,
     THINK_CLOSE,
-    THINK_OPEN,
     ChatParser,
+    HarmonyParser,
     check_parsers,
     check_tools,
     forced_call_schema,
     forces_call,
     make_parser,
+    needs_channel,
+    open_message,
     opens_reasoning,
 )
 from nanovllm.server.parsers.events import Event, ReasoningDelta, ToolCallArguments, ToolCallStart
-from nanovllm.server.prompts import render_chat
+from nanovllm.server.prompts import render_chat, require_tokenizer
 from nanovllm.server.sampling import make_params
 from nanovllm.server.service import Service
 from nanovllm.server.settings import ServerSettings
@@ -27,8 +33,8 @@ from nanovllm.server.truncation import Truncation
 
 # Tag -> parser: the first of these tags in the chat template, or else in the vocabulary, selects the parser, unless an
 # option names one.
-TOOL_PARSER_TOKENS = {"<tool_call>": "hermes", "<|python_tag|>": "llama3_json"}
-REASONING_PARSER_TOKENS = {"</think>": "qwen3"}
+TOOL_PARSER_TOKENS = {"<|channel|>": HARMONY, "<tool_call>": "hermes", "<|python_tag|>": "llama3_json"}
+REASONING_PARSER_TOKENS = {"<|channel|>": HARMONY, "</think>": "qwen3"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +70,15 @@ class OutputParser:
 
     def __init__(
         self,
-        parser: ChatParser | None,
+        parser: ChatParser | HarmonyParser | None,
         *,
         reasoning: bool,
         parallel_calls: bool,
-        tags: tuple[int | None, int | None],  # the token ids of <think> and </think>
+        token_id: Callable[[str], int | None],  # from the text of a token to its id
     ) -> None:
         self._parser = parser
-        self._tags = tags
-        self._counter = None if parser is None else parser.counter(*tags)
+        self._token_id = token_id
+        self._counter = None if parser is None else parser.counter(token_id)
         self._reasoning = reasoning
         self._parallel_calls = parallel_calls
         self._wants_all = reasoning and parallel_calls
@@ -90,7 +96,8 @@ class OutputParser:
     def new_copy(self) -> "OutputParser":
         """A parser in its initial state, for another completion of the request."""
         parser = None if self._parser is None else self._parser.new_copy()
-        return OutputParser(parser, reasoning=self._reasoning, parallel_calls=self._parallel_calls, tags=self._tags)
+        settings = {"reasoning": self._reasoning, "parallel_calls": self._parallel_calls}
+        return OutputParser(parser, token_id=self._token_id, **settings)
 
     def feed(self, text: str, *, finished: bool) -> list[Event]:
         """The events that the next piece of text completes; with `finished`, also those still held back."""
@@ -119,17 +126,23 @@ async def prepare(service: Service, chat: Conversation) -> PreparedChat:
             raise refuse("tool_choice", "a forced call cannot be combined with structured outputs; use one of them")
         constraint = {"json": forced_call_schema(chat.tools, chat.tool_choice)}
     text, token_ids = await render_prompt(service.engine, chat)
+    if constraint and needs_channel(text) and reasoning_parser(service.settings, service.engine) == HARMONY:
+        text += OPENS_CONTENT  # the grammar leaves no room for it
+        token_ids = token_ids + require_tokenizer(service.engine).encode(OPENS_CONTENT, add_special_tokens=False)
     parser = _parser(service, chat, text, constrained=bool(constraint))
     structured = {"structured_outputs": structured_outputs(constraint)} if constraint else {}
+    params = make_params(**chat.sampling, **structured)
+    if isinstance(parser, HarmonyParser):
+        params = replace(params, skip_special_tokens=False)  # its tags are special tokens
     return PreparedChat(
         text,
         token_ids,
-        make_params(**chat.sampling, **structured),
+        params,
         OutputParser(
             parser,
             reasoning=chat.include_reasoning,
             parallel_calls=chat.parallel_tool_calls,
-            tags=(_token_id(service.engine, THINK_OPEN), _token_id(service.engine, THINK_CLOSE)),
+            token_id=partial(_token_id, service.engine),
         ),
     )
 
@@ -149,7 +162,9 @@ async def render_prompt(engine: Engine, chat: Conversation) -> tuple[str, list[i
     )
 
 
-def _parser(service: Service, chat: Conversation, prompt: str, *, constrained: bool) -> ChatParser | None:
+def _parser(
+    service: Service, chat: Conversation, prompt: str, *, constrained: bool
+) -> ChatParser | HarmonyParser | None:
     """The parser for this request; None if all text is content. Text that follows a grammar has no reasoning."""
     settings, engine = service.settings, service.engine
     reasoning = None if constrained else reasoning_parser(settings, engine)
@@ -161,6 +176,7 @@ def _parser(service: Service, chat: Conversation, prompt: str, *, constrained: b
         tool_schemas=chat.tools,
         tool_choice=chat.tool_choice,
         prompt_opens_reasoning=opens_reasoning(prompt),
+        begun=open_message(prompt),
     )
 
 

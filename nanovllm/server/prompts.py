@@ -136,6 +136,8 @@ async def render_chat(
     if len(messages) > engine.max_model_len:
         raise limit.too_long(f"{len(messages)} messages", "messages")
     plain = normalize_messages(messages)
+    if tokenizer.chat_template_has("message.thinking"):
+        plain = [_with_thinking(message) for message in plain]
     size = sum(len(message["content"]) for message in plain)
     limit.check_chars(size, "messages")
     extra = template_kwargs or {}
@@ -189,6 +191,13 @@ def _normalize_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         if name in plain:
             raise refuse("messages", f"{where}.{name} is not supported")
     return plain
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """With the reasoning under gpt-oss' name for it. Its template refuses it beside content in a message with calls."""
+    if "reasoning_content" not in message or (message.get("tool_calls") and message["content"]):
+        return message
+    return {"thinking": message["reasoning_content"], **message}
 
 
 def _normalize_content(content: Any, where: str) -> str:

@@ -13,10 +13,13 @@ from nanovllm.server.parsers.events import (
     collect,
     final_finish_reason,
 )
+from nanovllm.server.parsers.harmony import HARMONY, OPENS_CONTENT, HarmonyParser, needs_channel, open_message
 from nanovllm.server.parsers.reasoning import REASONING_PARSERS, THINK_CLOSE, THINK_OPEN, opens_reasoning
 from nanovllm.server.parsers.tools import TOOL_PARSERS
 
 __all__ = [
+    "HARMONY",
+    "OPENS_CONTENT",
     "THINK_CLOSE",
     "THINK_OPEN",
     "REASONING_PARSERS",
@@ -24,6 +27,7 @@ __all__ = [
     "ChatParser",
     "ContentDelta",
     "Event",
+    "HarmonyParser",
     "ParsedMessage",
     "ReasoningDelta",
     "ToolCall",
@@ -35,6 +39,8 @@ __all__ = [
     "opens_reasoning",
     "final_finish_reason",
     "make_parser",
+    "needs_channel",
+    "open_message",
     "parse_forced_call",
     "forced_call_schema",
     "forces_call",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.server.parsers.choice import ToolChoice, call_format, resolve_choice, tool_names
 from nanovllm.server.parsers.events import ContentDelta, Event, ParsedMessage, ReasoningDelta, collect
-from nanovllm.server.parsers.reasoning import REASONING_PARSERS, ReasoningSplitter, ReasoningTokenCounter
+from nanovllm.server.parsers.harmony import HARMONY, HarmonyParser
+from nanovllm.server.parsers.reasoning import (
+    REASONING_PARSERS,
+    THINK_CLOSE,
+    THINK_OPEN,
+    ReasoningSplitter,
+    ReasoningTokenCounter,
+)
 from nanovllm.server.parsers.tools import FORCED_CALL, CallFormat, CallSplitter
 
 
@@ -46,14 +53,15 @@ class ChatParser:
         """True if all text from here on is content, so that it needs no parsing."""
         return self._calls is None and (self._reasoning is None or self._reasoning.is_over)
 
-    def counter(self, open_id: int | None, close_id: int | None) -> ReasoningTokenCounter | None:
+    def counter(self, token_id: Callable[[str], int | None]) -> ReasoningTokenCounter | None:
         """A counter of the completion's reasoning tokens; None without reasoning or if </think> is not a single token.
 
-        `open_id` and `close_id` are the token ids of <think> and </think>.
+        `token_id`: from the text of a token to its id.
         """
+        close_id = token_id(THINK_CLOSE)
         if not self._has_reasoning or close_id is None:
             return None
-        return ReasoningTokenCounter(open_id, close_id, starts_in_reasoning=self._starts_in_reasoning)
+        return ReasoningTokenCounter(token_id(THINK_OPEN), close_id, starts_in_reasoning=self._starts_in_reasoning)
 
     def parse(self, text: str) -> ParsedMessage:
         """Parse a complete text, independently of what was fed before."""
@@ -76,8 +84,10 @@ def make_parser(
     tool_schemas: Sequence[Mapping[str, Any]],
     tool_choice: ToolChoice,
     prompt_opens_reasoning: bool = False,
-) -> ChatParser:
-    """Make the parser for one request. `reasoning` and `tools` are names of parsers, or None.
+    begun: str = "",
+) -> ChatParser | HarmonyParser:
+    """Make the parser for one request. `reasoning` and `tools` are names of parsers, or None. `begun`: in harmony, the
+    message that the prompt ends within.
 
     A forced call (tool_choice "required" or a named tool) follows the grammar of `forced_call_schema` from its first
     token on, so it has no reasoning and none of the model's tags. Without a tool parser, the calls that the model makes
@@ -87,6 +97,8 @@ def make_parser(
     choice = resolve_choice(tool_schemas, tool_choice)
     if choice == "required" or isinstance(choice, Mapping):
         return _forced_parser(tool_names(tool_schemas if isinstance(choice, str) else [choice]))
+    if reasoning == HARMONY:
+        return HarmonyParser(tool_names(tool_schemas) if choice == "auto" else (), begun=begun)
     return ChatParser(
         has_reasoning=reasoning is not None,
         starts_in_reasoning=reasoning is not None and (prompt_opens_reasoning or REASONING_PARSERS[reasoning]),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
+from nanovllm.server.parsers.harmony import HARMONY
 from nanovllm.server.parsers.text import partial_tag_length
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
-# Parser name -> True if completions always begin inside the reasoning, whatever the prompt ends with.
-REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
+# Parser name -> True if completions always begin inside the reasoning, whatever the prompt ends with. harmony.py parses
+# reasoning, content and calls alike.
+REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, HARMONY: False}
 
 
 def opens_reasoning(prompt: str) -> bool:

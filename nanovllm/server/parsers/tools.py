@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from nanovllm.server.parsers.events import ContentDelta, Event, ToolCallArguments, ToolCallStart, new_call_id
+from nanovllm.server.parsers.harmony import HARMONY
 from nanovllm.server.parsers.json_object import WHITESPACE, ObjectScanner, Status
 from nanovllm.server.parsers.text import partial_tag_length
 
@@ -26,12 +27,13 @@ class CallFormat:
     begins_message: bool = False  # the object may also be the beginning of the message, without an opener
 
 
+# A call that is forced by a grammar: the object and nothing else.
+FORCED_CALL = CallFormat("arguments", begins_message=True)
 TOOL_PARSERS = {
+    HARMONY: FORCED_CALL,  # where a grammar leaves no room for channels; harmony.py parses all other completions
     "hermes": CallFormat("arguments", opener="<tool_call>", closer="</tool_call>"),
     "llama3_json": CallFormat("parameters", opener="<|python_tag|>", separator=";", begins_message=True),
 }
-# A call that is forced by a grammar: the object and nothing else.
-FORCED_CALL = CallFormat("arguments", begins_message=True)
 
 
 class _Stage(Enum):

@@ -99,5 +99,5 @@ def test_prompt_that_opens_the_reasoning(prompt: str, inside: bool) -> None:
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'r1'.*deepseek_r1, qwen3"):
+    with pytest.raises(ConfigError, match=r"'r1'.*deepseek_r1, harmony, qwen3"):
         parser("r1")
