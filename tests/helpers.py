@@ -190,7 +190,9 @@ EVEN_FAMILIES = {
     "gpt-oss-even": replace(FAMILIES["gpt-oss"], heads=(4, 2)),
     "granite-even": replace(FAMILIES["granite"], heads=(4, 2)),
     "ministral3-even": replace(FAMILIES["ministral3"], heads=(4, 2)),
-    "gemma3-even": replace(FAMILIES["gemma3"], heads=(4, 2), sharded=True),
+    "gemma3-even": replace(  # which GGUF files can describe
+        FAMILIES["gemma3"], settings=FAMILIES["gemma3"].settings | {"query_pre_attn_scalar": 16}, heads=(4, 2)
+    ),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),

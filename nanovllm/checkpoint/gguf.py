@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from nanovllm.checkpoint.packed.groups import Pieces
     from nanovllm.weights.forms import GroupForm
 
+_GEMMA3_27B_LAYERS = 62
 _MAX_SIZE = 1 << 31  # exclusive upper bound of every integer in the config
 
 _FAMILIES = {  # general.architecture: (HF class, HF model_type)
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -49,6 +51,11 @@ _LAYER_NAMES = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+}
+_GEMMA3_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _TENSOR_NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?([a-z_]+)\.(weight|bias)")
 
@@ -114,6 +121,8 @@ class GGUFFile:
                 "model_type": "mistral",
                 "sliding_window": self._count("attention.sliding_window"),
             }
+        if architecture == "gemma3":
+            config |= self._gemma3_config(config)
         return config | self._moe_config(architecture)
 
     def generation_config(self) -> dict[str, Any]:
@@ -125,17 +134,22 @@ class GGUFFile:
         }
 
     def stored_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Stored]]:
-        """Yield (HF name, stored tensor) in file order. A stored tensor is read as `dtype`, while the file is open.
+        """Yield (HF name, stored tensor) in file order. A stored tensor is read while the file is open, as `dtype`; a
+        vector of float32 is read as it is.
 
         The experts of a layer are stacked: `mlp.experts.{gate,up,down}_proj.weight` is [experts, out, in].
         """
+        import torch
+
         weights = [info for info in self.tensors.values() if info.name != _ROPE_FACTORS]
         named = [(self._hf_name(info.name), info) for info in sorted(weights, key=lambda info: info.offset)]
         rotary_heads = self._permuted_heads()
         for hf_name, info in named:
             heads = rotary_heads.get(info.name.split(".")[-2], 0)
             blocks = partial(self._blocks, info, heads)
-            yield hf_name, _GGUFTensor(info.shape, partial(self._load, info, dtype, heads), info.type_name, blocks)
+            exact = len(info.shape) == 1 and info.type_name == "F32"  # a norm may be kept in float32
+            load = partial(self._load, info, torch.float32 if exact else dtype, heads)
+            yield hf_name, _GGUFTensor(info.shape, load, info.type_name, blocks)
 
     def tensor_types(self) -> Iterator[tuple[str, str]]:
         """Yield (HF name, type) of every weight."""
@@ -257,10 +271,25 @@ class GGUFFile:
             "mlp_only_layers": [],
         }
 
+    def _gemma3_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What the metadata does not state is as in llama.cpp: with 62 layers, queries have another scale."""
+        width = config["hidden_size"] // config["num_attention_heads"]
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": width if config["num_hidden_layers"] == _GEMMA3_27B_LAYERS else config["head_dim"],
+            "sliding_window": self._count("attention.sliding_window"),
+            "sliding_window_pattern": self._count("attention.sliding_window_pattern", default=6),
+            "rope_local_base_freq": self._real("rope.freq_base_swa", default=10_000.0),
+            "attn_logit_softcapping": self._get("attn_logit_softcapping"),
+            "final_logit_softcapping": self._get("final_logit_softcapping") or None,
+            "norm_offset": 0.0,  # the file has 1 + w
+        }
+
     def _hf_name(self, name: str) -> str:
         match = _TENSOR_NAME.fullmatch(name)
         layer, part, suffix = match.groups() if match else (None, "", "")
-        hf_part = (_TOP_NAMES if layer is None else _LAYER_NAMES).get(part)
+        layer_names = _GEMMA3_NAMES if self._architecture() == "gemma3" else _LAYER_NAMES
+        hf_part = (_TOP_NAMES if layer is None else layer_names).get(part)
         if hf_part is None:
             raise self._refuse(f"tensor {short(name)} is not a known weight of a {self._architecture()} model")
         return f"{hf_part}.{suffix}" if layer is None else f"model.layers.{layer}.{hf_part}.{suffix}"

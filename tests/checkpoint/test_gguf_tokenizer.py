@@ -204,6 +204,18 @@ def test_sentencepiece_around_special_tokens() -> None:
     assert bare.decode(bare.encode(" ab").ids) == " ab"
 
 
+def test_sentencepiece_with_tokens_of_white_space() -> None:
+    """Gemma's: runs of spaces and of newlines are tokens that are matched before anything is merged."""
+    metadata = sentencepiece_metadata(add_space_prefix=False)
+    added = {"tokens": ["  ", "   ", "\n\n"], "token_type": [4, 4, 4], "scores": [0.0, 0.0, 0.0]}
+    for key, values in added.items():
+        metadata[f"tokenizer.ggml.{key}"] = metadata[f"tokenizer.ggml.{key}"] + values
+    tokenizer = build_tokenizer(metadata)
+    encoded = tokenizer.encode("ab   ab\n\nc\na  c d")
+    assert encoded.tokens == ["ab", "   ", "ab", "\n\n", "c", "\n", "a", "  ", "c", "▁", "<0x64>"]
+    assert tokenizer.decode(encoded.ids) == "ab   ab\n\nc\na  c d"
+
+
 def test_roles_of_tokens(trained: str) -> None:
     assert special_tokens(sentencepiece_metadata()) == {
         "bos_token": "<s>",

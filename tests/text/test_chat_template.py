@@ -65,6 +65,43 @@ def test_rendering_equals_transformers(pair, chat, tools, add_generation_prompt,
     assert ours.encode_chat(chat, **options) == ids
 
 
+# The manner of Gemma's: the system message goes into the first turn, turns must alternate, content may be a list.
+FOLDED_SYSTEM = """{{ bos_token }}
+{%- set first, turns = "", messages -%}
+{%- if messages[0]["role"] == "system" -%}
+    {%- set first = (messages[0]["content"] if messages[0]["content"] is string else messages[0]["content"][0]["text"])
+        + "\n\n" -%}
+    {%- set turns = messages[1:] -%}
+{%- endif -%}
+{%- for turn in turns -%}
+    {%- if (turn["role"] == "user") != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("turns must alternate") }}
+    {%- endif -%}
+    {{ "<turn>" + ("model" if turn["role"] == "assistant" else turn["role"]) + "\n" + (first if loop.first else "") }}
+    {%- if turn["content"] is string -%}
+        {{ turn["content"] | trim }}
+    {%- elif turn["content"] is iterable -%}
+        {%- for part in turn["content"] -%}
+            {{ "<image>" if part["type"] == "image" else part["text"] | trim }}
+        {%- endfor -%}
+    {%- endif -%}
+    {{ "</turn>\n" }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ "<turn>model\n" }}{%- endif -%}"""
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM], [{"role": "system", "content": [{"type": "text", "text": "Be."}]}]])
+def test_a_template_that_folds_the_system_message(folder, system):
+    edit_json(folder / "tokenizer_config.json", chat_template=FOLDED_SYSTEM)
+    ours, theirs = Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(str(folder))
+    parts = {"role": "user", "content": [{"type": "text", "text": " And now? "}]}
+    chat = [*system, USER, {"role": "assistant", "content": " Yes.\n"}, parts]
+    assert ours.render_chat(chat) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(chat).endswith("And now?</turn>\n<turn>model\n")
+    with pytest.raises(RequestError, match="turns must alternate"):
+        ours.render_chat([USER, USER])
+
+
 CONTINUED = ["It is", "It is ", "", " \n It is\n\n", [{"type": "text", "text": "It is "}, {"type": "image"}]]
 MESSAGE_BODIES = {
     "as it is": "{{ text }} </end>",
