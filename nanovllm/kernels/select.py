@@ -24,6 +24,8 @@ MANY_OUTPUTS = 16384  # a vocabulary
 LONGEST_INPUTS = 32768  # of a kernel whose loop over the inputs is unrolled
 
 PACKED = ("int4_groups", "int8_groups", "fp8", "fp8_block", "mxfp4", "nvfp4")
+FP8 = ("fp8", "fp8_block")
+FP8_GROUP = 128  # columns that have one scale, or a multiple of it
 SHORTEST_DISTANCE = 32  # between the pairs of a word, so that those of a thread have one scale
 
 
@@ -44,6 +46,7 @@ class LinearCase:
     deterministic: bool
     gluon: bool  # kernels written in Gluon run on this device
     distance: int = 0  # between the pairs of a packed weight's words; 0 = its words have another order
+    group: int = 0  # its columns that have one scale
     rounds_inputs: bool = False  # a packed weight's product rounds its inputs to fp8
 
 
@@ -101,6 +104,16 @@ def _packed_rows(case: LinearCase) -> bool:
 
 def _packed_tiles(case: LinearCase) -> bool:
     return case.half and case.distance > 0
+
+
+def _fp8(case: LinearCase) -> bool:
+    return (
+        case.rounds_inputs
+        and case.distance > 0
+        and case.half
+        and not case.deterministic
+        and case.group % FP8_GROUP == 0
+    )
 
 
 # One row only reads the weight: norm, gate and residual cost nothing within the same kernel. For a few rows the kernels
@@ -170,6 +183,17 @@ LINEAR_KERNELS = (
         compiled_for=(1, 2, 8, FEW_ROWS),
         symbol="_packed_rows_kernel",
     ),
+    LinearKernel(
+        "fp8_split_k",
+        FP8,
+        max_rows=HUNDREDS_OF_ROWS,
+        add=True,
+        splits=True,
+        serves=lambda case: _fp8(case) and _split_k(case),
+        compiled_for=TILE_ROWS,
+        symbol="_fp8_kernel",
+    ),
+    LinearKernel("fp8", FP8, gate=True, serves=_fp8, compiled_for=TILE_ROWS, symbol="_fp8_kernel"),
     LinearKernel(
         "packed_split_k",
         PACKED,

@@ -23,6 +23,7 @@ FORMATS: dict[str, WeightFormat] = {
     "int8": groups.GroupFormat(GroupForm(8, 32), columns=K),
     "fp8 rows": fp8.Fp8Format(Fp8Form(rounds_inputs=False)),
     "fp8 blocks": fp8.Fp8Format(Fp8Form((16, 128), rounds_inputs=False), starts=(16, 128)),
+    "fp8 inputs": fp8.Fp8Format(Fp8Form((16, 128)), starts=(16, 128)),
     "mxfp4": fp4.Fp4Format(Fp4Form(32), start=0, quantizes=True),
     "nvfp4": fp4.Fp4Format(Fp4Form(16, has_unit=True), start=0, quantizes=True),
 }
@@ -81,13 +82,17 @@ def test_chosen_kernels(case: str) -> None:
         options: dict[str, Any] = dict(gated=False, added=False, whole=True, gluon=False, pdl=False)
         chosen = choose_kernel(weight, bias, rows=rows, dtype=x.dtype, deterministic=False, **options)
         assert chosen is not None
-        assert chosen.kernel.name == ("packed_tiled" if case == "nvfp4" and rows == 1 else name)
+        if case == "nvfp4" and rows == 1:
+            name = "packed_tiled"
+        if case == "fp8 inputs" and rows > 1:
+            name = "fp8"
+        assert chosen.kernel.name == name
         expected = weight.matmul(x, bias)
         for run in (chosen, choose_kernel(weight, bias, rows=rows, dtype=x.dtype, deterministic=True, **options)):
             assert run is not None
-            if rows < 300 or run is chosen:
+            if rows < 300 or run is chosen:  # slow in the interpreter
                 error = (run.run(x).float() - expected.float()).abs().max() / expected.float().abs().max()
-                assert error < 4e-3
+                assert error < (0.05 if case == "fp8 inputs" and (name != "fp8" or run is not chosen) else 4e-3)
 
 
 @pytest.mark.usefixtures("in_words")

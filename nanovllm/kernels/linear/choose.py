@@ -56,6 +56,7 @@ def choose_kernel(
             deterministic=deterministic,
             gluon=gluon,
             distance=0 if packed is None else packed.distance,
+            group=0 if packed is None else packed.shape[-1] // packed.scale.shape[-1],
             rounds_inputs=packed is not None and packed.rounds_inputs,
         )
     )

@@ -40,13 +40,15 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
 
 
 def _launcher(name: str) -> Callable[..., Tensor]:
-    from nanovllm.kernels.linear import few_rows, one_row, packed_rows, packed_tiled, tiled
+    from nanovllm.kernels.linear import few_rows, fp8_inputs, one_row, packed_rows, packed_tiled, tiled
 
     launchers: dict[str, Callable[..., Tensor]] = {
         "one_row": one_row.one_row_linear,
         "few_rows": few_rows.few_rows_linear,
         "tiled": tiled.tiled_linear,
         "split_k": tiled.split_k_linear,
+        "fp8": fp8_inputs.fp8_linear,
+        "fp8_split_k": fp8_inputs.fp8_split_k_linear,
         "packed_rows": packed_rows.packed_rows_linear,
         "packed_tiled": packed_tiled.packed_tiled_linear,
         "packed_split_k": packed_tiled.packed_split_k_linear,
