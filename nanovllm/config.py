@@ -239,16 +239,13 @@ class Config:
     def scheduler_config(
         self, *, max_model_len: int, groups: tuple[BlockGroup, ...], keeps_row_state: bool = False
     ) -> SchedulerConfig:
-        """The scheduler's part of the options.
-
-        `keeps_row_state`: a layer keeps state outside of the blocks, so a cached prefix cannot be reused.
-        """
+        """The scheduler's part of the options. `keeps_row_state`: a layer keeps state outside of the blocks."""
         return SchedulerConfig(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             block_size=self.kv_cache_block_size,
             groups=groups,
-            enable_prefix_caching=self.enable_prefix_caching and not keeps_row_state,
+            enable_prefix_caching=self.enable_prefix_caching,
             keeps_row_state=keeps_row_state,
         )

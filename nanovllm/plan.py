@@ -69,6 +69,7 @@ class StepPlan:
     row_steps: tuple[RowStep, ...] = ()
     new_rows: tuple[NewRow, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
+    state_copies: tuple[tuple[int, int, bool], ...] = ()  # before it: row's state to checkpoint, or (True) back
     guided_rows: tuple[int, ...] = ()  # sampled rows limited by a mask; the masks come after the step was launched
 
     @property

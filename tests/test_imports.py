@@ -54,6 +54,7 @@ FOUNDATION = {
 LEAVES = {"utils", "checkpoint.stored", "remote.routing", "remote.transport"}
 # These modules of the engine package import only the foundation and each other.
 CONTROL_PLANE = {
+    "engine.checkpoints",
     "engine.consistency",
     "engine.extras",
     "engine.windows",

@@ -55,7 +55,7 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
             assert (scheduler_of(llm).num_preemptions > 0) == tight
             if not prefix_cache:
                 assert all(output.num_cached_tokens == 0 for output in outputs)
-            if round_ and not tight and not scheduler_of(llm).config.keeps_row_state:
+            if round_ and not tight:
                 assert [o.num_cached_tokens for o in outputs] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
         check_scheduler(scheduler_of(llm))
         assert scheduler_of(llm).block_manager.num_available == scheduler_of(llm).config.num_blocks
@@ -97,10 +97,9 @@ def test_logprobs(family: str, way: str) -> None:
     params = [greedy_params(MAX_TOKENS, logprobs=a, prompt_logprobs=b) for a, b in wishes]
     prompts = [PROMPTS[0], PROMPTS[3], SHARED, PROMPTS[0], PROMPTS[5]]
     with open_llm(family, **WAYS[way]) as llm:
-        llm.generate(PROMPTS[:1], greedy_params(1), use_tqdm=False)  # puts the shared prefix into the cache
+        llm.generate(PROMPTS[3:4], greedy_params(1), use_tqdm=False)  # puts the shared prefix into the cache
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert (scheduler_of(llm).num_preemptions > 0) == ("preempted" in way)
-        has_cache = "preempted" not in way and not scheduler_of(llm).config.keeps_row_state
     for output, (num_top, num_prompt_top) in zip(outputs, wishes, strict=True):
         prompt, completion = output.prompt_token_ids, output.outputs[0]
         assert_greedy(family, prompt, completion.token_ids)
@@ -116,7 +115,7 @@ def test_logprobs(family: str, way: str) -> None:
             assert completion.cumulative_logprob == pytest.approx(total)
         if num_prompt_top is None:
             assert output.prompt_logprobs is None
-            assert output.num_cached_tokens > 0 or prompt[:16] != SHARED[:16] or not has_cache
+            assert output.num_cached_tokens > 0 or prompt[:16] != SHARED[:16] or "preempted" in way
         else:
             assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt)
             assert output.prompt_logprobs[0] is None

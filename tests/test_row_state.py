@@ -117,10 +117,10 @@ def test_tokens_do_not_depend_on_the_batch(model: Path, way: str) -> None:
         with open_model(model) as llm:
             expected += [output["token_ids"] for output in llm.generate([prompt], greedy_params(20), use_tqdm=False)]
     with open_model(model, **WAYS[way]) as llm:
-        for _ in range(2):
+        for round_ in range(2):
             outputs = llm.generate(PROMPTS, greedy_params(20), use_tqdm=False)
             assert [output["token_ids"] for output in outputs] == expected
-            assert all(output.num_cached_tokens == 0 for output in outputs), "a state per row has no prefix cache"
+            assert any(output.num_cached_tokens > 0 for output in outputs) or not round_
         has_blocks = bool(scheduler_of(llm).config.groups)
         assert (scheduler_of(llm).num_preemptions > 0) == ("preempted" in way and has_blocks)
 
@@ -140,9 +140,9 @@ def test_rejected_tokens_leave_no_trace_in_the_state(model: Path, overlap: bool)
             check_scheduler(scheduler_of(llm))
 
 
-def test_the_plan_counts_the_rows(model: Path) -> None:
+def test_the_plan_counts_rows_and_checkpoints(model: Path) -> None:
     options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 7, "kv_cache_memory_bytes": 1 << 20}
     plan = LLM.plan(model, **options)
     num_sums = NUM_LAYERS // 2 if plan.groups else NUM_LAYERS
-    assert plan.row_state_bytes == 8 * num_sums * HIDDEN * 4
+    assert plan.row_state_bytes == (8 + 14) * num_sums * HIDDEN * 4
     assert plan.row_state_bytes <= plan.kv_cache_bytes <= 1 << 20

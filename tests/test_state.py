@@ -14,7 +14,7 @@ def test_layers_of_equal_kind_and_window_are_one_group() -> None:
         StateGroup(True, None, (2,), 8),
         StateGroup(True, 64, (3,), 4),
         StateGroup(True, 16, (1, 5), 16),
-        StateGroup(False, None, (0, 4), 200),
+        StateGroup(False, None, (0, 4), 224),  # 100 bytes each, padded to whole 16
     )
     assert state_groups([row, narrow])[0].bytes_per_block(32) == 256
 

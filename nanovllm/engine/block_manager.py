@@ -31,8 +31,8 @@ class BlockManager:
         self.pools = tuple(BlockPool(group, self.prefixes) for group in groups)
         self._full_pools = [pool for pool in self.pools if pool.group.window is None]
         self._windows = None
-        self.has_windows = len(self._full_pools) < len(self.pools)
-        if self.has_windows:
+        self.extends_chunks = len(self._full_pools) < len(self.pools)  # `extend` is called for each chunk of a prompt
+        if self.extends_chunks:
             from nanovllm.engine.windows import Windows
 
             self._windows = Windows(self.pools, block_size, cache_full_blocks=self.cache_full_blocks)
@@ -134,6 +134,10 @@ class BlockManager:
                 pool.register(node, table.blocks[index])
             seq.prefix = node
             seq.num_cached_blocks = index + 1
+
+    def take_state_copies(self) -> tuple[tuple[int, int, bool], ...]:
+        """The copies of row states to make before the next step, as a plan has them: here there are no such states."""
+        return ()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. Blocks in use stay in use but are no longer findable."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_pool import BlockPool
+from nanovllm.engine.checkpoints import CheckpointedBlocks
 from nanovllm.engine.prefix import PrefixNode, PrefixTable
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -48,7 +49,20 @@ def check_blocks(manager: BlockManager, live: Iterable[Sequence]) -> None:
             assert table.first <= needed, "a block was freed that the next token reads"
             if manager.enable_prefix_caching:
                 assert table.first <= seq.num_cached_blocks, "a block was freed before it could be found"
+    if isinstance(manager, CheckpointedBlocks):
+        check_checkpoints(manager, live)
+        for node in manager.found_by:
+            uses[node] = uses.get(node, 0) + 1
     check_prefixes(manager.prefixes, uses)
+
+
+def check_checkpoints(manager: CheckpointedBlocks, live: list[Sequence]) -> None:
+    """Free + findable = all, and nothing is kept of a sequence that has left."""
+    used = list(manager.found_by.values())
+    assert sorted(used + manager._free) == list(range(len(used) + len(manager._free))), "a checkpoint is lost"
+    assert manager._unshared <= manager.found_by.keys()
+    for kept in (manager._kept, manager._newest, manager._restored):
+        assert kept.keys() <= set(live), "a sequence that has left keeps checkpoints"
 
 
 def check_pool(pool: BlockPool, held: Iterable[list[int]]) -> None:

@@ -47,7 +47,7 @@ class MemoryPlan:
     weight_bytes: int
     kv_bytes_per_token: int  # of all layers
     kv_cache_bytes: int  # blocks and states per row
-    row_state_bytes: int  # the part of it for layers that keep one state per running sequence
+    row_state_bytes: int  # the part of it for layers that keep one state per running sequence, checkpoints included
     num_blocks: int  # of the first group
     block_size: int
     groups: tuple[GroupPlan, ...]
@@ -84,7 +84,8 @@ class MemoryPlan:
         if len(self.groups) > 1 or any(group.window is not None for group in self.groups):
             lines = [f"            {group}" for group in self.groups]
         if self.row_state_bytes:
-            lines.append(f"            {self.row_state_bytes / GIB:.2f} GiB for states per running sequence")
+            size = self.row_state_bytes / GIB
+            lines.append(f"            {size:.2f} GiB for states per running sequence and their checkpoints")
         return lines
 
     def _times(self) -> str:

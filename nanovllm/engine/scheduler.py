@@ -57,6 +57,10 @@ class Scheduler:
         self.config = config
         self.pacer = pacer  # limits the prompt tokens of a step in which sequences decode
         self.proposer = proposer
+        if block_manager is None and config.keeps_row_state and config.enable_prefix_caching:
+            from nanovllm.engine.checkpoints import CheckpointedBlocks
+
+            block_manager = CheckpointedBlocks(config)
         self.block_manager = block_manager or BlockManager(
             groups=config.groups,
             block_size=config.block_size,
@@ -127,7 +131,7 @@ class Scheduler:
             return self._steady.plan
 
         num_preemptions = self.num_preemptions
-        if self.block_manager.has_windows and self.prefilling:  # whose blocks are allocated chunk by chunk
+        if self.block_manager.extends_chunks and self.prefilling:  # whose blocks are allocated chunk by chunk
             at_event += [seq for seq in self.prefilling if not self.block_manager.is_covered(seq)]
             at_event.sort(key=lambda seq: seq.order)
         resting, new_blocks = self._handle_events(at_event)
@@ -163,6 +167,7 @@ class Scheduler:
                 row_steps=tuple([row.step for row in rows]),
                 new_rows=tuple(new_rows),
                 new_blocks=tuple(new_blocks),
+                state_copies=self.block_manager.take_state_copies(),
                 guided_rows=tuple(guided),
             ),
             decodes=decodes,
@@ -170,7 +175,8 @@ class Scheduler:
         )
         self._steady = None
         if not rows and not resting and self.proposer is None:
-            self._steady = ScheduledStep(replace(step.plan, new_blocks=()), decodes) if new_blocks else step
+            repeated = replace(step.plan, new_blocks=(), state_copies=())
+            self._steady = step if repeated == step.plan else ScheduledStep(repeated, decodes)
         self.in_flight.append(step)
         return step.plan
 
@@ -263,7 +269,7 @@ class Scheduler:
         """
         start = seq.num_computed_tokens
         num_new = min(seq.num_tokens - start, budget)
-        if self.block_manager.has_windows:  # else all blocks were allocated when the sequence was admitted
+        if self.block_manager.extends_chunks:  # else all blocks were allocated when the sequence was admitted
             end, blocks = self.block_manager.extend(seq, start + num_new)
             new_blocks += blocks
             num_new = end - start
@@ -271,7 +277,7 @@ class Scheduler:
         is_last = seq.num_computed_tokens == seq.num_tokens
         if is_last:
             self._set_event(seq)
-            if self.block_manager.has_windows:
+            if self.block_manager.extends_chunks:
                 seq.event_at = seq.num_computed_tokens  # the next step frees what has left the windows with this chunk
             self.prefilling.remove(seq)
             insort(self.decoding, seq, key=lambda seq: seq.order)

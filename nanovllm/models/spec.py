@@ -60,7 +60,7 @@ class ModelSpec:
 
     @property
     def keeps_row_state(self) -> bool:
-        """Whether a layer keeps one state per sequence, so that no cached prefix can be continued from."""
+        """Whether a layer keeps one state per sequence."""
         return not all(group.paged for group in self.state_groups())
 
 

@@ -1,6 +1,6 @@
 """How much memory the state of sequences gets: blocks for each paged group, and one state per row."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,10 +8,11 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.models.shard import Shard
-from nanovllm.state import BlockGroup, CacheLayout, PagedState, state_groups
+from nanovllm.state import BlockGroup, CacheLayout, LayerState, PagedState, state_groups
 
 if TYPE_CHECKING:
     from nanovllm.attention.interface import AttentionBackend
+    from nanovllm.runner.row_states import RowStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class CacheSize:
     num_blocks: int  # of the first paged group; the layout says how many the others have
     layout: CacheLayout
     block_bytes: tuple[int, ...]  # of a block of each paged group, on this rank
-    row_bytes: int  # of all rows' states, on this rank
+    row_bytes: int  # of all rows' states and their checkpoints, on this rank
     reason: str  # where the number of blocks comes from, for people
 
     @property
@@ -35,28 +36,26 @@ def size_kv_cache(config: Config, shard: Shard, *, max_model_len: int, dtype: to
     layout = config.cache_layout(windows=shard.model.windows, max_model_len=max_model_len)
     own = state_groups(shard.layer_states(str(dtype).removeprefix("torch.")))
     own_bytes = {group.window: group.bytes_per_block(layout.block_size) for group in own if group.paged}
+    row_bytes = sum(group.num_bytes for group in own if not group.paged)
+    if row_bytes:
+        from nanovllm.row_state import num_states
+
+        row_bytes *= num_states(config)
     return CacheSize(
         num_blocks=config.num_kv_cache_blocks,
         layout=layout,
         block_bytes=tuple(own_bytes.get(window, 0) for window in layout.windows),
-        row_bytes=(config.max_num_seqs + 1) * sum(group.num_bytes for group in own if not group.paged),
+        row_bytes=row_bytes,
         reason=f"num_kv_cache_blocks={config.num_kv_cache_blocks}",
     )
 
 
 def make_states(
-    shard: Shard, backend: "AttentionBackend", num_blocks: Mapping[int | None, int], *, max_num_seqs: int
+    states: Sequence[LayerState],
+    backend: "AttentionBackend",
+    num_blocks: Mapping[int | None, int],  # of each paged group, by its window
+    row_states: "RowStates | None",
 ) -> list[Any]:
-    """What each of the rank's layers keeps: the attention backend's cache, or a tensor [max_num_seqs + 1, *shape].
-
-    `num_blocks`: of each paged group, by its window.
-    """
-    paged = iter(backend.make_cache(num_blocks))
-    states: list[Any] = []
-    for state in shard.layer_states(str(backend.shape.cache_dtype).removeprefix("torch.")):
-        if isinstance(state, PagedState):
-            states.append(next(paged))
-        else:
-            size = (max_num_seqs + 1, *state.shape)
-            states.append(torch.zeros(size, dtype=getattr(torch, state.dtype), device=backend.shape.device))
-    return states
+    """What each of the rank's layers keeps: the attention backend's cache, or a tensor [max_num_seqs + 1, *shape]."""
+    paged, rows = iter(backend.make_cache(num_blocks)), iter(() if row_states is None else row_states.layers)
+    return [next(paged if isinstance(state, PagedState) else rows) for state in states]

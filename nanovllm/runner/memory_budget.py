@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.config import Config
+from nanovllm.distributed.group import Parallel
 from nanovllm.errors import ConfigError
 from nanovllm.models.parameters import widest_activation
 from nanovllm.models.shard import Shard
@@ -42,6 +43,11 @@ def fit(
     """
     budget, reason = _budget(config, shard, device, weight_bytes, activation_bytes, num_ranks)
     layout = size.layout
+    if size.row_bytes:
+        from nanovllm.row_state import num_states
+        from nanovllm.runner.row_states import check_room
+
+        check_room(size.row_bytes // num_states(config), config, num_bytes=budget)
     useful = layout.max_num_seqs * -(-layout.max_model_len // layout.block_size)
     fits = num_blocks_in(budget - size.row_bytes, layout, size.block_bytes)
     num_blocks = useful if fits is None else fits
@@ -54,6 +60,22 @@ def fit(
             f"{reason} leaves less; raise it, or lower kv_cache_block_size, max_num_batched_tokens or the model"
         )
     return replace(size, num_blocks=num_blocks, reason=reason)
+
+
+def fit_all_ranks(
+    size: "CacheSize",
+    config: Config,
+    shard: Shard,
+    device: torch.device,
+    parallel: Parallel,
+    activation_bytes: int,
+) -> "CacheSize":
+    """`fit`, with the same number of blocks on every rank, each for its own heads and layers."""
+    ranks = parallel.rank.world_size
+    size = fit(size, config, shard, device, activation_bytes=activation_bytes, num_ranks=ranks)
+    if parallel.world is None:
+        return size
+    return replace(size, num_blocks=parallel.world.smallest(size.num_blocks, device))
 
 
 def _budget(

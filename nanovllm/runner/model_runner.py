@@ -1,7 +1,6 @@
 """The device side of the engine: builds model, KV cache, request table and sampler, and launches steps."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from nanovllm.weights.formats import weight_formats
 if TYPE_CHECKING:
     from nanovllm.runner.guided_step import GuidedStep
     from nanovllm.runner.prompt_outputs import PromptOutputs
+    from nanovllm.runner.row_states import RowStates
 
 ALL_IN_ONE = Parallel()
 
@@ -39,6 +39,8 @@ class ModelRunner:
     """Implements `Executor` for one rank, on torch alone; with several ranks each has one. `GpuRunner` adds kernels."""
 
     runs_beside_host = False
+    states: list[Any]  # of the layers
+    _row_states: "RowStates | None" = None  # if layers keep such
 
     @torch.inference_mode()
     def __init__(
@@ -62,19 +64,13 @@ class ModelRunner:
         with self.phases.timed("warm_up"):
             activation_bytes = self._activation_bytes()
         with self.phases.timed("kv_cache"):
-            self.states: list[Any] = []  # frees those of the warm-up
+            self.states, self._row_states = [], None  # frees those of the warm-up
             shard, dtype = self.model.shard, self.backend.shape.cache_dtype
             self.cache_size = size_kv_cache(config, shard, max_model_len=max_model_len, dtype=dtype)
             if config.num_kv_cache_blocks == -1:
-                from nanovllm.runner.memory_budget import fit
+                from nanovllm.runner.memory_budget import fit_all_ranks
 
-                num_ranks = parallel.rank.world_size
-                self.cache_size = fit(
-                    self.cache_size, config, shard, device, activation_bytes=activation_bytes, num_ranks=num_ranks
-                )
-            if parallel.world is not None:  # all ranks have the same blocks, each for its own heads and layers
-                fits_everywhere = parallel.world.smallest(self.cache_size.num_blocks, device)
-                self.cache_size = replace(self.cache_size, num_blocks=fits_everywhere)
+                self.cache_size = fit_all_ranks(self.cache_size, config, shard, device, parallel, activation_bytes)
             self.num_blocks = self.cache_size.num_blocks
             self._make_states({group.window: group.num_blocks for group in self.cache_size.groups})
 
@@ -90,6 +86,7 @@ class ModelRunner:
             cache_dtype=resolve_cache_dtype(config.kv_cache_dtype, dtype),
             device=self.device,
         )
+        formats = weight_formats(config.quantization, model_config.packing, dummy=config.load_format == "dummy")
         self._context = BuildContext.on(
             self.device,
             dtype=dtype,
@@ -97,9 +94,7 @@ class ModelRunner:
             ropes=ropes_of(attention),
             group=self._parallel.tensor,
             deterministic=config.deterministic,
-            weight_formats=weight_formats(
-                config.quantization, model_config.packing, dummy=config.load_format == "dummy"
-            ),
+            weight_formats=formats,
         )
         self.model = Decoder(shard, self._context)
 
@@ -119,11 +114,7 @@ class ModelRunner:
             from nanovllm.runner.pipeline_stage import PipelineStage
 
             self._stage = PipelineStage(self.model, context, self._parallel)
-        self._row_states = None
-        if model_config.keeps_row_state:
-            from nanovllm.runner.row_states import RowStateCopies
-
-            self._row_states = RowStateCopies()
+        self._config, self._keeps_row_state = config, model_config.keeps_row_state
         self._prompt_outputs: PromptOutputs | None = None  # made when first needed
         self._sampling = Sampling(self._stage, self.table)
 
@@ -153,27 +144,32 @@ class ModelRunner:
 
     def _make_states(self, num_blocks: dict[int | None, int]) -> list[Any]:
         """Make the states of all layers. `num_blocks`: of each paged group, by its window."""
-        max_num_seqs = self.table.tokens.shape[0] - 1
-        self.states = make_states(self.model.shard, self.backend, num_blocks, max_num_seqs=max_num_seqs)
+        states = self.model.shard.layer_states(str(self.backend.shape.cache_dtype).removeprefix("torch."))
+        if self._keeps_row_state:
+            from nanovllm.runner.row_states import RowStates
+
+            self.states, self._row_states = [], None
+            self._row_states = RowStates(states, self._config, device=self.device)
+        self.states = make_states(states, self.backend, num_blocks, self._row_states)
         return self.states
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "PendingStep | GuidedStep":
         self.table.apply(plan)
+        if self._row_states is not None:
+            self._row_states.apply(plan)
         if plan.new_rows:
             self._sampling.forget()
         return self._run(plan)
 
     def _run(self, plan: StepPlan) -> "PendingStep | GuidedStep":
         positions = plan.sampled_positions()
-        head_size, keeps_row_state = self._head_size(len(positions)), self._row_states is not None
+        head_size, keeps_row_state = self._head_size(len(positions)), self._keeps_row_state
         batch = self.table.send(
             lambda upload: build_batch(
                 plan, self.table, self.backend, upload, head_size=head_size, keeps_row_state=keeps_row_state
             )
         )
-        if self._row_states is not None:
-            self._row_states.apply(plan, self.states)
         x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
         needs_all = any(step.pooling is not None or step.num_prompt_logprobs is not None for step in plan.row_steps)
         hidden = self._stage.forward(x, self.states, batch.step, None if needs_all else batch.logits_rows)
@@ -221,4 +217,4 @@ class ModelRunner:
 
     def close(self) -> None:
         del self._stage, self.model, self.states, self.table, self.backend, self._context, self._sampling
-        self._prompt_outputs = None
+        self._prompt_outputs = self._row_states = None

@@ -268,7 +268,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
     "a resting sequence runs all the same": (Edit(Scheduler, "schedule", "if seq not in resting", "if True"),),
     "the steady plan outlives a sequence": (Edit(Scheduler, "_leave_running", "self._steady = None", "pass"),),
     "new blocks are told again with every steady step": (
-        Edit(Scheduler, "schedule", "if new_blocks else step", "if False else step"),
+        Edit(Scheduler, "schedule", "if repeated == step.plan", "if True"),
     ),
     # several tokens
     "a stop token in the middle is missed": (Edit(Scheduler, "_append", "kept = kept[: index + 1]", "pass"),),
