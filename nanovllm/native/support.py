@@ -1,8 +1,9 @@
 """Which models and options the native step of a CPU computes."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+from nanovllm.attention.select import ropes_of
 from nanovllm.config import Config
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.models.spec import ModelSpec
@@ -18,7 +19,8 @@ KNOWN: dict[type, set[str]] = {
         *("hidden_size", "mixer", "feed_forward", "norm_eps", "mixer_name", "feed_forward_name", "norm_names"),
     },
     AttentionSpec: {
-        *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rope", "scale", "qkv_bias", "o_bias", "qk_norm_eps"),
+        *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rope", "window", "scale"),
+        *("qkv_bias", "o_bias", "qk_norm_eps"),
     },
     RopeSpec: {"theta", "scaling"},
     MlpSpec: {"hidden_size", "intermediate_size", "bias"},
@@ -59,13 +61,18 @@ def _shape_against(model: ModelSpec, max_model_len: int) -> str | None:
     unknown = next((found for part in (model, *parts) if (found := _unknown(part)) is not None), None)
     if unknown is not None:
         return f"{model.architecture}: {unknown} is not implemented in it"
-    rope = getattr(model.layers[0].mixer, "rope", None)
-    if _unknown(rope) is not None:
-        return f"{model.architecture}: {_unknown(rope)} of its rotary positions is not implemented in it"
-    if len({(layer.mixer, layer.feed_forward, layer.norm_eps) for layer in model.layers}) != 1:
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, AttentionSpec)]
+    for rope in ropes_of(mixers):
+        if _unknown(rope) is not None:
+            return f"{model.architecture}: {_unknown(rope)} of its rotary positions is not implemented in it"
+    alike = [replace(mixer, rope=mixers[0].rope, window=None) for mixer in mixers]
+    if (
+        len({(mixer, layer.feed_forward, layer.norm_eps) for mixer, layer in zip(alike, model.layers, strict=True)})
+        != 1
+    ):
         return "its layers differ from one another"
-    mixer, feed_forward = model.layers[0].mixer, model.layers[0].feed_forward
-    assert isinstance(mixer, AttentionSpec) and isinstance(feed_forward, MlpSpec)
+    mixer, feed_forward = mixers[0], model.layers[0].feed_forward
+    assert isinstance(feed_forward, MlpSpec)
     if mixer.head_dim % 16:
         return f"head_dim={mixer.head_dim} is no multiple of 16"
     multiple = 4 if model.packing is None else 32

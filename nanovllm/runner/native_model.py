@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
 from nanovllm.attention.sdpa import zeros
 from nanovllm.checkpoint.stored import Slot
-from nanovllm.layers.spec import AttentionSpec, MlpSpec, Weight, norm_weight
+from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight, norm_weight
 from nanovllm.layers.step import Step
 from nanovllm.models.shard import Shard
 from nanovllm.native.weights import Matrix, NativeWeight, pointer
@@ -24,7 +24,8 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, POINTER) for name in ("input_norm", "ffn_norm", "q_norm", "k_norm", "keys", "values")),
+        *((name, POINTER) for name in ("input_norm", "ffn_norm", "q_norm", "k_norm", "rotary", "keys", "values")),
+        *((name, INT) for name in ("window", "group")),
     )
 
 
@@ -37,13 +38,12 @@ class Model(ctypes.Structure):
         ("embedding", Matrix),
         ("head", Matrix),
         ("last_norm", POINTER),
-        ("rotary", POINTER),
     )
 
 
 class StepArguments(ctypes.Structure):
     _fields_ = (
-        *((name, INT) for name in ("num_tokens", "num_wanted", "table_stride")),
+        *((name, INT) for name in ("num_tokens", "num_wanted", "num_sequences", "table_stride")),
         *((name, POINTER) for name in ("tokens", "positions", "sequences", "tables", "wanted", "hidden", "logits")),
     )
 
@@ -73,8 +73,8 @@ class NativeBackend:
 
     def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
         s = self.shape
-        size = (2, num_blocks[None], s.num_kv_heads, s.block_size, s.head_dim)
-        return [LayerCache(zeros(size, s.cache_dtype, s.device)) for _ in s.windows]
+        sizes = [(2, num_blocks[window], s.num_kv_heads, s.block_size, s.head_dim) for window in s.windows]
+        return [LayerCache(zeros(size, s.cache_dtype, s.device)) for size in sizes]
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> BatchGeometry:
         return geometry
@@ -89,7 +89,7 @@ class NativeModel:
         shard: Shard,  # all of the model
         library: ctypes.CDLL,
         *,
-        rotary: Tensor,  # [max_position, head_dim] float32: cosines, then sines
+        rotary: Mapping[RopeSpec, Tensor],  # [max_position, head_dim] float32: cosines, then sines
         block_size: int,
         num_threads: int,
         packs: bool,  # weights that the file holds packed stay packed
@@ -99,6 +99,7 @@ class NativeModel:
         self._rotary, self._block_size = rotary, block_size
         self._weights: dict[str, NativeWeight] = {}  # by name in checkpoints
         self._layers = (Layer * self.spec.num_layers)()
+        self._windows = list(self.spec.windows)  # of the groups
         self._bound: list[LayerCache] = []  # the caches whose addresses the layers have
         self._computed: tuple[Tensor, Tensor] | None = None  # hidden states and logits of the last step
         self.close: Callable[[], Any] = lambda: None
@@ -147,7 +148,6 @@ class NativeModel:
             embedding=embedding.matrix(),
             head=(embedding if spec.tie_word_embeddings else self._weights["lm_head.weight"]).matrix(),
             last_norm=pointer(self._weights["model.norm.weight"].data),
-            rotary=pointer(self._rotary),
         )
         self._engine = self._library.engine_create(model, self._num_threads)
         if not self._engine:
@@ -157,6 +157,9 @@ class NativeModel:
     def _describe_layer(self, index: int) -> None:
         layer, prefix = self._layers[index], f"model.layers.{index}"
         spec = self.spec.layers[index]
+        assert isinstance(spec.mixer, AttentionSpec)
+        layer.rotary = pointer(self._rotary[spec.mixer.rope])
+        layer.window, layer.group = spec.mixer.window or 0, self._windows.index(spec.mixer.window)
         mixer, feed_forward = f"{prefix}.{spec.mixer_name}", f"{prefix}.{spec.feed_forward_name}"
         modules = {name: f"{mixer}.{name}_proj" for name in ("q", "k", "v", "o")}
         modules |= {name: f"{feed_forward}.{name}_proj" for name in ("gate", "up", "down")}
@@ -190,7 +193,7 @@ class NativeModel:
         tokens = np.ascontiguousarray(x.numpy(), dtype=np.int32)
         positions = np.ascontiguousarray(geometry.positions, dtype=np.int32)
         sequences = np.ascontiguousarray(geometry.token_seqs, dtype=np.int32)
-        tables = np.ascontiguousarray(geometry.block_tables[None], dtype=np.int32)
+        tables = np.stack([geometry.block_tables[window] for window in self._windows]).astype(np.int32)
         if wanted is None:
             kept = np.arange(len(tokens), dtype=np.int32)
         else:
@@ -202,7 +205,8 @@ class NativeModel:
         arguments = StepArguments(
             num_tokens=len(tokens),
             num_wanted=len(kept),
-            table_stride=tables.shape[1],
+            num_sequences=tables.shape[1],
+            table_stride=tables.shape[2],
             tokens=tokens.ctypes.data,
             positions=positions.ctypes.data,
             sequences=sequences.ctypes.data,
@@ -227,17 +231,18 @@ class NativeModel:
         for layer, cache in zip(self._layers, states, strict=True):
             layer.keys, layer.values = pointer(cache.kv[0]), pointer(cache.kv[1])
         self._bound = states
+        self._num_blocks = {layer.group: s.kv.shape[1] for layer, s in zip(self._layers, states, strict=True)}
 
     def _check(
         self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, tables: np.ndarray, kept: np.ndarray
     ) -> None:
         """Every index that C follows. All are the engine's own; one that is wrong must not become a wrong address."""
-        num_blocks = self._bound[0].kv.shape[1]
-        most_positions = min(len(self._rotary), tables.shape[1] * self._block_size)
+        most_positions = min(*map(len, self._rotary.values()), tables.shape[2] * self._block_size)
         check_range("token id", tokens, self.spec.vocab_size)
         check_range("position", positions, most_positions)
-        check_range("sequence", sequences, len(tables))
-        check_range("block", tables, num_blocks)
+        check_range("sequence", sequences, tables.shape[1])
+        for group, num_blocks in self._num_blocks.items():
+            check_range("block", tables[group], num_blocks)
         check_range("wanted token", kept, len(tokens))
         if not len(tokens) == len(positions) == len(sequences) or (np.diff(kept) <= 0).any():
             raise IndexError("the arrays of a step do not fit together")

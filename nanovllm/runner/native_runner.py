@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.attention.backend import CacheShape
 from nanovllm.attention.rotation import rotary_table
+from nanovllm.attention.select import ropes_of
 from nanovllm.config import Config
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.spec import AttentionSpec
@@ -26,14 +27,14 @@ class NativeRunner(ModelRunner):
         super().__init__(*arguments, **settings)
 
     def _build_model(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
-        mixer = model_config.layers[0].mixer
-        assert isinstance(mixer, AttentionSpec)
+        mixers = cast(list[AttentionSpec], [layer.mixer for layer in model_config.layers])
+        mixer = mixers[0]
         shape = CacheShape(
             num_heads=mixer.num_heads,
             num_kv_heads=mixer.num_kv_heads,
             head_dim=mixer.head_dim,
             block_size=config.kv_cache_block_size,
-            windows=(None,) * model_config.num_layers,
+            windows=tuple(each.window for each in mixers),
             dtype=torch.float32,
             cache_dtype=torch.float32,
             device=self.device,
@@ -43,7 +44,10 @@ class NativeRunner(ModelRunner):
         self._native = NativeModel(
             shard_of(model_config, self._parallel.rank),
             self._library,
-            rotary=rotary_table(mixer.rope, head_dim=mixer.head_dim, max_position=max_model_len, device=self.device),
+            rotary={
+                rope: rotary_table(rope, head_dim=mixer.head_dim, max_position=max_model_len, device=self.device)
+                for rope in ropes_of(mixers)
+            },
             block_size=config.kv_cache_block_size,
             num_threads=torch.get_num_threads(),
             packs=keeps_packed(config),

@@ -26,7 +26,10 @@ from tests.weights.test_gguf_groups import LLAMA, VOCAB, write
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no native library on this machine")
 
-SUPPORTED = ["llama", "llama-old-rope3", "llama-dynamic", "llama-bias", "mistral-full", "qwen2", "qwen3"]
+SUPPORTED = [
+    *("llama", "llama-old-rope3", "llama-dynamic", "llama-bias", "mistral", "mistral-full", "qwen2", "qwen2-sliding"),
+    *("qwen2-upper-layers-slide", "qwen3", "smollm3"),
+]
 PROMPTS = [prompt_of(45), prompt_of(1), prompt_of(33), prompt_of(16)]
 PACKED_PROMPTS = [prompt_of(length, vocab_size=VOCAB) for length in (45, 1, 33, 16)]
 TEXT = (
@@ -183,7 +186,7 @@ def test_a_wrong_index_is_an_error(name: str, value: int, error: str) -> None:
     with open_llm("llama", cpu_kernels="native") as llm:
         llm.generate([PROMPTS[1]], greedy_params(1), use_tqdm=False)  # gives the model its cache
         model = executor_of(llm).model
-        arrays = {"tokens": [1, 2], "positions": [0, 1], "sequences": [0, 0], "tables": [[3]], "kept": [0, 1]}
+        arrays = {"tokens": [1, 2], "positions": [0, 1], "sequences": [0, 0], "tables": [[[3]]], "kept": [0, 1]}
         good = {key: np.array(values, dtype=np.int32) for key, values in arrays.items()}
         model._check(**good)
         good[name].flat[-1] = value
@@ -226,11 +229,10 @@ def test_two_engines_at_the_same_time() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("mistral", {}, "window"),
         ("gemma3", {}, "norm_offset"),
         ("qwen3-moe", {}, "MoeSpec"),
         ("granite", {}, "scales"),
-        ("smollm3", {}, "layers differ"),
+        ("olmo3", {}, "PostNormLayerSpec"),
         ("llama", {"quantization": "int8"}, "quantization='int8'"),
         ("llama", {"kv_cache_dtype": "bfloat16"}, "KV cache is float32"),
         ("llama", {"attention_backend": "sdpa"}, "own attention"),

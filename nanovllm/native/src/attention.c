@@ -62,18 +62,21 @@ INLINE void add_part(const float *query, const float *keys, const float *values,
 
 void attend_segment(const Attention *a, int token, int kv_head, int segment) {
     const int heads = a->num_heads / a->num_kv_heads, dim = a->head_dim, size = a->block_size;
-    const int last = a->positions[token] + 1, begin = segment * SEGMENT;
-    const int end = begin + SEGMENT < last ? begin + SEGMENT : last;
+    const int last = a->positions[token] + 1, first = segment * SEGMENT;
+    const int end = first + SEGMENT < last ? first + SEGMENT : last;
+    const int begin = a->window && last - a->window > first ? last - a->window : first;
+    const int32_t *blocks = a->tables[token] + a->table_offset;
     for (int h = 0; h < heads; h++) {
         float *state = partial_of(a, token, segment, kv_head * heads + h);
         memset(state, 0, (size_t)dim * sizeof(float));
         state[dim] = -1e30f;
         state[dim + 1] = 0;
     }
-    for (int position = begin; position < end; position += PART) {
-        const int64_t block = a->tables[token][position / size];
+    for (int position = begin, count; position < end; position += count) {
+        const int64_t block = blocks[position / size];
         const int64_t at = ((block * a->num_kv_heads + kv_head) * size + position % size) * dim;
-        const int count = end - position < PART ? end - position : PART;
+        count = PART - position % PART;
+        if (count > end - position) count = end - position;
         for (int h = 0; h < heads; h++) {
             const int head = kv_head * heads + h;
             const float *query = a->queries + token * a->query_stride + (int64_t)head * dim;

@@ -6,12 +6,14 @@ enum { SEGMENT = 256 }; /* positions that one chunk of work reads: a fixed numbe
 
 typedef struct {
     int num_heads, num_kv_heads, head_dim, block_size;
+    int window;                     /* positions that a token attends to, itself included; 0 = all */
     float scale;
     const float *queries;           /* [token][head][head_dim] */
     int64_t query_stride;           /* floats from one token to the next */
     const float *keys, *values;     /* [block][kv_head][position in the block][head_dim] */
     const int32_t *positions;       /* [token] */
     const int32_t *const *tables;   /* [token]: the blocks of its sequence */
+    int64_t table_offset;           /* from there to the blocks of the layer's group */
     const int32_t *first_segments;  /* [token]: the index in `partial` of its first segment */
     float *partial;                 /* [segment][head][head_dim + 2]: weighted values, the largest score, the sum */
 } Attention;

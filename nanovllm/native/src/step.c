@@ -186,6 +186,7 @@ typedef struct {
     const int32_t *tokens, *positions, *wanted; /* wanted: NULL = all */
     int num_tokens, num_rows, first_wanted;     /* num_rows: those that are wanted */
     Attention attention;
+    int64_t group_stride; /* from the block tables of a group to those of the next */
     int num_segments;
     float *x; /* the residual of these rows */
 } Pass;
@@ -214,10 +215,10 @@ static void rotate_chunk(void *argument, int token) {
     for (int h = 0; h < m->num_heads + m->num_kv_heads; h++) {
         const float *norm = h < m->num_heads ? p->layer->q_norm : p->layer->k_norm;
         if (norm) norm_row(heads + h * dim, norm, dim, m->head_norm_eps, heads + h * dim);
-        rotate(heads + h * dim, m->rotary + (int64_t)position * dim, dim);
+        rotate(heads + h * dim, p->layer->rotary + (int64_t)position * dim, dim);
     }
     const float *key = heads + m->num_heads * dim, *value = key + m->num_kv_heads * dim;
-    const int64_t block = p->attention.tables[token][position / m->block_size];
+    const int64_t block = (p->attention.tables[token] + p->attention.table_offset)[position / m->block_size];
     for (int h = 0; h < m->num_kv_heads; h++) {
         const int64_t at = ((block * m->num_kv_heads + h) * m->block_size + position % m->block_size) * dim;
         memcpy(p->layer->keys + at, key + h * dim, (size_t)dim * sizeof(float));
@@ -264,6 +265,8 @@ static void run_layer(Pass *p) {
     run_product(e, &qkv);
     p->attention.keys = layer->keys;
     p->attention.values = layer->values;
+    p->attention.window = layer->window;
+    p->attention.table_offset = layer->group * p->group_stride;
     pool_run(e->pool, rotate_chunk, p, p->num_tokens);
     if (p->num_rows == 0) return;
     pool_run(e->pool, attend_chunk, p, p->num_segments * m->num_kv_heads);
@@ -334,7 +337,7 @@ void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) 
 
 void engine_step(Engine *e, const Step *step) {
     const Model *m = &e->model;
-    Pass pass = {.e = e};
+    Pass pass = {.e = e, .group_stride = (int64_t)step->num_sequences * step->table_stride};
     int num_done = 0; /* of the wanted tokens */
     for (int first = 0; first < step->num_tokens;) {
         const int count = begin_pass(&pass, step, first);

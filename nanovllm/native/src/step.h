@@ -7,7 +7,9 @@ typedef struct {
     Matrix q, k, v, o, gate, up, down;
     const float *input_norm, *ffn_norm; /* [hidden] */
     const float *q_norm, *k_norm;       /* [head_dim]; NULL = none */
+    const float *rotary;                /* [position][head_dim]: cosines, then sines */
     float *keys, *values;               /* [block][kv_head][position in the block][head_dim] */
+    int32_t window, group;              /* window: 0 = none; group: whose block tables it reads */
 } Layer;
 
 typedef struct {
@@ -16,14 +18,13 @@ typedef struct {
     const Layer *layers;
     Matrix embedding, head;
     const float *last_norm; /* [hidden] */
-    const float *rotary;    /* [position][head_dim]: cosines, then sines */
 } Model;
 
 typedef struct {
-    int32_t num_tokens, num_wanted, table_stride;
+    int32_t num_tokens, num_wanted, num_sequences, table_stride;
     const int32_t *tokens, *positions; /* [num_tokens] */
     const int32_t *sequences;          /* [num_tokens]: the row of `tables` that a token reads */
-    const int32_t *tables;             /* [sequence][table_stride] numbers of blocks */
+    const int32_t *tables;             /* [group][sequence][table_stride] numbers of blocks */
     const int32_t *wanted;             /* [num_wanted] tokens, ascending, whose hidden states are needed */
     float *hidden;                     /* [num_wanted][hidden]: as the last layer leaves them */
     float *logits;                     /* [num_wanted][vocabulary]; NULL = not needed */
