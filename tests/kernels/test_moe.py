@@ -88,7 +88,7 @@ def test_equals_token_by_token(num_tokens: int, top_k: int, num_experts: int, dt
     check(experts_forward(*case), case)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 20, 80])
+@pytest.mark.parametrize("num_tokens", [3, 20])
 def test_biases_and_the_clamped_activation(num_tokens: int) -> None:
     case = make_case(num_tokens, 2, 6, dtype=torch.float32)
     case.experts[0, 1] = -1

@@ -17,16 +17,15 @@ row, table = torch.empty(4, **count), torch.empty(4, 8, **count)
 workspace = DecodeWorkspace(max_batch=4, max_programs=64, heads=64, kv_heads=8, head_dim=64, device="cpu")
 shared = dict(eps=1e-6, cos_sin=torch.empty(99, 64), scale=0.125, sinks=torch.empty(64, **half), out=out, pdl=True)
 new = dict(positions=row, workspace=workspace, q_norm=None, k_norm=None, **shared)
-for window in (None, 128):
-    config = DecodeConfig(64, 32, num_warps=4, num_stages=2, splits=1)
-    decode.paged_decode(qkv, cache, None, rows=row, blocks=table, prefix=None, window=window, config=config, **new)
-    chunks = {f"chunk_{name}": row for name in ("rows", "starts", "first_tokens", "num_new")}
-    chunks |= dict(q_norm=None, tiles=torch.empty(4, 2, **count), blocks=table, num_heads=64, num_kv_heads=8)
-    config = prefill.prefill_config(head_dim=64, group=8, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
-    prefill.paged_prefill(qkv, cache, None, **chunks, window=window, config=config, **shared)
+config = DecodeConfig(64, 32, num_warps=4, num_stages=2, splits=1)
+decode.paged_decode(qkv, cache, None, rows=row, blocks=table, prefix=None, window=128, config=config, **new)
+chunks = {f"chunk_{name}": row for name in ("rows", "starts", "first_tokens", "num_new")}
+chunks |= dict(q_norm=None, tiles=torch.empty(4, 2, **count), blocks=table, num_heads=64, num_kv_heads=8)
+config = prefill.prefill_config(head_dim=64, group=8, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
+prefill.paged_prefill(qkv, cache, None, **chunks, window=128, config=config, **shared)
 small_batch.small_batch_decode(qkv, cache, tables=table, splits=4, **new)
 """
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
-    assert len(compile_for_hopper(COMPILE, tmp_path)) == 2 * 2 + 1
+    assert len(compile_for_hopper(COMPILE, tmp_path)) == 3

@@ -70,9 +70,8 @@ def test_head_dims(head_dim: int, group: int, dtype: torch.dtype) -> None:
     check(Case(lengths=(1, 35, 0, 70), heads=group, head_dim=head_dim, dtype=dtype, splits=2))
 
 
-@pytest.mark.parametrize("group", [2, 5, 8])
-def test_sinks(group: int) -> None:
-    check(Case(lengths=EDGES, heads=2 * group, kv_heads=2, norm=False, sinks=True))
+def test_sinks() -> None:
+    check(Case(lengths=(1, 0, 17, 66), heads=5, norm=False, sinks=True))
 
 
 @pytest.mark.parametrize("block_size", [32, 48, 64])

@@ -119,7 +119,9 @@ def _down_row_kernel(
             inside = (k < end - begin)[None, :]
             hidden = tl.load(hidden_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * scale
             acc += tl.load(weight_ptrs + begin, mask=inside, other=0.0).to(tl.float32) * hidden
-    result = tl.sum(acc, 1) + biases
+    result = tl.sum(acc, 1)
+    if bias_ptr is not None:
+        result += biases
     offsets = token * SIZE_N + n
     if HAS_RESIDUAL:
         result += tl.load(residual_ptr + offsets, mask=n < SIZE_N, other=0.0).to(tl.float32)
