@@ -16,6 +16,7 @@ llm -> engine -> executor -> runner -> models
 remote -> engine
 models -> layers -> attention, weights -> kernels, native
 runner -> checkpoint
+runner -> native.support -> attention
 executor, remote -> remote.transport
 executor, layers -> distributed
 server -> remote
