@@ -5,6 +5,7 @@ from typing import Any
 
 from nanovllm.attention.select import ropes_of
 from nanovllm.config import Config
+from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.models.spec import ModelSpec
 
@@ -24,6 +25,9 @@ KNOWN: dict[type, set[str]] = {
     },
     RopeSpec: {"theta", "scaling"},
     MlpSpec: {"hidden_size", "intermediate_size", "bias"},
+    MoeSpec: {
+        *("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token", "norm_topk_prob", "router_name"),
+    },
 }
 MAX_POSITIONS = 1 << 19  # of a sequence: src/step.c, PASS_SEGMENTS segments
 
@@ -65,18 +69,17 @@ def _shape_against(model: ModelSpec, max_model_len: int) -> str | None:
     for rope in ropes_of(mixers):
         if _unknown(rope) is not None:
             return f"{model.architecture}: {_unknown(rope)} of its rotary positions is not implemented in it"
-    alike = [replace(mixer, rope=mixers[0].rope, window=None) for mixer in mixers]
-    if (
-        len({(mixer, layer.feed_forward, layer.norm_eps) for mixer, layer in zip(alike, model.layers, strict=True)})
-        != 1
-    ):
+    feed_forwards = [layer.feed_forward for layer in model.layers]
+    kinds = {replace(mixer, rope=mixers[0].rope, window=None) for mixer in mixers}
+    experts = {each for each in feed_forwards if isinstance(each, MoeSpec)}
+    if len(kinds) > 1 or len(experts) > 1 or len({layer.norm_eps for layer in model.layers}) > 1:
         return "its layers differ from one another"
-    mixer, feed_forward = mixers[0], model.layers[0].feed_forward
-    assert isinstance(feed_forward, MlpSpec)
+    mixer = mixers[0]
     if mixer.head_dim % 16:
         return f"head_dim={mixer.head_dim} is no multiple of 16"
     multiple = 4 if model.packing is None else 32
-    sizes = (model.hidden_size, feed_forward.intermediate_size, mixer.num_heads * mixer.head_dim)
+    widths = {each.intermediate_size for each in feed_forwards if isinstance(each, MlpSpec | MoeSpec)}
+    sizes = (model.hidden_size, *sorted(widths), mixer.num_heads * mixer.head_dim)
     if any(size % multiple for size in sizes):
         return f"a width of {', '.join(map(str, sizes))} is no multiple of {multiple}"
     return None if max_model_len <= MAX_POSITIONS else f"max_model_len is above {MAX_POSITIONS}"

@@ -3,7 +3,7 @@
 import ctypes
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
 from nanovllm.attention.sdpa import zeros
 from nanovllm.checkpoint.stored import Slot
+from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight, norm_weight
 from nanovllm.layers.step import Step
 from nanovllm.models.shard import Shard
@@ -23,7 +24,8 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 class Layer(ctypes.Structure):
     _fields_ = (
-        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down", "router")),
+        ("experts", POINTER),
         *((name, POINTER) for name in ("input_norm", "ffn_norm", "q_norm", "k_norm", "rotary", "keys", "values")),
         *((name, INT) for name in ("window", "group")),
     )
@@ -32,7 +34,7 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = (
         *((name, INT) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *((name, INT) for name in ("head_dim", "block_size")),
+        *((name, INT) for name in ("head_dim", "block_size", "num_experts", "experts_per_token", "normalize_shares")),
         *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "scale")),
         ("layers", POINTER),
         ("embedding", Matrix),
@@ -99,6 +101,7 @@ class NativeModel:
         self._rotary, self._block_size = rotary, block_size
         self._weights: dict[str, NativeWeight] = {}  # by name in checkpoints
         self._layers = (Layer * self.spec.num_layers)()
+        self._experts: list[ctypes.Array[Matrix]] = []  # of each layer
         self._windows = list(self.spec.windows)  # of the groups
         self._bound: list[LayerCache] = []  # the caches whose addresses the layers have
         self._computed: tuple[Tensor, Tensor] | None = None  # hidden states and logits of the last step
@@ -128,18 +131,23 @@ class NativeModel:
     def finish_loading(self) -> None:
         """Describe the weights to C, and start its threads."""
         spec, first = self.spec, self.spec.layers[0]
-        assert isinstance(first.mixer, AttentionSpec) and isinstance(first.feed_forward, MlpSpec)
+        assert isinstance(first.mixer, AttentionSpec)
+        feed_forwards = cast(list[MlpSpec | MoeSpec], [layer.feed_forward for layer in spec.layers])
+        experts = next((each for each in feed_forwards if isinstance(each, MoeSpec)), None)
         for index in range(spec.num_layers):
             self._describe_layer(index)
         embedding = self._weights["model.embed_tokens.weight"]
         model = Model(
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
-            intermediate=first.feed_forward.intermediate_size,
+            intermediate=max(each.intermediate_size for each in feed_forwards),
             num_heads=first.mixer.num_heads,
             num_kv_heads=first.mixer.num_kv_heads,
             head_dim=first.mixer.head_dim,
             block_size=self._block_size,
+            num_experts=experts.num_experts if experts else 0,
+            experts_per_token=experts.num_experts_per_token if experts else 0,
+            normalize_shares=bool(experts and experts.norm_topk_prob),
             eps=first.norm_eps,
             head_norm_eps=first.mixer.qk_norm_eps or 0.0,
             last_norm_eps=spec.norm_eps,
@@ -162,7 +170,11 @@ class NativeModel:
         layer.window, layer.group = spec.mixer.window or 0, self._windows.index(spec.mixer.window)
         mixer, feed_forward = f"{prefix}.{spec.mixer_name}", f"{prefix}.{spec.feed_forward_name}"
         modules = {name: f"{mixer}.{name}_proj" for name in ("q", "k", "v", "o")}
-        modules |= {name: f"{feed_forward}.{name}_proj" for name in ("gate", "up", "down")}
+        if isinstance(spec.feed_forward, MoeSpec):
+            modules["router"] = f"{feed_forward}.{spec.feed_forward.router_name}"
+            layer.experts = self._describe_experts(f"{feed_forward}.experts", spec.feed_forward.num_experts)
+        else:
+            modules |= {name: f"{feed_forward}.{name}_proj" for name in ("gate", "up", "down")}
         for name, module in modules.items():
             weight = self._weights[f"{module}.weight"]
             setattr(layer, name, weight.matrix(self._weights.get(f"{module}.bias")))
@@ -171,6 +183,13 @@ class NativeModel:
         for name, module in norms.items():
             norm = self._weights.get(f"{module}.weight")
             setattr(layer, name, None if norm is None else pointer(norm.data))
+
+    def _describe_experts(self, prefix: str, num_experts: int) -> int:
+        """The address of their matrices."""
+        names = [f"{prefix}.{n}.{name}_proj.weight" for n in range(num_experts) for name in ("gate", "up", "down")]
+        experts = (Matrix * len(names))(*(self._weights[name].matrix() for name in names))
+        self._experts.append(experts)
+        return ctypes.addressof(experts)
 
     # --- computing ----------------------------------------------------------------------------------------------------
 

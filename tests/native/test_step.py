@@ -22,13 +22,13 @@ from nanovllm.weights.groups import GroupWeight
 from tests.helpers import greedy_params, open_llm, prompt_of
 from tests.native.sanitizers import sanitized_environment
 from tests.native.test_products import rounded
-from tests.weights.test_gguf_groups import LLAMA, VOCAB, write
+from tests.weights.test_gguf_groups import LLAMA, MOE, VOCAB, write
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no native library on this machine")
 
 SUPPORTED = [
     *("llama", "llama-old-rope3", "llama-dynamic", "llama-bias", "mistral", "mistral-full", "qwen2", "qwen2-sliding"),
-    *("qwen2-upper-layers-slide", "qwen3", "smollm3"),
+    *("qwen2-upper-layers-slide", "qwen3", "smollm3", "qwen3-moe", "qwen3-moe-stacked"),
 ]
 PROMPTS = [prompt_of(45), prompt_of(1), prompt_of(33), prompt_of(16)]
 PACKED_PROMPTS = [prompt_of(length, vocab_size=VOCAB) for length in (45, 1, 33, 16)]
@@ -40,11 +40,11 @@ TEXT = (
 SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=3, logprobs=3)
 
 
-@pytest.fixture(scope="module")
-def packed_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of eight types, as in files of type Q4_K_M."""
-    path = tmp_path_factory.mktemp("gguf") / "llama.gguf"
-    write(path, "llama", LLAMA)
+@pytest.fixture(scope="module", params=["llama", "qwen3moe"])
+def packed_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of several types, as in files of type Q4_K_M."""
+    path = tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf"
+    write(path, request.param, LLAMA if request.param == "llama" else MOE)
     return path
 
 
@@ -230,7 +230,7 @@ def test_two_engines_at_the_same_time() -> None:
     ("family", "options", "reason"),
     [
         ("gemma3", {}, "norm_offset"),
-        ("qwen3-moe", {}, "MoeSpec"),
+        ("gpt-oss", {}, "SinkAttentionSpec"),
         ("granite", {}, "scales"),
         ("olmo3", {}, "PostNormLayerSpec"),
         ("llama", {"quantization": "int8"}, "quantization='int8'"),

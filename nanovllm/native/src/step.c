@@ -27,6 +27,12 @@ struct Engine {
     float *qkv;             /* [PASS_ROWS][q | k | v] */
     Rows normed, mixed, activated;
     float *partial;         /* of attention */
+    float *routed, *shares; /* [PASS_ROWS][num_experts] logits of the router, and [PASS_ROWS][experts_per_token] */
+    int32_t *chosen;        /* [PASS_ROWS][experts_per_token] */
+    Rows gathered;          /* the inputs of one expert */
+    float *expert_output;   /* [PASS_ROWS][hidden] */
+    int32_t expert_rows[PASS_ROWS];
+    float expert_shares[PASS_ROWS];
     int32_t first_segments[PASS_ROWS];
     int32_t segment_tokens[PASS_SEGMENTS + 1];
     const int32_t *tables[PASS_ROWS];
@@ -57,11 +63,27 @@ void engine_destroy(Engine *e) {
     free_rows(&e->normed);
     free_rows(&e->mixed);
     free_rows(&e->activated);
+    free_rows(&e->gathered);
+    free(e->routed);
+    free(e->shares);
+    free(e->chosen);
+    free(e->expert_output);
     free(e->residual);
     free(e->last);
     free(e->qkv);
     free(e->partial);
     free(e);
+}
+
+/* The memory of a mixture of experts. */
+static int make_experts(Engine *e) {
+    const Model *m = &e->model;
+    if (m->num_experts == 0) return 1;
+    e->routed = malloc(PASS_ROWS * m->num_experts * sizeof(float));
+    e->shares = malloc(PASS_ROWS * m->experts_per_token * sizeof(float));
+    e->chosen = malloc(PASS_ROWS * m->experts_per_token * sizeof(int32_t));
+    e->expert_output = malloc(PASS_ROWS * m->hidden * sizeof(float));
+    return make_rows(&e->gathered, m->hidden) && e->routed && e->shares && e->chosen && e->expert_output;
 }
 
 Engine *engine_create(const Model *model, int num_threads) {
@@ -76,7 +98,7 @@ Engine *engine_create(const Model *model, int num_threads) {
     e->qkv = malloc(PASS_ROWS * qkv_size(m) * sizeof(float));
     e->partial = malloc(PASS_SEGMENTS * (int64_t)m->num_heads * (m->head_dim + 2) * sizeof(float));
     int made = make_rows(&e->normed, m->hidden) & make_rows(&e->mixed, mixed);
-    made &= make_rows(&e->activated, m->intermediate);
+    made &= make_rows(&e->activated, m->intermediate) & make_experts(e);
     e->pool = pool_create(num_threads);
     if (made && e->residual && e->last && e->qkv && e->partial && e->pool) return e;
     engine_destroy(e);
@@ -188,6 +210,7 @@ typedef struct {
     Attention attention;
     int64_t group_stride; /* from the block tables of a group to those of the next */
     int num_segments;
+    int width; /* of the activated rows */
     float *x; /* the residual of these rows */
 } Pass;
 
@@ -244,12 +267,102 @@ static void merge_chunk(void *argument, int row) {
 
 static void round_activated(void *argument, int row) {
     const Pass *p = argument;
-    round_inputs(&p->e->activated, row, p->e->model.intermediate);
+    round_inputs(&p->e->activated, row, p->width);
 }
 
 static void norm_rows(const Engine *e, const float *x, int rows, const float *weight, float eps, int rounds) {
     Norm norm = {x, weight, e->model.hidden, rounds, eps, e->normed};
     pool_run(e->pool, norm_chunk, &norm, rows);
+}
+
+/* down(silu(gate(x)) * up(x)), into `out`, with mode STORE or ADD. `weights`: gate, up, down. */
+static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *inputs, int rows, float *out, int mode) {
+    Engine *e = p->e;
+    const int hidden = e->model.hidden, width = p->width = weights[2]->columns;
+    Product gate = {{weights[0], weights[1]}, {e->activated.x}, width, 2, GATE, 0, inputs_of(inputs, rows, hidden)};
+    run_product(e, &gate);
+    if (is_packed(weights[2])) pool_run(e->pool, round_activated, p, rows);
+    Product down = {{weights[2]}, {out}, hidden, 1, mode, 0, inputs_of(&e->activated, rows, width)};
+    run_product(e, &down);
+}
+
+static void run_mlp(Pass *p) {
+    const Layer *layer = p->layer;
+    const Matrix *const weights[] = {&layer->gate, &layer->up, &layer->down};
+    norm_rows(p->e, p->x, p->num_rows, layer->ffn_norm, p->e->model.eps, is_packed(&layer->gate) || is_packed(&layer->up));
+    gated_product(p, weights, &p->e->normed, p->num_rows, p->x, ADD);
+}
+
+/* --- a mixture of experts ----------------------------------------------------------------------------------------- */
+
+/* The experts of a token: those with the largest probabilities, the first of equal ones. */
+static void route_chunk(void *argument, int row) {
+    const Pass *p = argument;
+    const Model *m = &p->e->model;
+    float *scores = p->e->routed + (int64_t)row * m->num_experts, most = scores[0], total = 0, kept = 0;
+    float *shares = p->e->shares + row * m->experts_per_token;
+    int32_t *chosen = p->e->chosen + row * m->experts_per_token;
+    for (int i = 1; i < m->num_experts; i++) most = fmaxf(most, scores[i]);
+    for (int i = 0; i < m->num_experts; i++) total += scores[i] = expf(scores[i] - most);
+    for (int k = 0; k < m->experts_per_token; k++) {
+        int best = 0;
+        for (int i = 1; i < m->num_experts; i++) best = scores[i] > scores[best] ? i : best;
+        chosen[k] = best;
+        shares[k] = scores[best];
+        kept += scores[best];
+        scores[best] = -1.0f; /* below every probability */
+    }
+    for (int k = 0; k < m->experts_per_token; k++) shares[k] /= m->normalize_shares ? kept : total;
+}
+
+static void gather_chunk(void *argument, int index) {
+    const Pass *p = argument;
+    const Rows *from = &p->e->normed, *to = &p->e->gathered;
+    const int64_t size = p->e->model.hidden, groups = size / GROUP, row = p->e->expert_rows[index];
+    memcpy(to->x + index * size, from->x + row * size, (size_t)size * sizeof(float));
+    memcpy(to->codes + index * size, from->codes + row * size, (size_t)size);
+    memcpy(to->scales + index * groups, from->scales + row * groups, (size_t)groups * sizeof(float));
+    memcpy(to->sums + index * groups, from->sums + row * groups, (size_t)groups * sizeof(float));
+}
+
+static void add_share_chunk(void *argument, int index) {
+    const Pass *p = argument;
+    const int64_t size = p->e->model.hidden;
+    const float *from = p->e->expert_output + index * size;
+    float *to = p->x + p->e->expert_rows[index] * size;
+    const f32x4 share = splat(p->e->expert_shares[index]);
+    for (int i = 0; i < size; i += 4) store(to + i, multiply_add(load(to + i), load(from + i), share));
+}
+
+/* The rows of this pass that chose `expert`; how many. */
+static int rows_of_expert(const Pass *p, int expert) {
+    const int per_token = p->e->model.experts_per_token;
+    int count = 0;
+    for (int i = 0; i < p->num_rows * per_token; i++) {
+        if (p->e->chosen[i] != expert) continue;
+        p->e->expert_rows[count] = i / per_token;
+        p->e->expert_shares[count++] = p->e->shares[i];
+    }
+    return count;
+}
+
+/* One expert after the other, each on all its rows: a row's experts are added in the order of their numbers. */
+static void run_experts(Pass *p) {
+    Engine *e = p->e;
+    const Layer *layer = p->layer;
+    const Model *m = &e->model;
+    norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, 1);
+    Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE, 0, inputs_of(&e->normed, p->num_rows, m->hidden)};
+    run_product(e, &router);
+    pool_run(e->pool, route_chunk, p, p->num_rows);
+    for (int expert = 0; expert < m->num_experts; expert++) {
+        const int count = rows_of_expert(p, expert);
+        if (count == 0) continue;
+        const Matrix *first = layer->experts + 3 * expert, *const weights[] = {first, first + 1, first + 2};
+        pool_run(e->pool, gather_chunk, p, count);
+        gated_product(p, weights, &e->gathered, count, e->expert_output, STORE);
+        pool_run(e->pool, add_share_chunk, p, count);
+    }
 }
 
 static void run_layer(Pass *p) {
@@ -274,13 +387,10 @@ static void run_layer(Pass *p) {
     Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, 0, inputs_of(&e->mixed, p->num_rows, heads)};
     run_product(e, &o);
 
-    norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, is_packed(&layer->gate) || is_packed(&layer->up));
-    Product gate = {{&layer->gate, &layer->up}, {e->activated.x}, m->intermediate, 2, GATE, 0,
-                    inputs_of(&e->normed, p->num_rows, m->hidden)};
-    run_product(e, &gate);
-    if (is_packed(&layer->down)) pool_run(e->pool, round_activated, p, p->num_rows);
-    Product down = {{&layer->down}, {p->x}, m->hidden, 1, ADD, 0, inputs_of(&e->activated, p->num_rows, m->intermediate)};
-    run_product(e, &down);
+    if (layer->experts)
+        run_experts(p);
+    else
+        run_mlp(p);
 }
 
 /* --- a step ------------------------------------------------------------------------------------------------------- */

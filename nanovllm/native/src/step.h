@@ -5,6 +5,8 @@
 
 typedef struct {
     Matrix q, k, v, o, gate, up, down;
+    Matrix router;                      /* of a mixture of experts, which has no gate, up and down of its own */
+    const Matrix *experts;              /* [expert][gate, up, down]; NULL = no mixture */
     const float *input_norm, *ffn_norm; /* [hidden] */
     const float *q_norm, *k_norm;       /* [head_dim]; NULL = none */
     const float *rotary;                /* [position][head_dim]: cosines, then sines */
@@ -13,7 +15,9 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, block_size;
+    int32_t num_layers, hidden, intermediate /* the largest */, num_heads, num_kv_heads, head_dim, block_size;
+    int32_t num_experts, experts_per_token; /* 0 = no mixture of experts */
+    int32_t normalize_shares;               /* whether the shares of a token's experts add up to 1 */
     float eps, head_norm_eps, last_norm_eps, scale;
     const Layer *layers;
     Matrix embedding, head;
