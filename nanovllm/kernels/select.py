@@ -274,4 +274,5 @@ SLOW_TO_COMPILE = (
 
 def linear_symbols() -> list[str]:
     """The names of our linear and expert kernels in a profile."""
-    return sorted({kernel.symbol for kernel in LINEAR_KERNELS if kernel.symbol} | {"_experts_kernel", "_row_kernel"})
+    experts = {"_experts_kernel", "_packed_experts_kernel", "_row_kernel"}
+    return sorted({kernel.symbol for kernel in LINEAR_KERNELS if kernel.symbol} | experts)

@@ -46,6 +46,8 @@ class MoE:
             form = {} if spec.activation is None else asdict(spec.activation)
             self._kernels = partial(experts_forward, deterministic=context.deterministic, pdl=context.pdl, **form)
             self._choose = partial(route, pdl=context.pdl)
+            if self._dequantizes and context.dtype.itemsize == 2:
+                self._dequantizes = not packed_kernels_serve(self.gate_up, self.down)
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
         shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
@@ -132,6 +134,17 @@ def clamped_glu(gate_up: Tensor, form: ClampedGlu) -> Tensor:  # [..., 2 * size]
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
     return gate * torch.sigmoid(form.alpha * gate) * (up + 1)
+
+
+def packed_kernels_serve(*weights: StoredWeight) -> bool:
+    """Whether the kernels for packed experts read these weights."""
+    from nanovllm.kernels.linear.packed import PackedWords
+    from nanovllm.kernels.select import PACKED
+
+    served = (
+        one.format_name in PACKED and isinstance(one.kernel_arguments()["weight"], PackedWords) for one in weights
+    )
+    return all(served)
 
 
 def choose_experts(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class GroupWeight:
         )
         self._form, self._dtype = form, dtype
         zero = self.pieces.zero  # kernels read four at once
-        served = not form.form.ordered and (zero is None or zero.numel() % 4 == 0)
+        served = not form.form.ordered and (zero is None or zero.shape[-2] * zero.shape[-1] % 4 == 0)
         self.words = words_on(device, form.form.bits, shape[-1], self.sizes[0]) if served else None
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:

@@ -13,6 +13,7 @@ from nanovllm.checkpoint.packed.words import DISTANCES, WordOrder, from_words, t
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.linear.choose import choose_kernel
 from nanovllm.kernels.linear.packed import dequantize_reference
+from nanovllm.layers.moe import packed_kernels_serve
 from nanovllm.weights import fp4, fp8, groups
 from nanovllm.weights.format import StoredWeight, WeightFormat
 from nanovllm.weights.forms import Fp4Form, Fp8Form, GroupForm
@@ -101,5 +102,7 @@ def test_other_cases_have_no_kernel() -> None:
     weight = ordered.empty((N, K), dtype=torch.float16, device=torch.device("cpu"))
     options: dict[str, Any] = dict(rows=1, gated=False, added=False, whole=True, gluon=False, pdl=False)
     assert choose_kernel(weight, None, dtype=torch.float16, deterministic=False, **options) is None
+    served = FORMATS["int4"].empty((N, K), dtype=torch.float16, device=torch.device("cpu"))
+    assert packed_kernels_serve(served, served) and not packed_kernels_serve(served, weight)
     with pytest.raises(ConfigError, match="no deterministic kernel computes int4_groups"):
         choose_kernel(weight, None, dtype=torch.float16, deterministic=True, **options)

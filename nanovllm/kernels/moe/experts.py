@@ -8,6 +8,7 @@ token and one of its chosen experts, numbered token * k + choice. For a few toke
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.moe.grouped import grouped_forward
 from nanovllm.kernels.moe.rows import rows_forward
 from nanovllm.kernels.moe.tiles import choose_tiles, row_tiles
@@ -18,8 +19,8 @@ ROW_TOKENS = 4  # up to this many tokens few pairs have the same expert, and gro
 
 def experts_forward(
     x: Tensor,  # [T, H]
-    gate_up: Tensor,  # [E, 2 * I, H], of x's type or int8; the gate rows, then the up rows
-    down: Tensor,  # [E, H, I], of x's type or int8
+    gate_up: Tensor | PackedWords,  # [E, 2 * I, H], of x's type, int8 or packed; the gate rows, then the up rows
+    down: Tensor | PackedWords,  # [E, H, I], as gate_up
     weights: Tensor,  # [T, k], of x's type
     experts: Tensor,  # [T, k]; a choice outside 0..E-1 is skipped
     *,
@@ -39,6 +40,12 @@ def experts_forward(
         out = torch.empty_like(x) if residual is None else residual
     if x.shape[0] == 0:
         return out
+    if isinstance(gate_up, PackedWords) or isinstance(down, PackedWords):
+        from nanovllm.kernels.moe.packed import PackedExperts, packed_experts_forward
+
+        assert isinstance(gate_up, PackedWords) and isinstance(down, PackedWords)
+        packed = PackedExperts(gate_up, down, gate_up_bias, down_bias, alpha, limit)
+        return packed_experts_forward(x, packed, weights, experts, out, residual, deterministic=deterministic, pdl=pdl)
     assert all(t.is_contiguous() for t in (x, gate_up, down, weights, experts, out))
     optional = (residual, gate_up_scale, down_scale, gate_up_bias, down_bias)
     assert all(t is None or t.is_contiguous() for t in optional)

@@ -226,7 +226,7 @@ def grouped_forward(
     pdl: bool,
 ) -> Tensor:
     """Four launches: group, gate_up, down, sum. Arguments as for `experts_forward`; returns `out`."""
-    (num_tokens, hidden_size), (num_experts, _, size) = x.shape, layer.down.shape
+    num_experts, hidden_size, size = layer.down.shape
     top_k, num_pairs = experts.shape[1], experts.numel()
     pairs, block_experts = group(experts, num_experts, block_m=tiles.block_m, pdl=pdl)
     hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
@@ -271,6 +271,20 @@ def grouped_forward(
     first, second = (layer.gate_up_scale, layer.gate_up_bias), (layer.down_scale, layer.down_bias)
     multiply(x, layer.gate_up, *first, hidden, tiles.gate_up, shared=top_k, is_gated=True)
     multiply(hidden, layer.down, *second, y, tiles.down, shared=1, is_gated=False)
+    return sum_choices(y, experts, num_experts, out, residual, pdl=pdl)
+
+
+def sum_choices(
+    y: Tensor,  # [T * k, H]
+    experts: Tensor,  # [T, k]
+    num_experts: int,
+    out: Tensor,  # [T, H]
+    residual: Tensor | None,  # [T, H]
+    *,
+    pdl: bool,
+) -> Tensor:
+    """out = residual + the sum of each token's rows of y. Returns `out`."""
+    num_tokens, hidden_size = out.shape
     block = min(1024, next_power_of_2(hidden_size))
     launch(
         _sum_kernel,
@@ -281,11 +295,12 @@ def grouped_forward(
         out,
         SIZE=hidden_size,
         NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
+        TOP_K=experts.shape[1],
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
+        PDL=pdl,
         num_warps=4,
-        **options,
+        pdl=pdl,
     )
     return out
 

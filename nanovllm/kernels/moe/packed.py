@@ -1,0 +1,196 @@
+"""The experts of any number of tokens with packed weights.
+
+Pairs are grouped by expert as in grouped.py, and the weights are unpacked in registers as in linear/packed_tiled.py.
+Inputs are not rounded, also where the checkpoint says so.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import cdiv, launch
+from nanovllm.kernels.linear.packed import PackedWords, interpreted, scales
+from nanovllm.kernels.linear.packed_tiled import PackedTile, _groups, _num_stages, add_span
+from nanovllm.kernels.moe.activation import gated
+from nanovllm.kernels.moe.grouped import group, sum_choices
+
+
+class PackedExperts(NamedTuple):
+    """The experts of one layer."""
+
+    gate_up: PackedWords  # [E, 2 * I, H]
+    down: PackedWords  # [E, H, I]
+    gate_up_bias: Tensor | None = None  # [E, 2 * I]
+    down_bias: Tensor | None = None  # [E, H]
+    alpha: float = 1.0  # and limit: of the clamped activation
+    limit: float = 0.0  # 0 = silu(gate) * up
+
+
+DETERMINISTIC = PackedTile(64, 64, most_stages=3)
+
+
+def expert_tile(pairs_per_expert: float, *, deterministic: bool) -> PackedTile:
+    """`deterministic` uses the same tile for any number of tokens. Chosen by reasoning, not measured yet."""
+    if deterministic:
+        return DETERMINISTIC
+    if pairs_per_expert <= 8:
+        return PackedTile(16, 64)
+    if pairs_per_expert <= 24:
+        return PackedTile(32, 64)
+    return PackedTile(64, 64) if pairs_per_expert <= 96 else PackedTile(128, 128, num_warps=8, most_stages=4)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _packed_experts_kernel(
+    x,  # [num_pairs / SHARED, K]
+    words,  # [E, rows, K * bits / 32], rows: N, or GATED 2 * N, the gate rows, then the up rows
+    scale,
+    zero,
+    minimum,
+    scale_unit,
+    minimum_unit,
+    bias,  # [E, rows] or None
+    pairs,  # [max_blocks * BLOCK_M]
+    block_experts,  # [max_blocks]
+    routing,  # [num_pairs], the routing weights; not used if GATED
+    out,  # [num_pairs, N]
+    num_pairs,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNITS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SHARED: tl.constexpr,  # number of consecutive pairs that use the same row of x
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = activation(gate(x), up(x)), or routing weight * down(x), with the weights of each pair's expert."""
+    DOT_TYPE: tl.constexpr = tl.float32 if INTERPRETED else x.dtype.element_ty  # the interpreter's dot: no bfloat16
+    SPAN: tl.constexpr = DISTANCE * PAIRS
+    GROUP: tl.constexpr = K // GROUPS
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    TILES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    block = tl.program_id(0) // TILES
+    first_n = tl.program_id(0) % TILES * WIDTH
+    j = tl.arange(0, BLOCK_N)
+    if GATED:  # one thread must hold a gate and its up, which are rows eight apart
+        w_rows = tl.minimum(first_n + j // 16 * 8 + j % 8, N - 1) + j // 8 % 2 * N
+    else:
+        w_rows = tl.minimum(first_n + j, N - 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(block_experts + block).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(pairs + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    valid = pair < num_pairs
+    scale += expert * ((ROWS + SCALE_ROWS - 1) // SCALE_ROWS * GROUPS)
+    if zero is not None:
+        zero += expert * (ROWS * GROUPS)
+    if minimum is not None:
+        minimum += expert * (ROWS * GROUPS)
+    if scale_unit is not None:
+        scale_unit += expert * (ROWS * UNITS)
+    if minimum_unit is not None:
+        minimum_unit += expert * (ROWS * UNITS)
+    w_pointers = words + (expert * ROWS + w_rows)[:, None] * (K // (2 * PAIRS)) + tl.arange(0, DISTANCE // 2)[None, :]
+    x_pointers = x + (pair // SHARED).to(tl.int64)[:, None] * K + tl.arange(0, DISTANCE)[None, :]
+    x_mask = tl.broadcast_to(valid[:, None], (BLOCK_M, DISTANCE))
+    found = _groups(
+        scale, zero, minimum, scale_unit, minimum_unit, w_rows, 0, SPAN, GROUP, KIND, GROUPS, UNITS, SCALE_ROWS
+    )
+    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for span in tl.range(0, K // SPAN, num_stages=STAGES):
+        codes = tl.load(w_pointers + span * (DISTANCE // 2))
+        now = found
+        found = _groups(  # of the next span: they are loaded while this one is multiplied
+            scale, zero, minimum, scale_unit, minimum_unit, w_rows, tl.minimum(span + 1, K // SPAN - 1), SPAN, GROUP,
+            KIND, GROUPS, UNITS, SCALE_ROWS,
+        )  # fmt: skip
+        y = add_span(
+            y, codes, x_pointers + span * SPAN, x_mask, now, KIND, PAIRS, DISTANCE, max(1, SPAN // GROUP), GROUPS == 1,
+            DOT_TYPE, INTERPRETED,
+        )  # fmt: skip
+    if GROUPS == 1:
+        y *= scales(scale, scale_unit, w_rows, 0, None, GROUPS, UNITS, SCALE_ROWS)[:, None]
+    if bias is not None:
+        y += tl.load(bias + expert * ROWS + w_rows).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (WIDTH // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+        y = tl.reshape(gated(gate, up, ALPHA, LIMIT), (WIDTH, BLOCK_M))
+    else:
+        y *= tl.load(routing + pair, mask=valid, other=0.0).to(tl.float32)[None, :]
+    n = first_n + tl.arange(0, WIDTH)
+    offset = pair.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out + offset, y.to(out.dtype.element_ty), mask=valid[None, :] & (n < N)[:, None])
+
+
+def packed_experts_forward(
+    x: Tensor,  # [T, H] bfloat16 or float16
+    layer: PackedExperts,
+    weights: Tensor,  # [T, k]
+    experts: Tensor,  # [T, k]
+    out: Tensor,  # [T, H]
+    residual: Tensor | None,
+    *,
+    deterministic: bool = False,
+    pdl: bool = False,
+    tile: PackedTile | None = None,
+) -> Tensor:
+    """Four launches: group, gate_up, down, sum. Returns `out`."""
+    num_experts, hidden_size, size = layer.down.shape
+    top_k, num_pairs = experts.shape[1], experts.numel()
+    tile = tile or expert_tile(num_pairs / num_experts, deterministic=deterministic)
+    pairs, block_experts = group(experts, num_experts, block_m=tile.block_m, pdl=pdl)
+    hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
+    y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
+    activation: dict[str, Any] = {"ALPHA": layer.alpha, "LIMIT": layer.limit}
+
+    def multiply(
+        x: Tensor, weight: PackedWords, bias: Tensor | None, out: Tensor, *, shared: int, is_gated: bool
+    ) -> None:
+        k, width = x.shape[1], tile.block_n // 2 if is_gated else tile.block_n
+        num_spans = k // (weight.distance * weight.num_pairs)
+        launch(
+            _packed_experts_kernel,
+            (block_experts.numel() * cdiv(out.shape[1], width),),
+            x,
+            *weight.pointers,
+            bias,
+            pairs,
+            block_experts,
+            weights,
+            out,
+            num_pairs,
+            N=out.shape[1],
+            K=k,
+            **weight.constants,
+            SHARED=shared,
+            GATED=is_gated,
+            **activation,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            STAGES=_num_stages(tile, weight, num_spans, x.element_size()),
+            INTERPRETED=interpreted(_packed_experts_kernel),
+            PDL=pdl,
+            num_warps=tile.num_warps,
+            pdl=pdl,
+        )
+
+    multiply(x, layer.gate_up, layer.gate_up_bias, hidden, shared=top_k, is_gated=True)
+    multiply(hidden, layer.down, layer.down_bias, y, shared=1, is_gated=False)
+    return sum_choices(y, experts, num_experts, out, residual, pdl=pdl)
