@@ -39,6 +39,7 @@ FOUNDATION = {
     "value_lists",
     "checkpoint.names",
     "layers.division",
+    "layers.moe_spec",
     "layers.part_spec",
     "layers.rope_spec",
     "layers.spec",
