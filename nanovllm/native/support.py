@@ -34,7 +34,7 @@ MAX_POSITIONS = 1 << 19  # of a sequence: src/step.c, PASS_SEGMENTS segments
 
 def reason_against(config: Config, model: ModelSpec, *, max_model_len: int) -> str | None:
     """Why torch has to compute this model with these options; None if the native step can."""
-    return _option_against(config, model) or _shape_against(model, max_model_len)
+    return _option_against(config, model) or _shape_against(config, model, max_model_len)
 
 
 def keeps_packed(config: Config) -> bool:
@@ -51,16 +51,16 @@ def _option_against(config: Config, model: ModelSpec) -> str | None:
         return f"kv_cache_dtype={config.kv_cache_dtype!r}: its KV cache is float32"
     if config.attention_backend != "auto":
         return f"attention_backend={config.attention_backend!r}: it has its own attention"
-    if config.quantization not in (None, "gguf"):
+    if config.quantization not in (None, "gguf", "int8"):
         return f"quantization={config.quantization!r} is not implemented in it"
-    if config.quantization == "gguf" and not keeps_packed(config):
-        return "dtype='float32' with quantization='gguf': it would round activations to 8 bits"
+    if config.quantization is not None and not keeps_packed(config):
+        return f"dtype='float32' with quantization={config.quantization!r}: it would round activations to 8 bits"
     if model.packing is not None and model.packing.layout != "gguf":
         return f"{model.packing.layout} weights are not implemented in it"
     return None
 
 
-def _shape_against(model: ModelSpec, max_model_len: int) -> str | None:
+def _shape_against(config: Config, model: ModelSpec, max_model_len: int) -> str | None:
     parts = [part for layer in model.layers for part in (layer, layer.mixer, layer.feed_forward)]
     unknown = next((found for part in (model, *parts) if (found := _unknown(part)) is not None), None)
     if unknown is not None:
@@ -77,7 +77,7 @@ def _shape_against(model: ModelSpec, max_model_len: int) -> str | None:
     mixer = mixers[0]
     if mixer.head_dim % 16:
         return f"head_dim={mixer.head_dim} is no multiple of 16"
-    multiple = 4 if model.packing is None else 32
+    multiple = 4 if model.packing is None and config.quantization is None else 32
     widths = {each.intermediate_size for each in feed_forwards if isinstance(each, MlpSpec | MoeSpec)}
     sizes = (model.hidden_size, *sorted(widths), mixer.num_heads * mixer.head_dim)
     if any(size % multiple for size in sizes):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint.stored import Index, Part, Stored
 from nanovllm.weights.forms import GroupForm
+from nanovllm.weights.int8 import quantize_rows
 
 TILE = 4  # rows of a packed weight that are interleaved
 GROUP = 32  # columns that share a scale of the activations
@@ -21,6 +22,7 @@ class Matrix(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
         ("half_scales", ctypes.c_int32),
+        ("row_scales", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("minima", ctypes.c_void_p),
@@ -31,10 +33,14 @@ class Matrix(ctypes.Structure):
 class NativeWeight:
     """One tensor of a checkpoint; implements `Target`. Vectors become float32; dense matrices keep their type."""
 
-    def __init__(self, library: ctypes.CDLL, *, packs: bool) -> None:
-        """`packs`: a matrix that its file holds as integers with scales stays packed; otherwise it is dequantized."""
-        self._library, self._packs = library, packs
+    def __init__(self, library: ctypes.CDLL, *, packs: bool, makes_int8: bool = False) -> None:
+        """`packs`: a matrix that its file holds as integers with scales stays packed; otherwise it is dequantized.
+
+        `makes_int8`: a matrix is rounded to 8 bits with one scale per row.
+        """
+        self._library, self._packs, self._makes_int8 = library, packs, makes_int8
         self._type = 0
+        self._row_scales = False
         self.data = self.scales = torch.empty(0)
         self.minima: Tensor | None = None
         self.shape: tuple[int, ...] = ()
@@ -42,6 +48,9 @@ class NativeWeight:
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
         form = getattr(tensor, "form", None)
         self.shape = tuple(tensor.shape)
+        if self._makes_int8:
+            self._round(tensor.read(part))
+            return
         if self._packs and len(self.shape) == 2 and isinstance(form, GroupForm):
             self._pack(tensor, form)
             return
@@ -49,14 +58,24 @@ class NativeWeight:
         self.data = data if len(self.shape) == 2 and data.dtype in DENSE else data.float()
         self._type = DENSE[self.data.dtype]
 
-    def _pack(self, tensor: Any, form: GroupForm) -> None:
+    def _round(self, weight: Tensor) -> None:
+        codes, scale = quantize_rows(weight)
+        if not torch.isfinite(scale).all():
+            raise ValueError("a row holds NaN or infinity, which 8-bit weights cannot represent")
+        self._store_codes(codes, bits=8)
+        self.scales = in_tiles(scale[:, None])
+        self._type, self._row_scales = INT8, True
+
+    def _store_codes(self, codes: Tensor, bits: int) -> None:
         rows, columns = self.shape
-        sizes = form.sizes_in(columns)
+        codes = codes.contiguous()
+        self.data = torch.empty(-(-rows // TILE) * TILE, codes.shape[1], dtype=torch.uint8)
+        self._library.pack_codes(pointer(codes), rows, columns, bits, pointer(self.data))
+
+    def _pack(self, tensor: Any, form: GroupForm) -> None:
+        sizes = form.sizes_in(self.shape[1])
         pieces = tensor.pieces((), sizes, torch.device("cpu"))
-        codes = pieces.codes.contiguous()
-        tiles = -(-rows // TILE)
-        self.data = torch.empty(tiles * TILE, codes.shape[1], dtype=torch.uint8)
-        self._library.pack_codes(pointer(codes), rows, columns, form.bits, pointer(self.data))
+        self._store_codes(pieces.codes, form.bits)
         scale, minimum = pieces.scale, pieces.minimum
         if form.unit_size:
             per_unit = sizes[1] // sizes[0]
@@ -83,6 +102,7 @@ class NativeWeight:
             rows=rows,
             columns=columns,
             half_scales=self.scales.dtype == torch.float16,
+            row_scales=self._row_scales,
             data=pointer(self.data),
             scales=pointer(self.scales) if self.is_packed else None,
             minima=None if self.minima is None else pointer(self.minima),

@@ -95,9 +95,11 @@ class NativeModel:
         block_size: int,
         num_threads: int,
         packs: bool,  # weights that the file holds packed stay packed
+        makes_int8: bool,  # linears are rounded to 8 bits
     ) -> None:
         self.shard, self.spec = shard, shard.model
-        self._library, self._num_threads, self._packs = declare(library), num_threads, packs
+        self._library, self._num_threads = declare(library), num_threads
+        self._packs, self._makes_int8 = packs, makes_int8
         self._rotary, self._block_size = rotary, block_size
         self._weights: dict[str, NativeWeight] = {}  # by name in checkpoints
         self._layers = (Layer * self.spec.num_layers)()
@@ -114,8 +116,9 @@ class NativeModel:
         found: dict[str, Slot] = {}
         for prefix, weight in self._all_weights():
             for one in weight.parts(0, 1):
-                target = self._weights[prefix + one.name] = NativeWeight(self._library, packs=self._packs)
-                found[prefix + one.name] = Slot(target, one.shape, (((), one.part),), one.order)
+                target = NativeWeight(self._library, packs=self._packs, makes_int8=self._makes_int8 and weight.packable)
+                self._weights[prefix + one.name] = target
+                found[prefix + one.name] = Slot(target, one.shape, (((), one.part),), one.order, weight.offset)
         return found
 
     def _all_weights(self) -> list[tuple[str, Weight]]:

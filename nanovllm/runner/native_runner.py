@@ -50,7 +50,8 @@ class NativeRunner(ModelRunner):
             },
             block_size=config.kv_cache_block_size,
             num_threads=torch.get_num_threads(),
-            packs=keeps_packed(config),
+            packs=keeps_packed(config) and config.quantization != "int8",
+            makes_int8=config.quantization == "int8",
         )
         self.model = cast(Decoder, self._native)  # it has the methods that the runner calls
 

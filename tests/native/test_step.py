@@ -19,6 +19,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.native.build import library
 from nanovllm.runner.native_model import NativeModel
 from nanovllm.weights.groups import GroupWeight
+from nanovllm.weights.int8 import Int8Weight
 from tests.helpers import greedy_params, open_llm, prompt_of
 from tests.native.sanitizers import sanitized_environment
 from tests.native.test_products import rounded
@@ -114,6 +115,25 @@ def test_packed_weights_with_rounded_activations(packed_file: Path, monkeypatch:
         alike = of_pairs(rounding)
     errors = [float(np.median(np.abs(np.array(ours) - np.array(theirs)))) for theirs in (alike, unrounded)]
     assert errors[0] < 1e-3 < 1e-2 < errors[1]
+
+
+def test_int8_made_while_loading(packed_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch computes it if it rounds activations alike."""
+    plain_matmul = Int8Weight.matmul
+
+    def matmul(self: Int8Weight, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
+        return plain_matmul(self, nearest(x), bias, expert)
+
+    found = []
+    with open_packed(packed_file, quantization="int8") as native:
+        found.append(of_pairs(native))
+    with open_packed(packed_file, quantization="int8", cpu_kernels="torch") as exact:
+        found.append(of_pairs(exact))
+    monkeypatch.setattr(Int8Weight, "matmul", matmul)
+    with open_packed(packed_file, quantization="int8", cpu_kernels="torch") as rounding:
+        found.append(of_pairs(rounding))
+    ours, unrounded, alike = map(np.array, found)
+    assert np.median(np.abs(ours - alike)) < 1e-3 < 1e-2 < np.median(np.abs(ours - unrounded))
 
 
 def test_the_default_model(default_model_path: Path) -> None:
@@ -233,7 +253,8 @@ def test_two_engines_at_the_same_time() -> None:
         ("gpt-oss", {}, "SinkAttentionSpec"),
         ("granite", {}, "scales"),
         ("olmo3", {}, "PostNormLayerSpec"),
-        ("llama", {"quantization": "int8"}, "quantization='int8'"),
+        ("llama", {"quantization": "fp8"}, "quantization='fp8'"),
+        ("llama", {"quantization": "int8", "dtype": "float32"}, "round activations to 8 bits"),
         ("llama", {"kv_cache_dtype": "bfloat16"}, "KV cache is float32"),
         ("llama", {"attention_backend": "sdpa"}, "own attention"),
     ],

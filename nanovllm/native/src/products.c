@@ -29,11 +29,11 @@ INLINE void unpack_group(const uint8_t *codes, int type, s8x16 part[8]) {
 INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, const int count, const int type,
                         const int has_minima, const int half_scales, float y[][TILE]) {
     const int groups = w->columns / GROUP, code_bytes = type == INT4 ? 64 : 128;
-    const int group_scales = type == INT8_BY_16 ? 2 * TILE : TILE;
+    const int group_scales = w->row_scales ? 0 : type == INT8_BY_16 ? 2 * TILE : TILE;
     const uint8_t *codes = (const uint8_t *)w->data + (int64_t)tile * groups * code_bytes;
     const int8_t *x = in->codes + (int64_t)first * in->columns;
     const float *x_scales = in->scales + (int64_t)first * groups, *x_sums = in->sums + (int64_t)first * groups;
-    int64_t at = (int64_t)tile * groups * group_scales;
+    int64_t at = w->row_scales ? tile * TILE : (int64_t)tile * groups * group_scales;
     f32x4 sum[4] = {splat(0), splat(0), splat(0), splat(0)};
     for (int g = 0; g < groups; g++, codes += code_bytes, x += GROUP, at += group_scales) {
         s8x16 part[8];
@@ -167,7 +167,7 @@ void matrix_row(const Matrix *w, int row, float *out) {
         } else {
             code = (int8_t)tile[(c / GROUP) * 128 + i / 4 * 16 + lane * 4 + i % 4];
         }
-        const int64_t at = ((int64_t)(row / TILE) * (w->columns / size) + c / size) * TILE + lane;
+        const int64_t at = w->row_scales ? row : ((int64_t)(row / TILE) * (w->columns / size) + c / size) * TILE + lane;
         out[c] = code * scale_at(w, w->scales, at) - (w->minima ? scale_at(w, w->minima, at) : 0.0f);
     }
 }

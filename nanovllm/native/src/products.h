@@ -8,8 +8,9 @@ enum { GROUP = 32, TILE = 4 }; /* columns that share a scale of x; rows of W tha
 typedef struct {
     int32_t type, rows, columns;
     int32_t half_scales;  /* whether scales and minima are float16, else float32 */
+    int32_t row_scales;   /* whether a row has one scale instead of one per group; then there are no minima */
     const void *data;     /* dense: row after row. Packed: tiles of 4 rows, see pack_codes */
-    const void *scales;   /* packed: [tile][group][row of the tile] */
+    const void *scales;   /* packed: [tile][group][row of the tile], or [row] */
     const void *minima;   /* w = q * scale - minimum; NULL = none */
     const float *bias;    /* NULL = none */
 } Matrix;
