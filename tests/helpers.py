@@ -141,6 +141,24 @@ FAMILIES = {
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
         },
     ),
+    "gemma4": Family(
+        "gemma4_text",
+        {
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 20.0,
+        },
+        heads=(6, 2),
+        tied=True,
+        rope={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
     "glm": Family("glm", {"partial_rotary_factor": 0.5}, heads=(6, 2), head_dim=16),
     "glm4": Family("glm4", {"partial_rotary_factor": 0.5}, head_dim=32, sharded=True, old_spelling=True),
     "phi3": Family("phi3", {"sliding_window": 20}, heads=(6, 2)),
@@ -192,6 +210,9 @@ EVEN_FAMILIES = {
     "ministral3-even": replace(FAMILIES["ministral3"], heads=(4, 2)),
     "gemma3-even": replace(  # which GGUF files can describe
         FAMILIES["gemma3"], settings=FAMILIES["gemma3"].settings | {"query_pre_attn_scalar": 16}, heads=(4, 2)
+    ),
+    "gemma4-even": replace(
+        FAMILIES["gemma4"], settings=FAMILIES["gemma4"].settings | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
@@ -252,6 +273,9 @@ def _randomize(model: transformers.PreTrainedModel, seed: int) -> None:
                 weight.normal_(0.0, 0.5, generator=generator)
             else:
                 weight.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5, generator=generator)
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Chooses the attention backend for a model and a device."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -9,7 +10,6 @@ from nanovllm.attention.backend import CacheShape
 from nanovllm.attention.rotation import rotary_table
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
-from nanovllm.errors import ConfigError
 from nanovllm.layers.spec import AttentionSpec, RopeSpec
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ def make_backend(
     device: torch.device,
 ) -> "AttentionBackend":
     first = layers[0] if layers else NO_ATTENTION
-    sizes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-    if len(sizes) > 1:
-        raise ConfigError(f"attention layers of different (heads, KV heads, head_dim) are not implemented: {sizes}")
+    if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:
+        from nanovllm.attention.mixed import MixedBackend
+
+        same: dict[str, Any] = dict(max_position=max_position, dtype=dtype, cache_dtype=cache_dtype, device=device)
+        return MixedBackend(layers, ropes_of(layers), partial(make_backend, config, **same))
     shape = CacheShape(
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
@@ -47,15 +49,12 @@ def make_backend(
         cache_dtype=cache_dtype,
         device=device,
     )
-    tables = [
-        rotary_table(rope, head_dim=first.head_dim, max_position=max_position, device=device)
-        for rope in ropes_of(layers)
-    ]
+    table = partial(rotary_table, head_dim=first.head_dim, max_position=max_position, device=device)
+    tables = [table(rope) for rope in ropes_of(layers)]
     asked = config.attention_backend == "triton" or config.deterministic or config.kv_cache_dtype == "fp8"
     if device.type != "cpu" or asked:
         from nanovllm.attention.select_kernels import kernel_backend
 
-        backend = kernel_backend(config, shape, tables)
-        if backend is not None:
+        if (backend := kernel_backend(config, shape, tables)) is not None:
             return backend
     return SdpaBackend(shape, tables)

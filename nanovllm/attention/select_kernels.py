@@ -14,6 +14,7 @@ from nanovllm.kernels.features import dependent_launch, gluon_usable
 if TYPE_CHECKING:
     from nanovllm.attention.triton import TritonBackend
 
+MAX_HEAD_DIM = 256
 MAX_GROUP = 16  # query heads per KV head that our kernels support
 
 
@@ -53,6 +54,8 @@ def _obstacle(shape: CacheShape) -> str | None:
         return "the triton package is not installed"
     if shape.num_heads // shape.num_kv_heads > MAX_GROUP:
         return f"{shape.num_heads} heads on {shape.num_kv_heads} KV heads are more than {MAX_GROUP} per KV head"
+    if shape.head_dim > MAX_HEAD_DIM:
+        return f"head_dim={shape.head_dim} is above {MAX_HEAD_DIM}"
     if shape.head_dim % 16:
         return f"head_dim={shape.head_dim} is not a multiple of 16"
     return None

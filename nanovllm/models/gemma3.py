@@ -2,6 +2,7 @@
 layer whose weights are stored as w - 1, a GELU gate, scaled embeddings."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +35,8 @@ SLIDING = "sliding_attention"
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
     raw = DEFAULTS | text_part(raw, known=("gemma3_text",))
-    _check(raw)
-    period = raw["sliding_window_pattern"]
-    kinds = raw.get("layer_types") or [
-        "full_attention" if (index + 1) % period == 0 else SLIDING for index in range(raw["num_hidden_layers"])
-    ]
+    check_config(raw, NOT_IMPLEMENTED)
+    kinds = layer_kinds(raw)
     windows = [raw["sliding_window"] if kind == SLIDING else None for kind in kinds]
     bias, offset = bool(raw.get("attention_bias", False)), raw["norm_offset"]
     model = llama_shaped(raw, windows=windows, qk_norm=True, qkv_bias=bias, o_bias=bias)
@@ -63,12 +61,18 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     return replace(changed, layers=tuple(map(layer, changed.layers)), norm_offset=offset, scales=scales)
 
 
-def _check(raw: dict[str, Any]) -> None:
+def layer_kinds(raw: dict[str, Any]) -> list[str]:
+    period = raw["sliding_window_pattern"]
+    kinds = ["full_attention" if (index + 1) % period == 0 else SLIDING for index in range(raw["num_hidden_layers"])]
+    return raw.get("layer_types") or kinds
+
+
+def check_config(raw: dict[str, Any], not_implemented: Sequence[str]) -> None:
     if raw["hidden_activation"] != "gelu_pytorch_tanh":
         raise CheckpointError(f"hidden_activation={raw['hidden_activation']!r}: only gelu_pytorch_tanh is implemented")
-    for name in NOT_IMPLEMENTED:
+    for name in not_implemented:
         if raw.get(name):
-            raise CheckpointError(f"config: {name}={raw[name]!r} is not implemented for Gemma 3")
+            raise CheckpointError(f"config: {name}={raw[name]!r} is not implemented for {raw['architectures'][0]}")
 
 
 def _rope_of(raw: dict[str, Any], kind: str) -> dict[str, Any]:

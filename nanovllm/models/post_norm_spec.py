@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from nanovllm.layers.refine import refine
 from nanovllm.layers.spec import LayerSpec, Weight, norm_weight
@@ -32,7 +32,7 @@ class SandwichLayerSpec(LayerSpec):
     after_names: tuple[str, str] = ("post_self_attn_layernorm", "post_mlp_layernorm")
 
     @classmethod
-    def of(cls, layer: LayerSpec, **changes: Any) -> "SandwichLayerSpec":
+    def of(cls, layer: LayerSpec, **changes: Any) -> Self:
         return refine(cls, layer, **changes)
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
@@ -44,3 +44,17 @@ class SandwichLayerSpec(LayerSpec):
         from nanovllm.models.post_norm import SandwichLayer
 
         return SandwichLayer(self, context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledSandwichLayerSpec(SandwichLayerSpec):
+    """What the layer gives is multiplied with a learned number."""
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        yield from super().weights()
+        yield "layer_scalar.", norm_weight(1)
+
+    def build(self, context: "BuildContext") -> Any:
+        from nanovllm.models.post_norm import ScaledSandwichLayer
+
+        return ScaledSandwichLayer(self, context)

@@ -21,6 +21,7 @@ def _family(module: str) -> Family:
 
 ARCHITECTURES = {  # of each family
     "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     "glm4": ("Glm4ForCausalLM", "GlmForCausalLM"),
     "gpt_oss": ("GptOssForCausalLM",),
     "granite": ("GraniteForCausalLM",),

@@ -28,6 +28,7 @@ LENGTHS = (1, 16, 37, 70)
 FAMILIES = (
     *(
         "gemma3-even",
+        "gemma4-even",
         "glm4",
         "gpt-oss-even",
         "granite-even",

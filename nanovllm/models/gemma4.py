@@ -1,0 +1,95 @@
+"""Gemma 4 (dense): as Gemma 3, with larger heads in layers of full attention, normalized values, a factor after each
+layer and bounded logits. Norms are stored as they are."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.checkpoint.names import FileNames
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.refine import refine
+from nanovllm.layers.rope_spec import ListedScaling
+from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
+from nanovllm.layers.value_norm_spec import ValueNormAttentionSpec
+from nanovllm.models.changes import change_attention
+from nanovllm.models.gemma3 import AFTER, BEFORE, SLIDING, check_config, layer_kinds
+from nanovllm.models.post_norm_spec import ScaledSandwichLayerSpec
+from nanovllm.models.scales import Scales
+from nanovllm.models.spec import ModelSpec, llama_shaped, read_rope
+from nanovllm.models.text_part import text_part
+
+DEFAULTS: dict[str, Any] = {  # which files may leave out
+    "vocab_size": 262144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131072,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 256,
+}
+NOT_IMPLEMENTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block")
+ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
+def spec(raw: dict[str, Any]) -> ModelSpec:
+    raw = DEFAULTS | text_part(raw, known=("gemma4_text",))
+    check_config(raw, NOT_IMPLEMENTED)
+    if raw.get("use_bidirectional_attention") == "all":
+        raise CheckpointError("config: use_bidirectional_attention='all' is not implemented")
+    kinds = [*layer_kinds(raw)[:-1], "full_attention"]
+    windows = [raw["sliding_window"] if kind == SLIDING else None for kind in kinds]
+    bias, same = bool(raw.get("attention_bias", False)), bool(raw.get("attention_k_eq_v", False))
+    model = llama_shaped(raw, windows=windows, qk_norm=True, qkv_bias=bias, o_bias=bias)
+    ropes = raw.get("rope_parameters") or ROPES
+
+    def attention(index: int, own: AttentionSpec) -> AttentionSpec:
+        full = kinds[index] == "full_attention"
+        if full:
+            own = replace(own, **_full_size(raw, index))
+        rope = _rope(raw, ropes[kinds[index]], own.head_dim)
+        return refine(
+            ValueNormAttentionSpec,
+            replace(own, rope=rope, scale=1.0),
+            value_norm_eps=model.norm_eps,
+            values_are_keys=full and same,
+        )
+
+    def layer(own: LayerSpec) -> ScaledSandwichLayerSpec:
+        assert isinstance(own.feed_forward, MlpSpec)
+        mlp = replace(own.feed_forward, activation="gelu")
+        return ScaledSandwichLayerSpec.of(own, feed_forward=mlp, norm_names=BEFORE, after_names=AFTER)
+
+    changed = change_attention(model, attention)
+    return replace(
+        changed,
+        layers=tuple(map(layer, changed.layers)),
+        scales=Scales(
+            embedding=math.sqrt(model.hidden_size), rounds_embedding=True, logits_cap=raw.get("final_logit_softcapping")
+        ),
+        file_names=FileNames(((r"\.layer_scalar$", ".layer_scalar.weight"),)),
+    )
+
+
+def _full_size(raw: dict[str, Any], index: int) -> dict[str, Any]:
+    """Size of the heads, and the number of KV heads, of a layer of full attention."""
+    heads = raw.get("num_global_key_value_heads") if raw.get("attention_k_eq_v") else None
+    stated = {"head_dim": raw["global_head_dim"], "num_key_value_heads": heads or raw["num_key_value_heads"]}
+    stated |= raw.get("per_layer_config", {}).get(str(index), {})  # newer files
+    return {"head_dim": stated["head_dim"], "num_kv_heads": stated["num_key_value_heads"]}
+
+
+def _rope(raw: dict[str, Any], parameters: dict[str, Any], head_dim: int) -> RopeSpec:
+    if parameters.get("rope_type") != "proportional":
+        config = raw | {"rope_parameters": parameters}
+        return read_rope(config, head_dim=head_dim, max_position=raw["max_position_embeddings"])
+    # as many frequencies as a whole head has; the last ones, which divide by infinity, are 0
+    rotated = int(parameters.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    factors = (float(parameters.get("factor", 1.0)),) * rotated + (math.inf,) * (head_dim // 2 - rotated)
+    return RopeSpec(theta=float(parameters["rope_theta"]), scaling=ListedScaling(factors))
