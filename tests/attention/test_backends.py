@@ -1,6 +1,10 @@
 """Every attention backend equals plain attention, with sequences scattered over the blocks of the cache."""
 
+import sys
+import types
+from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -142,6 +146,33 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
 
     written = (cache != before)[:, :POISONED].any(dim=-1)  # [k|v, block, kv_head, position]
     assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"
+
+
+@torch.inference_mode()
+def test_layers_with_sinks_do_not_use_the_kernel_for_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = CacheShape(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=HEAD_DIM,
+        block_size=BLOCK_SIZE,
+        windows=(None,),
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        device=torch.device(DEVICE),
+    )
+    backend = TritonBackend(shape, [unrotated(HEAD_DIM)], max_num_seqs=1)
+    (layer,) = backend.make_cache({None: NUM_BLOCKS})
+    step = backend.prepare(geometry_of([(0, 20)], block_tables_of([(0, 20)]), None), as_int32)
+    assert step.chunks is not None
+    step = replace(step, chunks=replace(step.chunks, long=True))
+    long = types.ModuleType("long_prefill")
+    long.long_prefill = chosen = Mock()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nanovllm.kernels.attention.long_prefill", long)
+    qkv = torch.randn(20, 4, HEAD_DIM, device=DEVICE)
+    backend.forward(qkv, LayerAttention(scale=SCALE, sinks=torch.zeros(2, device=DEVICE)), layer, step)
+    assert not chosen.called
+    backend.forward(qkv, LayerAttention(scale=SCALE), layer, step)
+    assert chosen.called
 
 
 @pytest.mark.parametrize("kind", Lengths)
