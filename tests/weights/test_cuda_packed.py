@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm.errors import ConfigError
 from tests.helpers import greedy_params, open_llm
-from tests.weights import test_fp8, test_gguf_groups, test_groups, test_int8_inputs
+from tests.weights import test_fp8, test_gguf_groups, test_gpt_oss, test_groups, test_int8_inputs
 from tests.weights.packed_files import PROMPTS, PackedFiles, check_greedy, generate, write_packed
 
 pytestmark = pytest.mark.gpu
@@ -22,10 +22,12 @@ MODULES: dict[str, Any] = {
 def write(case: str, folder: Path) -> PackedFiles:
     if case in MODULES:
         return write_packed("qwen3-moe", folder, *MODULES[case])
+    if case == "gpt-oss":
+        return test_gpt_oss.write(folder)
     return test_groups.write(case, folder, "qwen3-moe")
 
 
-@pytest.mark.parametrize("case", [*MODULES, "awq", "gptq ordered", "gptq 8"])
+@pytest.mark.parametrize("case", [*MODULES, "awq", "gptq ordered", "gptq 8", "gpt-oss"])
 def test_tokens_of_the_dense_model(tmp_path: Path, case: str) -> None:
     files = write(case, tmp_path)
     for eager in (False, True):
