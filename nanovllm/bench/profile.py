@@ -1,4 +1,4 @@
-"""Which kernels a decode step runs on a GPU, how long each takes, and how long the GPU is idle.
+"""Which kernels a decode step runs, how long each takes, and how long the GPU is idle.
 
 A GPU is idle between two kernels of a step (launch, last blocks of one kernel and first blocks of the next) and between
 two steps (waiting for Python or for a copy). In a CUDA graph the first gap is at most a microsecond; with one step
@@ -6,18 +6,21 @@ scheduled ahead the second should be zero. The plot shows both: bars are kernels
 
 All sequences of a batch decode. After some unmeasured steps `torch.profiler` records the start and the end of every
 kernel, also inside CUDA graphs; the first and the last recorded steps are dropped. Recording slows the steps down a
-little, so read percentages here and milliseconds in `nanovllm bench latency`. Needs a GPU.
+little, so read percentages here and milliseconds in `nanovllm bench latency`.
 
   idle percent       time in which no kernel ran; copies do not count as kernels
   long gaps percent  time in gaps of more than 5 µs, in which the GPU waited for the host
   kernels/step       number of kernels in one step
 
 A second table lists the kernels that took the most time for each batch size. --svg FILE draws two steps of each.
+
+On a CPU the parts of the native step are listed instead, with their share of the step's time.
 """
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,12 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-sizes",
         type=counts,
-        default=[16, 64, 256],
         metavar="N,N",
-        help="Batch sizes to profile. Default: 16,64,256.",
+        help="Batch sizes to profile. Default: 16,64,256; on a CPU 1,16.",
     )
     parser.add_argument(
-        "--input-len", type=count, default=960, metavar="N", help="Prompt length in tokens. Default: %(default)s."
+        "--input-len", type=count, metavar="N", help="Prompt length in tokens. Default: 960; on a CPU 128."
     )
     parser.add_argument(
         "--steps", type=count, default=20, metavar="N", help="Number of steps to record. Default: %(default)s."
@@ -68,21 +70,24 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     from nanovllm.bench.throughput import runs_on_gpu
 
     if not runs_on_gpu(engine):
-        raise ConfigError("bench profile needs a GPU; 'nanovllm bench latency' also runs on a CPU")
+        from nanovllm.bench.native_profile import profile_native
+
+        return profile_native(args, engine)
     from nanovllm import LLM
     from nanovllm.bench.throughput import warm_up
 
+    sizes, input_len = args.batch_sizes or [16, 64, 256], args.input_len or 960
     if args.svg is not None:
         args.svg.write_text("")  # fails now, not after the measurement, if the path cannot be written
     with LLM(**{"skip_tokenizer_init": True, **engine}) as llm:
         facts = environment(llm)
         warm_up(llm)
-        found = {size: record_decode(llm, size, args.input_len, args.steps) for size in args.batch_sizes}
+        found = {size: record_decode(llm, size, input_len, args.steps) for size in sizes}
     if args.svg is not None:
         args.svg.write_text(draw(found))
     rows = [{"batch_size": size, **steps.row()} for size, steps in found.items()]
     kernels = {f"batch {size}": steps.kernel_rows() for size, steps in found.items()}
-    return ProfileReport("profile", facts, {"input_len": args.input_len, "steps": args.steps}, rows, kernels)
+    return ProfileReport("profile", facts, {"input_len": input_len, "steps": args.steps}, rows, kernels)
 
 
 @dataclass(frozen=True)
@@ -187,11 +192,20 @@ def record_decode(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -
     """Decode a batch and record `num_steps` of its steps after some unmeasured ones."""
     from torch.profiler import ProfilerActivity, profile
 
+    num_recorded = num_steps + 2 * EDGE_STEPS
+    with decoding(llm, batch_size, input_len, num_recorded), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_recorded):
+            llm.step()
+    return middle_steps(_kernels(profiler.events()), num_recorded)
+
+
+@contextmanager
+def decoding(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -> Iterator[None]:
+    """A batch all of whose sequences decode for `num_steps` steps, after some for settling; aborted at the end."""
     from nanovllm.bench.workload import make_workload
 
-    num_recorded = num_steps + 2 * EDGE_STEPS
     num_prefill_steps = -(-batch_size * input_len // max(1, llm.config.max_num_batched_tokens - batch_size)) + 1
-    output_len = num_prefill_steps + SETTLING_STEPS + num_recorded + 4
+    output_len = num_prefill_steps + SETTLING_STEPS + num_steps + 4
     workload = make_workload(
         num_seqs=batch_size,
         input_len=(input_len, input_len),
@@ -206,9 +220,7 @@ def record_decode(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -
         _until_all_decode(llm, batch_size)
         for _ in range(SETTLING_STEPS):
             llm.step()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(num_recorded):
-                llm.step()
+        yield
         still_running = llm.num_unfinished_requests
     finally:
         llm.abort(names)
@@ -217,7 +229,6 @@ def record_decode(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -
         raise EngineError(
             f"only {still_running} of {batch_size} sequences were still decoding at the end of the recording"
         )
-    return middle_steps(_kernels(profiler.events()), num_recorded)
 
 
 def _until_all_decode(llm: "LLM", batch_size: int) -> None:

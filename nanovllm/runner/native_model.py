@@ -19,6 +19,7 @@ from nanovllm.layers.step import Step
 from nanovllm.models.shard import Shard
 from nanovllm.native.weights import Matrix, NativeWeight, pointer
 
+PARTS = ("embedding", "norms", "q, k, v", "rotation", "attention", "output", "routing", "gate, up", "down", "head")
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 
@@ -57,6 +58,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "engine_destroy": (None, [POINTER]),
         "engine_step": (None, [POINTER, ctypes.POINTER(StepArguments)]),
         "engine_logits": (None, [POINTER, POINTER, ctypes.c_int, POINTER]),
+        "engine_seconds": (None, [POINTER, POINTER]),
         "pack_codes": (None, [POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int, POINTER]),
     }
     for name, (result, arguments) in signatures.items():
@@ -248,6 +250,12 @@ class NativeModel:
         logits = torch.empty(len(hidden), self.spec.vocab_size)
         self._library.engine_logits(self._engine, pointer(hidden), len(hidden), pointer(logits))
         return logits
+
+    def seconds(self) -> dict[str, float]:
+        """How long each part of the steps took since the last call."""
+        found = (ctypes.c_double * len(PARTS))()
+        self._library.engine_seconds(self._engine, found)
+        return dict(zip(PARTS, found, strict=True))
 
     def _bind(self, states: list[LayerCache]) -> None:
         for layer, cache in zip(self._layers, states, strict=True):

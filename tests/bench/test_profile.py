@@ -1,5 +1,6 @@
 """The profile of a decode phase, from invented kernels: idle time, the table, the diagram."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ import nanovllm
 from nanovllm.bench.profile import COLOURS, EDGE_STEPS, Kernel, ProfileReport, Steps, _kernels, draw, middle_steps
 from nanovllm.cli.main import main
 from nanovllm.errors import EngineError
+from nanovllm.native.build import library
+from tests.helpers import model_dir
 
 KERNELS = Path(nanovllm.__file__).parent / "kernels"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -155,8 +158,16 @@ def test_kernels_are_the_device_events_that_compute() -> None:
         _kernels(events[:1])
 
 
-def test_a_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "profile", "--model-shape", "qwen3-0.6b", "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "bench profile needs a GPU" in err
+@pytest.mark.skipif(library() is None, reason="there is no native library on this machine")
+def test_parts_of_the_native_step(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--batch-sizes", "1,2", "--input-len", "6", "--steps", "3", "--num-kv-cache-blocks", "16"]
+    assert main(["bench", "profile", "--model", str(model_dir("llama")), "--device", "cpu", *options, "--json"]) == 0
+    for size, row in enumerate(json.loads(capsys.readouterr().out)["results"], 1):
+        shares = [value for name, value in row.items() if name.endswith("_percent")]
+        assert row["batch_size"] == size and row["attention_percent"] > 0 and "routing_percent" not in row
+        assert sum(shares) == pytest.approx(100)
+
+
+def test_only_kernels_of_a_gpu_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "profile", "--device", "cpu", "--svg", str(tmp_path / "steps.svg")]) == 2
+    assert "--svg draws the kernels of a GPU" in capsys.readouterr().err

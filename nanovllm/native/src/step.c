@@ -1,6 +1,7 @@
 #include "step.h"
 #include <math.h>
 #include <stdlib.h>
+#include <time.h>
 #include "attention.h"
 #include "pool.h"
 #include "simd.h"
@@ -36,7 +37,26 @@ struct Engine {
     int32_t first_segments[PASS_ROWS];
     int32_t segment_tokens[PASS_SEGMENTS + 1];
     const int32_t *tables[PASS_ROWS];
+    double seconds[NUM_PARTS]; /* since engine_seconds was called */
 };
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Call work(argument, i) for all i below `count` on all threads; the time counts for `part`. */
+static void run(Engine *e, int part, void (*work)(void *, int), void *argument, int count) {
+    const double begin = now();
+    pool_run(e->pool, work, argument, count);
+    e->seconds[part] += now() - begin;
+}
+
+void engine_seconds(Engine *e, double seconds[NUM_PARTS]) {
+    memcpy(seconds, e->seconds, sizeof(e->seconds));
+    memset(e->seconds, 0, sizeof(e->seconds));
+}
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
@@ -191,12 +211,12 @@ static void product_chunk(void *argument, int chunk) {
     }
 }
 
-static void run_product(const Engine *e, Product *job) {
+static void run_product(Engine *e, int part, Product *job) {
     int tiles = 0;
     for (int i = 0; i < (job->mode == GATE ? 1 : job->num_outputs); i++) tiles += num_tiles(job->matrices[i]);
     int chunks = e->num_threads * PRODUCT_CHUNKS;
     job->tiles_per_chunk = (tiles + chunks - 1) / chunks;
-    pool_run(e->pool, product_chunk, job, (tiles + job->tiles_per_chunk - 1) / job->tiles_per_chunk);
+    run(e, part, product_chunk, job, (tiles + job->tiles_per_chunk - 1) / job->tiles_per_chunk);
 }
 
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
@@ -270,9 +290,9 @@ static void round_activated(void *argument, int row) {
     round_inputs(&p->e->activated, row, p->width);
 }
 
-static void norm_rows(const Engine *e, const float *x, int rows, const float *weight, float eps, int rounds) {
+static void norm_rows(Engine *e, const float *x, int rows, const float *weight, float eps, int rounds) {
     Norm norm = {x, weight, e->model.hidden, rounds, eps, e->normed};
-    pool_run(e->pool, norm_chunk, &norm, rows);
+    run(e, NORMS, norm_chunk, &norm, rows);
 }
 
 /* down(silu(gate(x)) * up(x)), into `out`, with mode STORE or ADD. `weights`: gate, up, down. */
@@ -280,10 +300,10 @@ static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *i
     Engine *e = p->e;
     const int hidden = e->model.hidden, width = p->width = weights[2]->columns;
     Product gate = {{weights[0], weights[1]}, {e->activated.x}, width, 2, GATE, 0, inputs_of(inputs, rows, hidden)};
-    run_product(e, &gate);
-    if (is_packed(weights[2])) pool_run(e->pool, round_activated, p, rows);
+    run_product(e, GATE_UP, &gate);
+    if (is_packed(weights[2])) run(e, DOWN, round_activated, p, rows);
     Product down = {{weights[2]}, {out}, hidden, 1, mode, 0, inputs_of(&e->activated, rows, width)};
-    run_product(e, &down);
+    run_product(e, DOWN, &down);
 }
 
 static void run_mlp(Pass *p) {
@@ -353,15 +373,15 @@ static void run_experts(Pass *p) {
     const Model *m = &e->model;
     norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, 1);
     Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE, 0, inputs_of(&e->normed, p->num_rows, m->hidden)};
-    run_product(e, &router);
-    pool_run(e->pool, route_chunk, p, p->num_rows);
+    run_product(e, ROUTING, &router);
+    run(e, ROUTING, route_chunk, p, p->num_rows);
     for (int expert = 0; expert < m->num_experts; expert++) {
         const int count = rows_of_expert(p, expert);
         if (count == 0) continue;
         const Matrix *first = layer->experts + 3 * expert, *const weights[] = {first, first + 1, first + 2};
-        pool_run(e->pool, gather_chunk, p, count);
+        run(e, ROUTING, gather_chunk, p, count);
         gated_product(p, weights, &e->gathered, count, e->expert_output, STORE);
-        pool_run(e->pool, add_share_chunk, p, count);
+        run(e, ROUTING, add_share_chunk, p, count);
     }
 }
 
@@ -375,17 +395,17 @@ static void run_layer(Pass *p) {
     norm_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, rounds);
     Product qkv = {{&layer->q, &layer->k, &layer->v}, {e->qkv, e->qkv + heads, e->qkv + heads + keys}, qkv_size(m), 3, STORE, 0,
                    inputs_of(&e->normed, p->num_tokens, m->hidden)};
-    run_product(e, &qkv);
+    run_product(e, QKV, &qkv);
     p->attention.keys = layer->keys;
     p->attention.values = layer->values;
     p->attention.window = layer->window;
     p->attention.table_offset = layer->group * p->group_stride;
-    pool_run(e->pool, rotate_chunk, p, p->num_tokens);
+    run(e, ROTATION, rotate_chunk, p, p->num_tokens);
     if (p->num_rows == 0) return;
-    pool_run(e->pool, attend_chunk, p, p->num_segments * m->num_kv_heads);
-    pool_run(e->pool, merge_chunk, p, p->num_rows);
+    run(e, ATTENTION, attend_chunk, p, p->num_segments * m->num_kv_heads);
+    run(e, ATTENTION, merge_chunk, p, p->num_rows);
     Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, 0, inputs_of(&e->mixed, p->num_rows, heads)};
-    run_product(e, &o);
+    run_product(e, OUTPUT, &o);
 
     if (layer->experts)
         run_experts(p);
@@ -438,10 +458,10 @@ void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) 
     for (int first = 0; first < num_rows; first += PASS_ROWS / inputs) {
         const int count = num_rows - first < PASS_ROWS / inputs ? num_rows - first : PASS_ROWS / inputs;
         Norm norm = {hidden + (int64_t)first * m->hidden, m->last_norm, m->hidden, 0, m->last_norm_eps, e->normed};
-        pool_run(e->pool, inputs == 2 ? head_norm_chunk : norm_chunk, &norm, count);
+        run(e, NORMS, inputs == 2 ? head_norm_chunk : norm_chunk, &norm, count);
         Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, inputs == 2 ? PAIRS : STORE, 0,
                         inputs_of(&e->normed, inputs * count, m->hidden)};
-        run_product(e, &head);
+        run_product(e, HEAD, &head);
     }
 }
 
@@ -451,7 +471,7 @@ void engine_step(Engine *e, const Step *step) {
     int num_done = 0; /* of the wanted tokens */
     for (int first = 0; first < step->num_tokens;) {
         const int count = begin_pass(&pass, step, first);
-        pool_run(e->pool, embed_chunk, &pass, count);
+        run(e, EMBEDDING, embed_chunk, &pass, count);
         for (int i = 0; i < m->num_layers; i++) {
             pass.layer = &m->layers[i];
             pass.num_rows = count;

@@ -36,7 +36,11 @@ typedef struct {
 
 typedef struct Engine Engine;
 
+/* The parts of a step whose times are measured. */
+enum { EMBEDDING, NORMS, QKV, ROTATION, ATTENTION, OUTPUT, ROUTING, GATE_UP, DOWN, HEAD, NUM_PARTS };
+
 Engine *engine_create(const Model *model, int num_threads); /* NULL = no memory or threads */
 void engine_destroy(Engine *engine);
 void engine_step(Engine *engine, const Step *step);
 void engine_logits(Engine *engine, const float *hidden, int num_rows, float *logits);
+void engine_seconds(Engine *engine, double seconds[NUM_PARTS]); /* of each part since the last call */
