@@ -72,23 +72,15 @@ OURS = {
         "_small_batch_attention_kernel",
     ],
     "linear": [
-        "_dequantize_kernel",
-        "_down_row_kernel",
-        "_experts_kernel",
-        "_few_rows_kernel",
-        "_gate_up_row_kernel",
-        "_many_rows_kernel",
-    ]
-    + ["_matmul_kernel", "_one_row_kernel", "_tiled_kernel"],
+        *("_dequantize_kernel", "_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_fp8_kernel"),
+        *("_gate_up_row_kernel", "_many_rows_kernel", "_matmul_kernel", "_one_row_kernel", "_packed_dequantize_kernel"),
+        *("_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel", "_tiled_kernel"),
+    ],
     "sampling": ["_cut_kernel", "_sample_kernel"],
     "norm, rotation, activation": [
-        "_embed_kernel",
-        "_group_kernel",
-        "_rms_norm_kernel",
-        "_rope_store_kernel",
-        "_route_kernel",
-    ]
-    + ["_scatter_kernel", "_silu_and_mul_kernel", "_sum_kernel"],
+        *("_embed_kernel", "_group_kernel", "_rms_norm_kernel", "_rope_store_kernel", "_round_inputs_kernel"),
+        *("_route_kernel", "_scatter_kernel", "_silu_and_mul_kernel", "_sum_kernel"),
+    ],
 }
 
 
