@@ -17,6 +17,8 @@ from nanovllm.models.spec import ModelSpec
 from nanovllm.native.support import keeps_packed
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.native_model import NativeBackend, NativeModel
+from nanovllm.runner.native_sampler import NativeSampler
+from nanovllm.runner.sampling import Sampling
 
 
 class NativeRunner(ModelRunner):
@@ -25,6 +27,8 @@ class NativeRunner(ModelRunner):
     def __init__(self, library: ctypes.CDLL, *arguments: Any, **settings: Any) -> None:
         self._library = library
         super().__init__(*arguments, **settings)
+        sampler = NativeSampler(library, self.table, self.model.spec.vocab_size)
+        self._sampling = Sampling(self._stage, self.table, sampler)
 
     def _build_model(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
         mixers = cast(list[AttentionSpec], [layer.mixer for layer in model_config.layers])

@@ -43,7 +43,7 @@ class SamplingBatch:
 class Sampling:
     """Samples a token for each row on the rank that has the logits; the other ranks receive them."""
 
-    def __init__(self, stage: Stage, table: RequestTable, sampler: "KernelSampler | None" = None) -> None:
+    def __init__(self, stage: Stage, table: RequestTable, sampler: "Sampler | KernelSampler | None" = None) -> None:
         """`sampler` serves the steps that verify nothing; None = on torch alone."""
         self._stage, self._table = stage, table
         self._vocab_size = stage.model.spec.vocab_size
