@@ -4,7 +4,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-from nanovllm.bench.profile import decoding
+from nanovllm.bench.decoding import decoding
 from nanovllm.bench.report import Report, Row, environment
 from nanovllm.errors import ConfigError
 from nanovllm.runner.native_model import NativeModel

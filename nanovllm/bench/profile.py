@@ -19,21 +19,20 @@ On a CPU the parts of the native step are listed instead, with their share of th
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.arguments import count, counts
+from nanovllm.bench.decoding import decoding
 from nanovllm.bench.report import Report, Row, environment, table
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import EngineError
 from nanovllm.kernels.select import linear_symbols
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-SETTLING_STEPS = 8
 EDGE_STEPS = 2  # steps dropped at the start and at the end of the recording
 LONG_GAP_US = 5.0
 NUM_KERNELS_SHOWN = 12
@@ -197,51 +196,6 @@ def record_decode(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -
         for _ in range(num_recorded):
             llm.step()
     return middle_steps(_kernels(profiler.events()), num_recorded)
-
-
-@contextmanager
-def decoding(llm: "LLM", batch_size: int, input_len: int, num_steps: int) -> Iterator[None]:
-    """A batch all of whose sequences decode for `num_steps` steps, after some for settling; aborted at the end."""
-    from nanovllm.bench.workload import make_workload
-
-    num_prefill_steps = -(-batch_size * input_len // max(1, llm.config.max_num_batched_tokens - batch_size)) + 1
-    output_len = num_prefill_steps + SETTLING_STEPS + num_steps + 4
-    workload = make_workload(
-        num_seqs=batch_size,
-        input_len=(input_len, input_len),
-        output_len=(output_len, output_len),
-        seed=llm.config.seed,
-        vocab_size=llm.model_config.vocab_size,
-    )
-    workload.check_fits(llm.max_model_len)
-    llm.reset_prefix_cache()
-    names = [llm.add_request(prompt, params) for prompt, params in zip(workload.prompts, workload.params, strict=True)]
-    try:
-        _until_all_decode(llm, batch_size)
-        for _ in range(SETTLING_STEPS):
-            llm.step()
-        yield
-        still_running = llm.num_unfinished_requests
-    finally:
-        llm.abort(names)
-        llm.step()  # collects the step that was still running
-    if still_running < batch_size:
-        raise EngineError(
-            f"only {still_running} of {batch_size} sequences were still decoding at the end of the recording"
-        )
-
-
-def _until_all_decode(llm: "LLM", batch_size: int) -> None:
-    """Run steps until one decodes all sequences and computes no prompt."""
-    while not llm.is_finished():
-        llm.step()
-        plan = llm.llm_engine.last_plan
-        if plan is not None and not plan.row_steps and len(plan.decode_rows) == batch_size:
-            return
-    raise ConfigError(
-        f"max_num_seqs={llm.config.max_num_seqs}: {batch_size} sequences never decode in one step; raise it, give the "
-        "KV cache more memory, or profile smaller batches"
-    )
 
 
 def _kernels(events: Iterable[Any]) -> list[Kernel]:

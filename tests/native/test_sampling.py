@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no native libr
 
 
 @given(
-    vocab=st.integers(1, 3000),
+    vocab=st.integers(2, 3000),
     temperature=st.sampled_from([0.01, 0.6, 1.0, 5.0, 1000.0]),
     spread=st.sampled_from([0.0, 1.0, 8.0, 100.0]),
     key=st.integers(0, 2**32 - 1),
