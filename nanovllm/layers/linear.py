@@ -113,8 +113,8 @@ class Linear:
         operation = self._select(rows, activation, added)
         # no function below refers to `self`, which keeps them: a cycle would keep the weights after the engine's close
         run, group = operation.run, self._group
-        gate = silu_and_mul if self._kernels is None else self._kernels.silu_and_mul
-        if activation == "gelu":
+        gate = silu_and_mul if self._kernels is None else self._kernels.gate(activation)
+        if activation == "gelu" and self._kernels is None:
             from nanovllm.layers.gelu import gelu_and_mul as gate
         if operation.gate:
             run = partial(run, gated=True)

@@ -1,11 +1,15 @@
 """The kernels of linears on one device."""
 
+from collections.abc import Callable
 from functools import partial
+
+from torch import Tensor
 
 from nanovllm.kernels.elementwise.silu_and_mul import silu_and_mul
 from nanovllm.kernels.linear.choose import choose_kernel
 from nanovllm.kernels.select import row_class
 from nanovllm.layers.context import BuildContext
+from nanovllm.layers.spec import Activation
 
 
 class LinearKernels:
@@ -18,4 +22,7 @@ class LinearKernels:
             gluon=context.gluon,
             pdl=context.pdl,
         )
-        self.silu_and_mul = partial(silu_and_mul, pdl=context.pdl)
+        self._pdl = context.pdl
+
+    def gate(self, activation: Activation | None) -> Callable[[Tensor], Tensor]:
+        return partial(silu_and_mul, gelu=activation == "gelu", pdl=self._pdl)

@@ -19,6 +19,14 @@ def test_against_torch(m: int, n: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(silu_and_mul(gate_up), silu_and_mul_reference(gate_up), rtol=TOLERANCE[dtype], atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gelu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = (torch.randn(3, 2 * 1544, device=DEVICE) * 2).to(dtype)
+    expected = silu_and_mul_reference(gate_up, gelu=True)
+    torch.testing.assert_close(silu_and_mul(gate_up, gelu=True), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+
+
 def test_out_is_used() -> None:
     gate_up, out = torch.randn(2, 32, device=DEVICE), torch.empty(2, 16, device=DEVICE)
     assert silu_and_mul(gate_up, out=out) is out

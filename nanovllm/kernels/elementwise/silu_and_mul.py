@@ -1,4 +1,4 @@
-"""The activation of a gated MLP: silu(gate) * up."""
+"""The activation of a gated MLP: silu(gate) * up, or with GELU in its approximation with tanh."""
 
 import torch.nn.functional as F
 import triton
@@ -11,13 +11,15 @@ BLOCK = 1024
 MANY_ROWS = 512  # from this many rows on a program takes several of them
 
 
-def silu_and_mul_reference(gate_up: Tensor) -> Tensor:  # [M, 2 * N] -> [M, N]
+def silu_and_mul_reference(gate_up: Tensor, *, gelu: bool = False) -> Tensor:  # [M, 2 * N] -> [M, N]
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return ((F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up).to(gate_up.dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
-def _silu_and_mul_kernel(gate_up, out, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up, out, M, N, GELU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (m < M) & (n < N)
@@ -27,10 +29,13 @@ def _silu_and_mul_kernel(gate_up, out, M, N, ROWS: tl.constexpr, BLOCK: tl.const
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up + m * (2 * N) + n, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + m * (2 * N) + N + n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + m * N + n, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+    inner = gate
+    if GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z); 1.59577 is 2 sqrt(2 / pi)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(out + m * N + n, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(gate_up: Tensor, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+def silu_and_mul(gate_up: Tensor, *, out: Tensor | None = None, gelu: bool = False, pdl: bool = False) -> Tensor:
     """gate_up [M, 2 * N], each row gate then up -> [M, N]."""
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(m, n) if out is None else out
@@ -43,6 +48,7 @@ def silu_and_mul(gate_up: Tensor, *, out: Tensor | None = None, pdl: bool = Fals
         out,
         m,
         n,
+        GELU=gelu,
         ROWS=rows,
         BLOCK=BLOCK,
         PDL=pdl,
