@@ -39,6 +39,7 @@ class Family:
     sharded: bool = False
     old_spelling: bool = False  # rope_theta, rope_scaling and torch_dtype instead of rope_parameters and dtype
     stacked_experts: bool = False
+    norm_offset: float = 0.0  # added to the stored weights of norms by the model
     seed: int = 0
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
@@ -69,6 +70,14 @@ LONG_ROPE = {
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 12, "swiglu_limit": 1.5}
+SHARED_MOE = {**MOE, "shared_expert_intermediate_size": 32}
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 
 FAMILIES = {
     "llama": Family("llama", heads=(6, 2), sharded=True),
@@ -186,6 +195,15 @@ FAMILIES = {
     "qwen3": Family("qwen3", heads=(6, 2), head_dim=32, tied=True),
     "qwen3-yarn": Family("qwen3", heads=(4, 2), head_dim=32, old_spelling=True, rope=YARN_ROPE),
     "qwen3-sharded": Family("qwen3", {"attention_bias": True}, heads=(4, 4), head_dim=32, sharded=True),
+    "qwen3-next": Family(
+        "qwen3_next",
+        {**DELTA_NET, **SHARED_MOE, "mlp_only_layers": [1]},
+        head_dim=32,
+        sharded=True,
+        norm_offset=1.0,
+    ),
+    "qwen3.5": Family("qwen3_5_text", DELTA_NET, heads=(6, 2), tied=True, norm_offset=1.0),
+    "qwen3.5-moe": Family("qwen3_5_moe_text", {**DELTA_NET, **SHARED_MOE}, head_dim=32, norm_offset=1.0),
     "qwen3-moe": Family(
         "qwen3_moe",
         {**MOE, "mlp_only_layers": [1], "norm_topk_prob": True},
@@ -258,17 +276,17 @@ def reference(name: str) -> transformers.PreTrainedModel:
     )
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    _randomize(model, seed=family.seed)
+    _randomize(model, seed=family.seed, norm_offset=family.norm_offset)
     return model
 
 
-def _randomize(model: transformers.PreTrainedModel, seed: int) -> None:
+def _randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: float) -> None:
     """Random weights, large enough for clear argmaxes; also norms and biases, so that a test notices a missing one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):
-                weight.uniform_(0.5, 1.5, generator=generator)
+                weight.uniform_(0.5 - norm_offset, 1.5 - norm_offset, generator=generator)
             elif name.endswith("bias"):
                 weight.normal_(0.0, 0.5, generator=generator)
             else:

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nanovllm.layers.spec import TensorPart, Weight
+from nanovllm.layers.spec import TensorPart
+from nanovllm.layers.stored_spec import StoredWeight
 
 
-class ConvWeight(Weight):
+class ConvWeight(StoredWeight):
     """[channels, 1, kernel size]: `rows` are the channels, `columns` the taps, the oldest input's first."""
 
     def shard_shape(self, rank: int, num_ranks: int) -> tuple[int, ...]:

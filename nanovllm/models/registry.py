@@ -19,6 +19,7 @@ def _family(module: str) -> Family:
     return lambda raw: import_module(f"nanovllm.models.{module}").spec(raw)
 
 
+QWEN3_5 = ("ForCausalLM", "ForConditionalGeneration", "MoeForCausalLM", "MoeForConditionalGeneration")
 ARCHITECTURES = {  # of each family
     "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
@@ -33,6 +34,7 @@ ARCHITECTURES = {  # of each family
     "qwen2": ("Qwen2ForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
     "qwen3_moe": ("Qwen3MoeForCausalLM",),
+    "qwen3_next": ("Qwen3NextForCausalLM", *(f"Qwen3_5{kind}" for kind in QWEN3_5)),
     "smollm3": ("SmolLM3ForCausalLM",),
 }
 FAMILIES: dict[str, Family] = {name: _family(module) for module, names in ARCHITECTURES.items() for name in names}

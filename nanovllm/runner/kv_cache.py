@@ -12,7 +12,6 @@ from nanovllm.state import BlockGroup, CacheLayout, LayerState, PagedState, stat
 
 if TYPE_CHECKING:
     from nanovllm.attention.interface import AttentionBackend
-    from nanovllm.runner.row_states import RowStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +50,8 @@ def size_kv_cache(config: Config, shard: Shard, *, max_model_len: int, dtype: to
 
 
 def make_states(
-    states: Sequence[LayerState],
-    backend: "AttentionBackend",
-    num_blocks: Mapping[int | None, int],  # of each paged group, by its window
-    row_states: "RowStates | None",
+    states: Sequence[LayerState], backend: "AttentionBackend", num_blocks: Mapping[int | None, int], rows: Sequence[Any]
 ) -> list[Any]:
-    """What each of the rank's layers keeps: the attention backend's cache, or a tensor [max_num_seqs + 1, *shape]."""
-    paged, rows = iter(backend.make_cache(num_blocks)), iter(() if row_states is None else row_states.layers)
-    return [next(paged if isinstance(state, PagedState) else rows) for state in states]
+    """What each layer keeps: the backend's cache, or one of `rows`. `num_blocks`: of each paged group, by window."""
+    paged, per_row = iter(backend.make_cache(num_blocks)), iter(rows)
+    return [next(paged if isinstance(state, PagedState) else per_row) for state in states]

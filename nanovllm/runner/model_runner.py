@@ -150,7 +150,8 @@ class ModelRunner:
 
             self.states, self._row_states = [], None
             self._row_states = RowStates(states, self._config, device=self.device)
-        self.states = make_states(states, self.backend, num_blocks, self._row_states)
+        rows = () if self._row_states is None else self._row_states.layers
+        self.states = make_states(states, self.backend, num_blocks, rows)
         return self.states
 
     @torch.inference_mode()

@@ -42,7 +42,7 @@ FAMILIES = (
         "qwen2-even",
         "qwen2-upper-layers-slide",
     ),
-    *("qwen3", "qwen3-sharded", "qwen3-moe", "qwen3-moe-stacked-even", "llama-bias-even"),
+    *("qwen3", "qwen3-next", "qwen3.5-moe", "qwen3-sharded", "qwen3-moe", "qwen3-moe-stacked-even", "llama-bias-even"),
 )
 BOTH = ("qwen3-moe", "qwen2-even")  # also run with four ranks
 

@@ -1,25 +1,39 @@
-"""Models with a state per sequence: 8-bit weights, and rejected proposed tokens."""
+"""Models with a state per sequence: 8-bit weights, rejected proposed tokens, the delta rule, other parts of files."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from nanovllm.engine.consistency import check_scheduler
 from nanovllm.errors import CheckpointError
+from nanovllm.layers import delta_rule
 from nanovllm.models.registry import parse_config
-from tests.helpers import assert_greedy, generate_by_reference, greedy_params, open_llm, prompt_of, scheduler_of
+from tests.helpers import (
+    assert_greedy,
+    copy_of,
+    generate_by_reference,
+    greedy_params,
+    open_llm,
+    prompt_of,
+    scheduler_of,
+)
 from tests.models.test_config import raw_config
 from tests.test_proposer import TwoTokens
 from tests.weights.packed_files import check_greedy, write_packed
 
-FAMILIES = ("lfm2",)
+NOT_PACKED = ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "qwen3.5"])
 def test_int8(tmp_path: Path, family: str) -> None:
     def pack(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if module == "lm_head":
+        if module.endswith(NOT_PACKED):
             return None
         scale = weight.abs().amax(dim=1, keepdim=True) / 127
         return {"weight": weight}, (weight / scale).round() * scale
@@ -27,7 +41,7 @@ def test_int8(tmp_path: Path, family: str) -> None:
     check_greedy(write_packed(family, tmp_path, pack, {}), quantization="int8")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3.5-moe"])
 def test_verified_rows_among_decodes_and_chunks(family: str) -> None:
     """One prompt is proposed for, the others only decode; a small budget adds chunks to the same steps."""
     prompts = [prompt_of(length) for length in (33, 5, 20, 47)]
@@ -47,3 +61,43 @@ def test_lfm2_kinds_of_layers() -> None:
         parse_config(raw | {"layer_types": ["conv", "mamba", "conv"]})
     older = {"layer_types": None, "full_attn_idxs": [1], "block_ff_dim": raw.pop("intermediate_size")}
     assert parse_config(raw | older) == parse_config(raw_config("lfm2"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 150])
+def test_delta_rule(num_tokens: int) -> None:
+    """Chunks, single steps and the reference agree, from a state on."""
+    torch.manual_seed(num_tokens)
+    q, k = (F.normalize(torch.randn(num_tokens, 3, 8), dim=-1) for _ in range(2))
+    v, state = torch.randn(num_tokens, 3, 5), torch.randn(3, 8, 5)
+    decay, beta = -torch.rand(num_tokens, 3), torch.rand(num_tokens, 3)
+    expected = torch_recurrent_gated_delta_rule(
+        *(x[None] for x in (q * 8**0.5, k, v, decay, beta)), initial_state=state[None], output_final_state=True
+    )
+    for way in (delta_rule.chunks, delta_rule.steps):
+        for got, wanted in zip(way(q, k, v, decay, beta, state), expected, strict=True):
+            torch.testing.assert_close(got, wanted[0], atol=2e-5, rtol=1e-4)
+
+
+def test_vision_tower_and_mtp_layers_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = copy_of("qwen3.5", tmp_path)
+    (file,) = folder.glob("*.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(file).items()}
+    more = {"model.visual.blocks.0.norm1.weight": torch.ones(4), "mtp.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}
+    save_file(tensors | more, file, metadata={"format": "pt"})
+    raw = raw_config("qwen3.5")
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": raw}
+    (folder / "config.json").write_text(json.dumps(whole))
+    with open_llm(folder) as llm:
+        (output,) = llm.generate([prompt_of(20)], greedy_params(8), use_tqdm=False)
+    assert_greedy("qwen3.5", prompt_of(20), output["token_ids"])
+    assert "visual (1 tensors), mtp (1 tensors)" in caplog.text
+
+
+def test_qwen3_5_values_are_checked() -> None:
+    raw = raw_config("qwen3.5")
+    with pytest.raises(CheckpointError, match="layer_types=.* must say linear_attention or full_attention"):
+        parse_config(raw | {"layer_types": ["linear_attention", "mamba", "full_attention"]})
+    with pytest.raises(CheckpointError, match="linear_num_value_heads=3 is no multiple of 2 key heads"):
+        parse_config(raw | {"linear_num_value_heads": 3})
+    kinds = [layer.mixer_name for layer in parse_config(raw | {"layer_types": None, "num_hidden_layers": 8}).layers]
+    assert kinds == 2 * [*["linear_attn"] * 3, "self_attn"]

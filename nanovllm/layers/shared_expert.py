@@ -1,0 +1,43 @@
+"""A mixture of experts beside one expert that every token passes, times sigmoid(gate(x))."""
+
+from typing import TYPE_CHECKING
+
+from nanovllm.checkpoint.stored import Slot
+from nanovllm.layers.context import BuildContext
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.mlp import part_of
+from nanovllm.layers.moe import MoE
+from nanovllm.layers.residual import Residual
+
+if TYPE_CHECKING:
+    from nanovllm.layers.shared_expert_spec import SharedExpertSpec
+
+
+class SharedExpertMoE(MoE):
+    def __init__(self, spec: "SharedExpertSpec", context: BuildContext) -> None:
+        super().__init__(spec, context)
+        shared = part_of(self._weights, "shared_")
+        self.shared_gate_up = Linear(part_of(shared, "gate_up_"), context)
+        self.shared_down = Linear(part_of(shared, "down_"), context)
+        self.shared_gate = Linear({"weight": self._weights["gate"]}, context)
+        self._shared = (self.shared_gate_up, self.shared_down, self.shared_gate)
+
+    def slots(self) -> dict[str, Slot]:
+        found = super().slots()
+        for linear in self._shared:
+            found |= linear.slots()
+        return found
+
+    def finish_loading(self) -> None:
+        super().finish_loading()
+        for linear in self._shared:
+            linear.finish_loading()
+
+    def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
+        normed = x.normed(norm)
+        shared = self.shared_down(self.shared_gate_up(normed, activation="silu"))
+        shared = shared * self.shared_gate(normed).sigmoid()
+        x = super().__call__(x, norm=norm)
+        x.rows = x.rows + shared
+        return x

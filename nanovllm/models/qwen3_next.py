@@ -1,0 +1,77 @@
+"""Qwen3-Next and Qwen3.5, dense and with experts: a gated delta net in three of four layers, attention with an output
+gate in the others, norms whose weights are stored as w - 1. Of Qwen3.5 the text model."""
+
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.delta_net_spec import DeltaNetSpec
+from nanovllm.layers.gated_attention_spec import GatedAttentionSpec
+from nanovllm.layers.refine import refine
+from nanovllm.layers.shared_expert_spec import SharedExpertSpec
+from nanovllm.layers.spec import LayerSpec
+from nanovllm.models.partial_rope import read_partial_rope, without_rope
+from nanovllm.models.spec import ModelSpec, count, llama_shaped
+from nanovllm.models.text_part import text_part
+
+KINDS = ("linear_attention", "full_attention")
+
+
+def spec(raw: dict[str, Any]) -> ModelSpec:
+    raw = {"head_dim": 256, **text_part(raw, known=("qwen3_5_text", "qwen3_5_moe_text"))}
+    raw.setdefault("intermediate_size", raw.get("moe_intermediate_size"))  # where no layer has an MLP
+    bias = bool(raw.get("attention_bias", False))
+    model = llama_shaped(without_rope(raw), qk_norm=True, qkv_bias=bias, o_bias=bias)
+    rope = read_partial_rope(raw, head_dim=raw["head_dim"], max_position=model.max_position, share=0.25)
+    delta_net, experts = _delta_net(raw, model), _experts(raw, model)
+
+    def layer(own: LayerSpec, kind: str, index: int) -> LayerSpec:
+        changes: dict[str, Any] = {"norm_offset": 1.0, "feed_forward": experts.get(index, own.feed_forward)}
+        if kind == "linear_attention":
+            return replace(own, mixer=delta_net, mixer_name="linear_attn", **changes)
+        return replace(own, mixer=refine(GatedAttentionSpec, own.mixer, rope=rope, qk_norm_offset=1.0), **changes)
+
+    layers = tuple(map(layer, model.layers, _kinds(raw, model.num_layers), range(model.num_layers)))
+    max_position = model.max_position if rope.scaling is None else rope.scaling.longest(model.max_position)
+    return replace(model, layers=layers, norm_offset=1.0, max_position=max_position)
+
+
+def _kinds(raw: dict[str, Any], num_layers: int) -> list[str]:
+    interval = raw.get("full_attention_interval", 4)
+    kinds = raw.get("layer_types") or [KINDS[(index + 1) % interval == 0] for index in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= set(KINDS):
+        raise CheckpointError(f"config: layer_types={kinds} must say {' or '.join(KINDS)} for each layer")
+    return kinds
+
+
+def _delta_net(raw: dict[str, Any], model: ModelSpec) -> DeltaNetSpec:
+    num_key_heads, num_value_heads = count(raw, "linear_num_key_heads"), count(raw, "linear_num_value_heads")
+    if num_value_heads % num_key_heads:
+        raise CheckpointError(f"linear_num_value_heads={num_value_heads} is no multiple of {num_key_heads} key heads")
+    return DeltaNetSpec(
+        hidden_size=model.hidden_size,
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=count(raw, "linear_key_head_dim"),
+        value_dim=count(raw, "linear_value_head_dim"),
+        kernel_size=count(raw, "linear_conv_kernel_dim"),
+        norm_eps=model.norm_eps,
+        by_key_head=model.architecture == "Qwen3NextForCausalLM",
+    )
+
+
+def _experts(raw: dict[str, Any], model: ModelSpec) -> dict[int, SharedExpertSpec]:
+    """Of the layers that have experts."""
+    if not raw.get("num_experts") and not raw.get("num_local_experts"):
+        return {}
+    num_experts = count(raw, "num_local_experts" if raw.get("num_local_experts") else "num_experts")
+    step, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
+    experts = SharedExpertSpec(
+        hidden_size=model.hidden_size,
+        intermediate_size=count(raw, "moe_intermediate_size"),
+        num_experts=num_experts,
+        num_experts_per_token=count(raw, "num_experts_per_tok", most=num_experts),
+        norm_topk_prob=bool(raw.get("norm_topk_prob", True)),
+        shared_size=count(raw, "shared_expert_intermediate_size"),
+    )
+    return {i: experts for i in range(model.num_layers) if (i + 1) % step == 0 and i not in dense}
