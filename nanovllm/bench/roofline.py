@@ -8,8 +8,9 @@ on this machine:
   matmul rate      multiplying large square matrices of random numbers in the model's data type
 
 Included: the weights of the layers and of the head (a linear takes the longer of reading its weights and multiplying
-with them; on an H200 the latter from about 190 rows on), the KV cache up to each token's position, and the attention of
-prompts. The head counts for sampled tokens only. Of a mixture of experts, as many experts are read as a batch of that
+with them; on an H200 the latter from about 190 rows on), the KV cache up to each token's position, the states per
+sequence, which every decoded token reads and writes, and the attention of prompts. The head counts for sampled tokens
+only. Of a mixture of experts, as many experts are read as a batch of that
 size uses if its tokens spread evenly. Not included: the rows of the embedding, activations, logits, sampling, kernel
 launches, Python. So no engine reaches 1 on a large model. (On a CPU the copy bandwidth is a rough limit: a copy also
 reads what it overwrites, and a small model stays in the cache.)
@@ -128,8 +129,10 @@ class Roofline:
         return [layer.mixer for layer in self.model.layers if isinstance(layer.mixer, AttentionSpec)]
 
     def _kv_bytes(self, first: int, last: int) -> int:
-        """Bytes of the KV cache that queries with contexts of `first`, ..., `last` tokens read, in all layers."""
-        return sum(
+        """Bytes of the KV cache that queries with contexts of `first`, ..., `last` tokens read, in all layers; and of
+        the states per sequence, each read and written once a token."""
+        row_bytes = sum(group.num_bytes for group in self.model.state_groups() if not group.paged)
+        return 2 * row_bytes * (last - first + 1) + sum(
             _sum_of_least(first, last, mixer.window) * mixer.state(self.kv_dtype).bytes_per_token
             for mixer in self._attention
         )

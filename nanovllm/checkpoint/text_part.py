@@ -10,7 +10,9 @@ NAMES = (  # of the text model in such files, and without the other parts
     (re.compile(r"^language_model\.(model|lm_head)(?=\.|$)"), r"\1"),
     (re.compile(r"^model\.language_model(?=\.|$)"), "model"),
 )
-OTHER_PARTS = re.compile(r"^(?:model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio|visual|mtp)\.")
+OTHER_PARTS = re.compile(
+    r"^(?:model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio|visual|mtp)\."
+)
 
 
 def text_name(name: str) -> str:

@@ -36,6 +36,7 @@ class BlockManager:
             from nanovllm.engine.windows import Windows
 
             self._windows = Windows(self.pools, block_size, cache_full_blocks=self.cache_full_blocks)
+        self.state_copies: list[tuple[int, int, bool]] = []  # for the next plan, of a state per row
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -134,10 +135,6 @@ class BlockManager:
                 pool.register(node, table.blocks[index])
             seq.prefix = node
             seq.num_cached_blocks = index + 1
-
-    def take_state_copies(self) -> tuple[tuple[int, int, bool], ...]:
-        """The copies of row states to make before the next step, as a plan has them: here there are no such states."""
-        return ()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. Blocks in use stay in use but are no longer findable."""

@@ -35,7 +35,6 @@ class CheckpointedBlocks(BlockManager):
         self._kept: dict[Sequence, set[int]] = {}  # of running sequences: after how many tokens one is to be kept
         self._restored: dict[Sequence, int] = {}  # checkpoints of admitted sequences whose row has no state yet
         self._num_known_blocks = 0  # whose keys and values are cached, of the sequence that was matched last
-        self._copies: list[tuple[int, int, bool]] = []
 
     # --- a sequence is admitted, runs and leaves ----------------------------------------------------------------------
 
@@ -66,7 +65,7 @@ class CheckpointedBlocks(BlockManager):
         if checkpoint is None:
             self._save(seq)
         else:
-            self._copies.append((seq.row, checkpoint, True))
+            self.state_copies.append((seq.row, checkpoint, True))
         end = min([end, *(kept for kept in self._kept[seq] if kept > start)])
         if end < seq.num_tokens and end // size * size > start:
             end = end // size * size
@@ -77,10 +76,6 @@ class CheckpointedBlocks(BlockManager):
         for kept in (self._kept, self._newest, self._restored):
             kept.pop(seq, None)
         super().free(seq)
-
-    def take_state_copies(self) -> tuple[tuple[int, int, bool], ...]:
-        copies, self._copies = tuple(self._copies), []
-        return copies
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -101,7 +96,7 @@ class CheckpointedBlocks(BlockManager):
             self._drop(next(iter(self.found_by)))
         self.found_by[node] = checkpoint = self._free.pop()
         node.num_uses += 1
-        self._copies.append((seq.row, checkpoint, False))
+        self.state_copies.append((seq.row, checkpoint, False))
         if num_tokens not in self._kept[seq]:
             self._newest[seq] = node
             self._unshared.add(node)

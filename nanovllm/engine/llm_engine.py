@@ -12,7 +12,7 @@ from nanovllm.engine.intake import Intake
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.errors import ConfigError, EngineClosedError, EngineError, RequestError
+from nanovllm.errors import EngineClosedError, EngineError, RequestError
 from nanovllm.models.registry import describe
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import StepPlan
@@ -47,6 +47,10 @@ class LLMEngine:
         self.config = Config.from_options(None if model is None else str(model), options)
         path = resolve_model(self.config.model)
         description = describe(path)
+        if description.config.keeps_row_state:
+            from nanovllm.engine.row_state_options import with_row_states
+
+            self.config = with_row_states(self.config, description.config, options, proposer)
         if self.config.device != "cpu" or self.config.load_format != "dummy":
             from nanovllm.executor.head_start import head_start
 
@@ -76,8 +80,6 @@ class LLMEngine:
         self._num_added = 0
 
     def _build_core(self, path: Path, proposer: "Proposer | None", *, serves: bool) -> EngineCore:
-        if proposer is not None and self.model_config.keeps_row_state and any(self.model_config.windows):
-            raise ConfigError("a proposer needs a model without windows, or without a state per sequence")
         with collector_paused():
             from nanovllm.executor.make import make_executor
 

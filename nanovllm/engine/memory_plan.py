@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Rank
+from nanovllm.engine.row_state_options import with_row_states
 from nanovllm.layers.spec import Weight
 from nanovllm.models.parameters import num_bytes, num_parameters
 from nanovllm.models.registry import describe
@@ -115,6 +116,8 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     config = Config.from_options(model, options)
     path = resolve_model(config.model)
     model_config = describe(path).config
+    if model_config.keeps_row_state:
+        config = with_row_states(config, model_config, options)
     max_model_len = min(config.max_model_len, model_config.max_position)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)

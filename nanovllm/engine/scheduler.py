@@ -167,12 +167,13 @@ class Scheduler:
                 row_steps=tuple([row.step for row in rows]),
                 new_rows=tuple(new_rows),
                 new_blocks=tuple(new_blocks),
-                state_copies=self.block_manager.take_state_copies(),
+                state_copies=tuple(self.block_manager.state_copies),
                 guided_rows=tuple(guided),
             ),
             decodes=decodes,
             rows=tuple(rows),
         )
+        self.block_manager.state_copies.clear()
         self._steady = None
         if not rows and not resting and self.proposer is None:
             repeated = replace(step.plan, new_blocks=(), state_copies=())

@@ -2,13 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from nanovllm.checkpoint.stored import Slot
+import torch
+import torch.nn.functional as F
+
+from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.mlp import part_of
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.residual import Residual
+from nanovllm.weights.dense import DenseWeight
 
 if TYPE_CHECKING:
     from nanovllm.layers.shared_expert_spec import SharedExpertSpec
@@ -20,24 +24,21 @@ class SharedExpertMoE(MoE):
         shared = part_of(self._weights, "shared_")
         self.shared_gate_up = Linear(part_of(shared, "gate_up_"), context)
         self.shared_down = Linear(part_of(shared, "down_"), context)
-        self.shared_gate = Linear({"weight": self._weights["gate"]}, context)
-        self._shared = (self.shared_gate_up, self.shared_down, self.shared_gate)
+        self.shared_gate = torch.empty((1, spec.hidden_size), dtype=context.dtype, device=context.device)
 
     def slots(self) -> dict[str, Slot]:
-        found = super().slots()
-        for linear in self._shared:
-            found |= linear.slots()
-        return found
+        found = super().slots() | self.shared_gate_up.slots() | self.shared_down.slots()
+        return found | slots_of(self._weights["gate"], DenseWeight(self.shared_gate))
 
     def finish_loading(self) -> None:
         super().finish_loading()
-        for linear in self._shared:
-            linear.finish_loading()
+        self.shared_gate_up.finish_loading()
+        self.shared_down.finish_loading()
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
         normed = x.normed(norm)
         shared = self.shared_down(self.shared_gate_up(normed, activation="silu"))
-        shared = shared * self.shared_gate(normed).sigmoid()
+        shared = shared * F.linear(normed, self.shared_gate).sigmoid()
         x = super().__call__(x, norm=norm)
         x.rows = x.rows + shared
         return x

@@ -92,11 +92,11 @@ def _budget(
     if device.type == "cuda":
         return _gpu_budget(config, shard, device, weight_bytes, activation_bytes)
     share = config.cpu_memory_utilization
-    budget = int(max(_available_memory() // num_ranks - weight_bytes, 0) * share)
+    budget = int(max(available_memory() // num_ranks - weight_bytes, 0) * share)
     return budget, f"cpu_memory_utilization={share} of the free memory"
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes of host memory that this process could still allocate, within its control group."""
     with open("/proc/meminfo") as file:
         info = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.startswith("Mem")}

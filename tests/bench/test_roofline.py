@@ -78,6 +78,14 @@ def test_decode_step_reads_the_weights_once_and_every_sequence() -> None:
     assert roofline.step_seconds(3, 10) == weights + 3 * 2 * 10 * KV_TOKEN
 
 
+def test_states_per_sequence_are_read_and_written() -> None:
+    model = describe(shape_folder("lfm2-1.2b")).config
+    conv, attention = model.layers[0], model.layers[2]
+    roofline = of_tiny(replace(model, layers=(conv, attention)), bandwidth=1.0)
+    two_more = roofline.step_seconds(3, 10) - roofline.step_seconds(1, 10)
+    assert two_more == pytest.approx(2 * (2 * 2 * 2048 * 4 + 10 * 2 * 8 * 64 * 2), abs=256)
+
+
 def test_large_batch_is_bound_by_arithmetic() -> None:
     assert of_tiny(flops=1.0).step_seconds(7, 10) == pytest.approx(2 * 7 * (LAYERS + HEAD))
 

@@ -10,10 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
+from nanovllm.bench.shapes import SHAPES
+from nanovllm.config import Config
 from nanovllm.engine.consistency import check_scheduler
+from nanovllm.engine.row_state_options import with_row_states
 from nanovllm.errors import CheckpointError
 from nanovllm.layers import delta_rule
-from nanovllm.models.registry import parse_config
+from nanovllm.models.registry import describe, parse_config
 from tests.helpers import (
     assert_greedy,
     copy_of,
@@ -101,3 +104,12 @@ def test_qwen3_5_values_are_checked() -> None:
         parse_config(raw | {"linear_num_value_heads": 3})
     kinds = [layer.mixer_name for layer in parse_config(raw | {"layer_types": None, "num_hidden_layers": 8}).layers]
     assert kinds == 2 * [*["linear_attn"] * 3, "self_attn"]
+
+
+def test_fewer_sequences_where_their_states_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default alone is lowered: three states of 50.25 MiB each, in a quarter of a quarter of the free memory."""
+    monkeypatch.setattr("nanovllm.runner.memory_budget.available_memory", lambda: 64 * 2**30)
+    model = describe(SHAPES / "qwen3.5-9b").config
+    config = Config(model="", device="cpu")
+    assert with_row_states(config, model, {}).max_num_seqs == 4 * 1024 // (3 * 50.25)
+    assert with_row_states(config, model, {"max_num_seqs": 1024}) is config
