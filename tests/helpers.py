@@ -94,9 +94,6 @@ FAMILIES = {
         tied=True,
         old_spelling=True,
     ),
-    "lfm2-attention-last": Family(
-        "lfm2", {"full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}, seed=1
-    ),
     "llama-old-rope3": Family("llama", heads=(4, 4), tied=True, old_spelling=True, rope=LLAMA3_ROPE),
     "llama-dynamic": Family(
         "llama", heads=(6, 2), old_spelling=True, rope={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
@@ -203,7 +200,6 @@ FAMILIES = {
         norm_offset=1.0,
     ),
     "qwen3.5": Family("qwen3_5_text", DELTA_NET, heads=(6, 2), tied=True, norm_offset=1.0),
-    "qwen3.5-moe": Family("qwen3_5_moe_text", {**DELTA_NET, **SHARED_MOE}, head_dim=32, norm_offset=1.0),
     "qwen3-moe": Family(
         "qwen3_moe",
         {**MOE, "mlp_only_layers": [1], "norm_topk_prob": True},
@@ -222,6 +218,10 @@ FAMILIES = {
 }
 # With numbers of heads that two ranks can divide.
 EVEN_FAMILIES = {
+    "lfm2-attention-last": Family(
+        "lfm2", {"full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}, seed=1
+    ),
+    "qwen3.5-moe": Family("qwen3_5_moe_text", {**DELTA_NET, **SHARED_MOE}, head_dim=32, norm_offset=1.0),
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
     "gpt-oss-even": replace(FAMILIES["gpt-oss"], heads=(4, 2)),
     "granite-even": replace(FAMILIES["granite"], heads=(4, 2)),
