@@ -42,7 +42,7 @@ def packed_tile(m: int, num_weight_rows: int) -> PackedTile:
         return PackedTile(32, 64)
     if m <= 64:
         return PackedTile(64, 64)
-    return PackedTile(64, 128, num_warps=8) if m <= 128 else PackedTile(128, 128, num_warps=8, most_stages=4)
+    return PackedTile(64, 128, num_warps=8)  # 128 rows would spill registers and leave room for one stage
 
 
 @triton.jit

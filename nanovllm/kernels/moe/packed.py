@@ -40,7 +40,7 @@ def expert_tile(pairs_per_expert: float, *, deterministic: bool) -> PackedTile:
         return PackedTile(16, 64)
     if pairs_per_expert <= 24:
         return PackedTile(32, 64)
-    return PackedTile(64, 64) if pairs_per_expert <= 96 else PackedTile(128, 128, num_warps=8, most_stages=4)
+    return PackedTile(64, 64) if pairs_per_expert <= 96 else PackedTile(64, 128, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
