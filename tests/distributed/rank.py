@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.attention.backend import LayerCache
 from nanovllm.config import Config
 from nanovllm.distributed.collectives import join, sampling_rank
 from nanovllm.distributed.group import Parallel, Rank
@@ -100,7 +101,7 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=this.index == sampling_rank(this))
     dense = [slot for slot in runner.model.slots().values() if isinstance(slot.target, DenseWeight)]
     seen.num_weights = sum(slot.target.tensor[index].numel() for slot in dense for index, _ in slot.places)
-    seen.cache_elements = sum(cache.kv.numel() for cache in runner.states)
+    seen.cache_elements = sum(state.kv.numel() for state in runner.states if isinstance(state, LayerCache))
     while core.has_work:
         core.step()
         seen.num_steps += 1
