@@ -1,8 +1,10 @@
 """Setup for all tests: no network, a limited number of threads, the default model, a check of skipped tests."""
 
+import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -82,6 +84,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def logging_of_its_own() -> Iterator[None]:
+    """A command that a test runs in this process makes the package log to that test's stderr; this ends with it."""
+    logger = logging.getLogger("nanovllm")
+    handlers, level, propagates = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = propagates
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from nanovllm.config import Config
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.models.spec import ModelSpec
+from nanovllm.weights.forms import INT4, Form, GroupForm, Int8Form
 
 # The fields of specs that the step knows, or that do not concern it. Where another one is not at its default, the model
 # has something that was added since.
@@ -29,6 +30,8 @@ KNOWN: dict[type, set[str]] = {
         *("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token", "norm_topk_prob", "router_name"),
     },
 }
+FORMS_MADE: dict[str, Form] = {"int4": INT4, "int8": Int8Form()}  # while loading, by the option `quantization`
+GROUP = 32  # columns that share a scale of the activations: src/products.h
 MAX_POSITIONS = 1 << 19  # of a sequence: src/step.c, PASS_SEGMENTS segments
 
 
@@ -47,16 +50,15 @@ def _option_against(config: Config, model: ModelSpec) -> str | None:
         return "the model is divided over several devices"
     if config.dtype not in ("auto", "float32"):
         return f"dtype={config.dtype!r}: it computes in float32"
-    if config.kv_cache_dtype not in ("auto", "float32"):
-        return f"kv_cache_dtype={config.kv_cache_dtype!r}: its KV cache is float32"
+    if config.kv_cache_dtype == "fp8":
+        return "kv_cache_dtype='fp8' is not implemented in it"
     if config.attention_backend != "auto":
         return f"attention_backend={config.attention_backend!r}: it has its own attention"
-    if config.quantization not in (None, "gguf", "int8"):
+    if config.quantization not in (None, "gguf", *FORMS_MADE):
         return f"quantization={config.quantization!r} is not implemented in it"
-    if config.quantization is not None and not keeps_packed(config):
-        return f"dtype='float32' with quantization={config.quantization!r}: it would round activations to 8 bits"
-    if model.packing is not None and model.packing.layout != "gguf":
-        return f"{model.packing.layout} weights are not implemented in it"
+    unpacks = config.quantization is None and (model.packing is None or model.packing.layout == "gguf")
+    if not (unpacks or keeps_packed(config)):
+        return "dtype='float32': it would round activations to 8 bits, for which packed weights have to stay packed"
     return None
 
 
@@ -82,7 +84,18 @@ def _shape_against(config: Config, model: ModelSpec, max_model_len: int) -> str 
     sizes = (model.hidden_size, *sorted(widths), mixer.num_heads * mixer.head_dim)
     if any(size % multiple for size in sizes):
         return f"a width of {', '.join(map(str, sizes))} is no multiple of {multiple}"
+    if model.packing is not None and not all(_fits(form, size) for form in model.packing.forms for size in sizes):
+        return f"{model.packing.layout} weights of this kind are not implemented in it"
     return None if max_model_len <= MAX_POSITIONS else f"max_model_len is above {MAX_POSITIONS}"
+
+
+def _fits(form: Form, columns: int) -> bool:
+    """Whether a matrix of this form, with so many columns, can stay packed."""
+    if not isinstance(form, GroupForm):
+        return isinstance(form, Int8Form)
+    size, _ = form.sizes_in(columns)
+    by_16 = size == GROUP // 2 and form.bits == 8 and not (form.zero or form.minimum)
+    return not form.ordered and (size % GROUP == 0 or by_16)
 
 
 def _unknown(part: Any) -> str | None:

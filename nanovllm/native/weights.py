@@ -6,14 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.checkpoint.packed.groups import quantize_groups
+from nanovllm.checkpoint.packed.int8 import Int8Tensor
+from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.checkpoint.stored import Index, Part, Stored
-from nanovllm.weights.forms import GroupForm
+from nanovllm.weights.forms import Form, GroupForm
 from nanovllm.weights.int8 import quantize_rows
 
 TILE = 4  # rows of a packed weight that are interleaved
 GROUP = 32  # columns that share a scale of the activations
 DENSE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT4, INT8, INT8_BY_16 = 3, 4, 5
+CPU = torch.device("cpu")
 
 
 class Matrix(ctypes.Structure):
@@ -22,7 +26,7 @@ class Matrix(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
         ("half_scales", ctypes.c_int32),
-        ("row_scales", ctypes.c_int32),
+        ("groups_per_scale", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("minima", ctypes.c_void_p),
@@ -33,38 +37,36 @@ class Matrix(ctypes.Structure):
 class NativeWeight:
     """One tensor of a checkpoint; implements `Target`. Vectors become float32; dense matrices keep their type."""
 
-    def __init__(self, library: ctypes.CDLL, *, packs: bool, makes_int8: bool = False) -> None:
+    def __init__(self, library: ctypes.CDLL, *, packs: bool, makes: Form | None = None) -> None:
         """`packs`: a matrix that its file holds as integers with scales stays packed; otherwise it is dequantized.
 
-        `makes_int8`: a matrix is rounded to 8 bits with one scale per row.
+        `makes`: a matrix is rounded to this form: 4-bit groups, or 8 bits with one scale per row.
         """
-        self._library, self._packs, self._makes_int8 = library, packs, makes_int8
+        self._library, self._packs, self._makes = library, packs or makes is not None, makes
         self._type = 0
-        self._row_scales = False
+        self._groups_per_scale = 1
         self.data = self.scales = torch.empty(0)
         self.minima: Tensor | None = None
         self.shape: tuple[int, ...] = ()
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
-        form = getattr(tensor, "form", None)
         self.shape = tuple(tensor.shape)
-        if self._makes_int8:
-            self._round(tensor.read(part))
+        if self._makes is not None:
+            tensor = made(self._makes, tensor.read(part))
+        if self._packs and isinstance(tensor, Int8Tensor):
+            self._keep_rows(*tensor.pieces((), CPU))
             return
-        if self._packs and len(self.shape) == 2 and isinstance(form, GroupForm):
-            self._pack(tensor, form)
+        if self._packs and len(self.shape) == 2 and isinstance(getattr(tensor, "form", None), GroupForm):
+            self._keep_groups(tensor)
             return
         data = tensor.read(part).clone(memory_format=torch.contiguous_format)  # the file may be mapped
         self.data = data if len(self.shape) == 2 and data.dtype in DENSE else data.float()
         self._type = DENSE[self.data.dtype]
 
-    def _round(self, weight: Tensor) -> None:
-        codes, scale = quantize_rows(weight)
-        if not torch.isfinite(scale).all():
-            raise ValueError("a row holds NaN or infinity, which 8-bit weights cannot represent")
+    def _keep_rows(self, codes: Tensor, scale: Tensor) -> None:
         self._store_codes(codes, bits=8)
         self.scales = in_tiles(scale[:, None])
-        self._type, self._row_scales = INT8, True
+        self._type, self._groups_per_scale = INT8, self.shape[1] // GROUP
 
     def _store_codes(self, codes: Tensor, bits: int) -> None:
         rows, columns = self.shape
@@ -72,23 +74,30 @@ class NativeWeight:
         self.data = torch.empty(-(-rows // TILE) * TILE, codes.shape[1], dtype=torch.uint8)
         self._library.pack_codes(pointer(codes), rows, columns, bits, pointer(self.data))
 
-    def _pack(self, tensor: Any, form: GroupForm) -> None:
+    def _keep_groups(self, tensor: Any) -> None:
+        form: GroupForm = tensor.form
         sizes = form.sizes_in(self.shape[1])
-        pieces = tensor.pieces((), sizes, torch.device("cpu"))
+        pieces = tensor.pieces((), sizes, CPU)
         self._store_codes(pieces.codes, form.bits)
         scale, minimum = pieces.scale, pieces.minimum
+        if scale.dtype != torch.float16:
+            scale = scale.float()
         if form.unit_size:
             per_unit = sizes[1] // sizes[0]
             scale = scale.float() * pieces.scale_unit.float().repeat_interleave(per_unit, dim=-1)
             if minimum is not None:
                 minimum = minimum.float() * pieces.minimum_unit.float().repeat_interleave(per_unit, dim=-1)
+        elif pieces.zero is not None:
+            scale = scale.float()
+            minimum = scale * pieces.zero.float()
         elif form.bits == 4 and minimum is None:
             minimum = 8 * scale  # 8 stands for 0
             if not torch.isfinite(minimum).all():
                 scale, minimum = scale.float(), 8 * scale.float()
         self.scales = in_tiles(scale)
         self.minima = None if minimum is None else in_tiles(minimum)
-        self._type = INT4 if form.bits == 4 else INT8 if sizes[0] == GROUP else INT8_BY_16
+        self._type = INT4 if form.bits == 4 else INT8 if sizes[0] % GROUP == 0 else INT8_BY_16
+        self._groups_per_scale = max(sizes[0] // GROUP, 1)
 
     @property
     def is_packed(self) -> bool:
@@ -102,12 +111,22 @@ class NativeWeight:
             rows=rows,
             columns=columns,
             half_scales=self.scales.dtype == torch.float16,
-            row_scales=self._row_scales,
+            groups_per_scale=self._groups_per_scale,
             data=pointer(self.data),
             scales=pointer(self.scales) if self.is_packed else None,
             minima=None if self.minima is None else pointer(self.minima),
             bias=None if bias is None else pointer(bias.data),
         )
+
+
+def made(form: Form, weight: Tensor) -> Any:
+    """A dense matrix rounded to a packed form."""
+    if isinstance(form, GroupForm):
+        return quantize_groups(weight, form.dividing(weight.shape[1]))
+    codes, scale = quantize_rows(weight)
+    if not torch.isfinite(scale).all():
+        raise ValueError("a row holds NaN or infinity, which 8-bit weights cannot represent")
+    return Int8Tensor(InMemory(codes), InMemory(scale))
 
 
 def in_tiles(values: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight, norm_weight
 from nanovllm.layers.step import Step
 from nanovllm.models.shard import Shard
-from nanovllm.native.weights import Matrix, NativeWeight, pointer
+from nanovllm.native.weights import DENSE, Matrix, NativeWeight, pointer
+from nanovllm.weights.forms import Form
 
 PARTS = ("embedding", "norms", "q, k, v", "rotation", "attention", "output", "routing", "gate, up", "down", "head")
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
@@ -35,7 +36,10 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = (
         *((name, INT) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *((name, INT) for name in ("head_dim", "block_size", "num_experts", "experts_per_token", "normalize_shares")),
+        *(
+            (name, INT)
+            for name in ("head_dim", "block_size", "num_experts", "experts_per_token", "kv_type", "normalize_shares")
+        ),
         *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "scale")),
         ("layers", POINTER),
         ("embedding", Matrix),
@@ -97,11 +101,12 @@ class NativeModel:
         block_size: int,
         num_threads: int,
         packs: bool,  # weights that the file holds packed stay packed
-        makes_int8: bool,  # linears are rounded to 8 bits
+        makes: Form | None,  # linears are rounded to this form while loading
+        kv_dtype: torch.dtype,
     ) -> None:
         self.shard, self.spec = shard, shard.model
         self._library, self._num_threads = declare(library), num_threads
-        self._packs, self._makes_int8 = packs, makes_int8
+        self._packs, self._makes, self._kv_dtype = packs, makes, kv_dtype
         self._rotary, self._block_size = rotary, block_size
         self._weights: dict[str, NativeWeight] = {}  # by name in checkpoints
         self._layers = (Layer * self.spec.num_layers)()
@@ -118,7 +123,8 @@ class NativeModel:
         found: dict[str, Slot] = {}
         for prefix, weight in self._all_weights():
             for one in weight.parts(0, 1):
-                target = NativeWeight(self._library, packs=self._packs, makes_int8=self._makes_int8 and weight.packable)
+                makes = self._makes if weight.packable else None
+                target = NativeWeight(self._library, packs=self._packs, makes=makes)
                 self._weights[prefix + one.name] = target
                 found[prefix + one.name] = Slot(target, one.shape, (((), one.part),), one.order, weight.offset)
         return found
@@ -152,6 +158,7 @@ class NativeModel:
             block_size=self._block_size,
             num_experts=experts.num_experts if experts else 0,
             experts_per_token=experts.num_experts_per_token if experts else 0,
+            kv_type=DENSE[self._kv_dtype],
             normalize_shares=bool(experts and experts.norm_topk_prob),
             eps=first.norm_eps,
             head_norm_eps=first.mixer.qk_norm_eps or 0.0,

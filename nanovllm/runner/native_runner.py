@@ -14,7 +14,8 @@ from nanovllm.layers.spec import AttentionSpec
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
-from nanovllm.native.support import keeps_packed
+from nanovllm.native.support import FORMS_MADE, keeps_packed
+from nanovllm.runner.device import resolve_cache_dtype
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.native_model import NativeBackend, NativeModel
 from nanovllm.runner.native_sampler import NativeSampler
@@ -40,7 +41,7 @@ class NativeRunner(ModelRunner):
             block_size=config.kv_cache_block_size,
             windows=tuple(each.window for each in mixers),
             dtype=torch.float32,
-            cache_dtype=torch.float32,
+            cache_dtype=resolve_cache_dtype(config.kv_cache_dtype, torch.float32),
             device=self.device,
         )
         self.backend = NativeBackend(shape)
@@ -54,8 +55,9 @@ class NativeRunner(ModelRunner):
             },
             block_size=config.kv_cache_block_size,
             num_threads=torch.get_num_threads(),
-            packs=keeps_packed(config) and config.quantization != "int8",
-            makes_int8=config.quantization == "int8",
+            packs=keeps_packed(config) and config.quantization not in FORMS_MADE,
+            makes=FORMS_MADE.get(config.quantization or ""),
+            kv_dtype=shape.cache_dtype,
         )
         self.model = cast(Decoder, self._native)  # it has the methods that the runner calls
 

@@ -32,6 +32,10 @@ class GroupForm:
         unit = math.gcd(self.unit_size, *starts) if self.unit_size else 0
         return math.gcd(self.group_size or num_columns, *starts), unit
 
+    def dividing(self, num_columns: int) -> "GroupForm":
+        """With groups that divide the columns of a matrix that is packed while loading."""
+        return replace(self, group_size=math.gcd(self.group_size, num_columns)) if self.group_size else self
+
 
 @dataclass(frozen=True)
 class Fp4Form:
@@ -53,6 +57,7 @@ class Int8Form:
 
 
 Form = Fp8Form | GroupForm | Fp4Form | Int8Form
+INT4 = GroupForm(4, 128, zero=True)  # made while loading
 
 
 @dataclass(frozen=True)

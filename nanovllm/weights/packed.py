@@ -7,15 +7,14 @@ from nanovllm.errors import CheckpointError
 from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat
 from nanovllm.weights.format import WeightFormat
-from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
+from nanovllm.weights.forms import INT4, Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
 
 HEAD = ("lm_head.weight",)  # stays dense when weights are packed while loading; a checkpoint may hold it packed
 
 
 def made_while_loading(quantization: str) -> Packing:
     """fp8 with a scale per row, or 4 bits with a scale and a zero for each 128 columns; the head stays dense."""
-    form = Fp8Form() if quantization == "fp8" else GroupForm(4, 128, zero=True)
-    return Packing(quantization, ((r"^lm_head$", None), ("", form)))
+    return Packing(quantization, ((r"^lm_head$", None), ("", Fp8Form() if quantization == "fp8" else INT4)))
 
 
 def packed_format(packing: Packing, prefix: str, weight: Weight, num_ranks: int, *, quantizes: bool) -> WeightFormat:
@@ -55,8 +54,8 @@ def _make(form: Form | None, weight: Weight, num_ranks: int, quantizes: bool) ->
         return Fp4Format(form, start=columns, quantizes=quantizes)
     from nanovllm.weights.groups import GroupFormat
 
-    if quantizes and form.group_size:
-        form = replace(form, group_size=math.gcd(form.group_size, num_columns))
+    if quantizes:
+        form = form.dividing(num_columns)
     _check_groups(weight, num_ranks, form.group_size, form.sizes_in(num_columns, columns)[0], bits=form.bits)
     return GroupFormat(form, columns=num_columns, start=columns, quantizes=quantizes)
 

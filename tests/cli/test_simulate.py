@@ -135,7 +135,7 @@ def test_the_same_numbers_in_every_process() -> None:
         ([*SMALL, "--seed", "-1"], "--seed"),
         ([*SMALL, "--replicas", "0"], "--replicas"),
         ([*SMALL, "--replica", "2"], "did you mean --replicas"),
-        ([*SMALL, "--model-shape", "qwen3-9b"], "did you mean 'qwen3-8b'"),
+        ([*SMALL, "--model-shape", "qwen3-8"], "did you mean 'qwen3-8b'"),
         ([*SMALL, "--memory-gib", "10"], "qwen3-8b does not fit into 10 GiB"),
         (
             [*SMALL, "--max-num-batched-tokens", "100", "--max-num-seqs", "101"],

@@ -87,6 +87,21 @@ def test_logprobs_are_those_of_torch(family: str) -> None:
             np.testing.assert_allclose(own, logprobs, atol=1e-4)
 
 
+@pytest.mark.parametrize(("kv_dtype", "most"), [("bfloat16", 2e-2), ("float16", 3e-3)])
+def test_a_kv_cache_of_16_bits(kv_dtype: str, most: float) -> None:
+    """It holds what the float32 cache would hold, rounded to the nearest."""
+    caches = []
+    for options in ({}, {"kv_cache_dtype": kv_dtype}):
+        with open_llm("qwen3", cpu_kernels="native", **options) as llm:
+            logprobs = np.array(scores(llm, PROMPTS[:1])[0][1][: 3 * 44])  # of the prompt
+            first = executor_of(llm).states[0].kv[:, 1:3]
+            caches.append((first, logprobs))
+    (full, exact), (kept, ours) = caches
+    assert kept.dtype == getattr(torch, kv_dtype) and full.any()
+    assert torch.equal(kept, full.to(kept.dtype))
+    assert 0 < np.abs(ours - exact).mean() < most
+
+
 def test_packed_weights_with_exact_arithmetic(packed_file: Path) -> None:
     """dtype="float32" dequantizes them."""
     exact = {"dtype": "float32"}
@@ -169,12 +184,12 @@ def batches(path: Path | None, **options: Any) -> list[Any]:
         return together
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_results_do_not_depend_on_the_batch(packed: bool, packed_file: Path) -> None:
-    path = packed_file if packed else None
-    whole = batches(path, enable_prefix_caching=False)
-    assert batches(path, max_num_batched_tokens=7, max_num_seqs=4, enable_prefix_caching=False) == whole
-    assert batches(path, max_num_batched_tokens=16, max_num_seqs=4, num_kv_cache_blocks=8) == whole  # preempts
+@pytest.mark.parametrize(("packed", "kv_dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
+def test_results_do_not_depend_on_the_batch(packed: bool, kv_dtype: str, packed_file: Path) -> None:
+    path, kept = packed_file if packed else None, {"kv_cache_dtype": kv_dtype}
+    whole = batches(path, enable_prefix_caching=False, **kept)
+    assert batches(path, max_num_batched_tokens=7, max_num_seqs=4, enable_prefix_caching=False, **kept) == whole
+    assert batches(path, max_num_batched_tokens=16, max_num_seqs=4, num_kv_cache_blocks=8, **kept) == whole  # preempts
 
 
 def test_long_prompts_in_several_segments() -> None:
@@ -255,7 +270,6 @@ def test_two_engines_at_the_same_time() -> None:
         ("olmo3", {}, "PostNormLayerSpec"),
         ("llama", {"quantization": "fp8"}, "quantization='fp8'"),
         ("llama", {"quantization": "int8", "dtype": "float32"}, "round activations to 8 bits"),
-        ("llama", {"kv_cache_dtype": "bfloat16"}, "KV cache is float32"),
         ("llama", {"attention_backend": "sdpa"}, "own attention"),
     ],
 )

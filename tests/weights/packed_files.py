@@ -35,12 +35,13 @@ def is_linear(name: str, tensor: Tensor) -> bool:
     return ".layers." in name and tensor.dim() == 2 and not name.endswith("mlp.gate.weight")
 
 
-def write_packed(name: str, folder: Path, pack: Pack, config: dict[str, Any]) -> PackedFiles:
-    """Pack the linears of a family's model; `pack` may give None for one that stays dense.
+def write_packed(name: str | Path, folder: Path, pack: Pack, config: dict[str, Any]) -> PackedFiles:
+    """Pack the linears of a family's model, or of the one in a folder; `pack` may give None for one that stays dense.
 
     The tensors are divided over two files, so that a weight and its scale lie apart.
     """
-    source, files = model_dir(name), PackedFiles(folder / "packed", folder / "dense")
+    source = model_dir(name) if isinstance(name, str) else name
+    files = PackedFiles(folder / "packed", folder / "dense")
     tensors: dict[str, Tensor] = {}
     for file in source.glob("*.safetensors"):
         tensors |= load_file(file)

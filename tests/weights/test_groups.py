@@ -65,8 +65,8 @@ def pack_gptq(weight: Tensor, *, version: int = 1, bits: int = 4, **settings: An
     return stored | {"scales": q.scale.t(), "g_idx": q.groups}, q.dense
 
 
-def pack_awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    q = quantize(weight, symmetric=False)
+def pack_awq(weight: Tensor, **settings: Any) -> tuple[dict[str, Tensor], Tensor]:
+    q = quantize(weight, symmetric=False, **settings)
 
     def order(values: Tensor) -> Tensor:
         return values.unflatten(1, (-1, 8))[..., AWQ_COLUMNS].flatten(1)

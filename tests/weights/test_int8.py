@@ -17,6 +17,11 @@ from tests.layers.test_cuda_linear import Held
 
 PROMPTS = [prompt_of(length, seed=4) for length in (5, 33, 21)]
 MAX_TOKENS = 12
+# The ends of the names of matrices in a layer that stay dense.
+DENSE = (
+    *("mlp.gate.weight", "mlp.router.weight", "shared_expert_gate.weight"),
+    *("conv.conv.weight", "conv1d.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight"),
+)
 LOGIT_ERROR = 2e-4  # between two ways to add up float32 products
 
 
@@ -27,8 +32,7 @@ def dequantized_reference(name: str) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             in_layer = ".layers." in weight_name and "norm" not in weight_name and not weight_name.endswith("bias")
-            is_router = weight_name.endswith(("mlp.gate.weight", "mlp.router.weight"))
-            if in_layer and not is_router and weight.dim() > 1:
+            if in_layer and not weight_name.endswith(DENSE) and weight.dim() > 1:
                 transposed = model.config.model_type == "gpt_oss" and weight.dim() == 3  # [experts, in, out]
                 rows = weight.transpose(1, 2) if transposed else weight
                 rows.copy_(dequantize_rows(*quantize_rows(rows), torch.float32))

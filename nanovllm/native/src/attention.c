@@ -12,26 +12,27 @@ static float *partial_of(const Attention *a, int token, int segment, int head) {
 }
 
 /* The scores of PART or fewer positions; the rest are 0. */
-INLINE void scores_of(const float *query, const float *keys, int count, int head_dim, float scale, float *scores) {
+INLINE void scores_of(const float *query, const void *keys, int64_t at, int count, int head_dim, float scale, const int type,
+                      float *scores) {
     for (int p = 0; p < PART; p += 4) {
         f32x4 sum[4] = {splat(0), splat(0), splat(0), splat(0)};
-        const float *key[4];
-        for (int j = 0; j < 4; j++) key[j] = keys + (int64_t)(p + j < count ? p + j : 0) * head_dim;
+        int64_t key[4];
+        for (int j = 0; j < 4; j++) key[j] = at + (int64_t)(p + j < count ? p + j : 0) * head_dim;
         if (p < count)
             for (int d = 0; d < head_dim; d += 4) {
                 const f32x4 q = load(query + d);
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) sum[j] = multiply_add(sum[j], q, load(key[j] + d));
+                for (int j = 0; j < 4; j++) sum[j] = multiply_add(sum[j], q, load_as(keys, key[j] + d, type));
             }
         for (int j = 0; j < 4; j++) scores[p + j] = sum_of(sum[j]) * scale;
     }
 }
 
-/* Add PART or fewer positions to a head's weighted values, largest score and sum. */
-INLINE void add_part(const float *query, const float *keys, const float *values, int count, int head_dim, float scale,
-                     float *state) {
+/* Add PART or fewer positions, whose keys and values begin at `at`, to a head's weighted values, largest score and sum. */
+INLINE void add_part(const Attention *a, const float *query, int64_t at, int count, const int type, float *state) {
+    const int head_dim = a->head_dim;
     float scores[PART];
-    scores_of(query, keys, count, head_dim, scale, scores);
+    scores_of(query, a->keys, at, count, head_dim, a->scale, type, scores);
     float most = state[head_dim];
     for (int p = 0; p < count; p++) most = scores[p] > most ? scores[p] : most;
     for (int p = count; p < PART; p++) scores[p] = -INFINITY;
@@ -53,7 +54,7 @@ INLINE void add_part(const float *query, const float *keys, const float *values,
             const f32x4 weight = splat(scores[p]);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++)
-                sum[j] = multiply_add(sum[j], weight, load(values + (int64_t)p * head_dim + d + 4 * j));
+                sum[j] = multiply_add(sum[j], weight, load_as(a->values, at + (int64_t)p * head_dim + d + 4 * j, type));
         }
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) store(state + d + 4 * j, sum[j]);
@@ -80,7 +81,10 @@ void attend_segment(const Attention *a, int token, int kv_head, int segment) {
         for (int h = 0; h < heads; h++) {
             const int head = kv_head * heads + h;
             const float *query = a->queries + token * a->query_stride + (int64_t)head * dim;
-            add_part(query, a->keys + at, a->values + at, count, dim, a->scale, partial_of(a, token, segment, head));
+            float *state = partial_of(a, token, segment, head);
+            if (a->type == FLOAT32) add_part(a, query, at, count, FLOAT32, state);
+            if (a->type == BFLOAT16) add_part(a, query, at, count, BFLOAT16, state);
+            if (a->type == FLOAT16) add_part(a, query, at, count, FLOAT16, state);
         }
     }
 }

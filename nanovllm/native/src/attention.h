@@ -1,6 +1,6 @@
 /* Attention over a paged KV cache: each token of a step attends to the tokens of its sequence up to itself. */
 #pragma once
-#include <stdint.h>
+#include "floats.h"
 
 enum { SEGMENT = 256 }; /* positions that one chunk of work reads: a fixed number, so that results do not depend on the batch */
 
@@ -10,7 +10,8 @@ typedef struct {
     float scale;
     const float *queries;           /* [token][head][head_dim] */
     int64_t query_stride;           /* floats from one token to the next */
-    const float *keys, *values;     /* [block][kv_head][position in the block][head_dim] */
+    const void *keys, *values;      /* [block][kv_head][position in the block][head_dim] */
+    int type;                       /* of the numbers in keys and values: see floats.h */
     const int32_t *positions;       /* [token] */
     const int32_t *const *tables;   /* [token]: the blocks of its sequence */
     int64_t table_offset;           /* from there to the blocks of the layer's group */

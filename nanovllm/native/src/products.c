@@ -29,13 +29,14 @@ INLINE void unpack_group(const uint8_t *codes, int type, s8x16 part[8]) {
 INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, const int count, const int type,
                         const int has_minima, const int half_scales, float y[][TILE]) {
     const int groups = w->columns / GROUP, code_bytes = type == INT4 ? 64 : 128;
-    const int group_scales = w->row_scales ? 0 : type == INT8_BY_16 ? 2 * TILE : TILE;
+    const int scale_step = type == INT8_BY_16 ? 2 * TILE : TILE, groups_per_scale = w->groups_per_scale;
     const uint8_t *codes = (const uint8_t *)w->data + (int64_t)tile * groups * code_bytes;
     const int8_t *x = in->codes + (int64_t)first * in->columns;
     const float *x_scales = in->scales + (int64_t)first * groups, *x_sums = in->sums + (int64_t)first * groups;
-    int64_t at = w->row_scales ? tile * TILE : (int64_t)tile * groups * group_scales;
+    int64_t at = (int64_t)tile * (groups / groups_per_scale) * scale_step;
+    int left = groups_per_scale; /* groups with the scale at `at` */
     f32x4 sum[4] = {splat(0), splat(0), splat(0), splat(0)};
-    for (int g = 0; g < groups; g++, codes += code_bytes, x += GROUP, at += group_scales) {
+    for (int g = 0; g < groups; g++, codes += code_bytes, x += GROUP) {
         s8x16 part[8];
         unpack_group(codes, type, part);
         f32x4 scale = load_scales(w->scales, at, half_scales), second = scale, minimum = splat(0);
@@ -59,14 +60,9 @@ INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, 
             sum[m] = multiply_add(sum[m], as_floats(other), second * x_scale);
             if (has_minima) sum[m] = multiply_add(sum[m], -minimum, splat(x_sums[m * groups + g]));
         }
+        if (--left == 0) left = groups_per_scale, at += scale_step;
     }
     for (int m = 0; m < count; m++) store(y[m], sum[m]);
-}
-
-INLINE f32x4 load_weights(const void *row, int column, int type) {
-    if (type == FLOAT32) return load((const float *)row + column);
-    const uint16_t *halves = (const uint16_t *)row + column;
-    return type == BFLOAT16 ? load_bfloat16(halves) : load_halves(halves);
 }
 
 INLINE void dense_tile(const Matrix *w, const Inputs *in, int tile, int first, const int count, const int type,
@@ -87,7 +83,7 @@ INLINE void dense_tile(const Matrix *w, const Inputs *in, int tile, int first, c
     for (int c = 0; c < columns; c += 4) {
         f32x4 weights[TILE];
 #pragma GCC unroll 4
-        for (int r = 0; r < TILE; r++) weights[r] = load_weights(rows[r], c, type);
+        for (int r = 0; r < TILE; r++) weights[r] = load_as(rows[r], c, type);
 #pragma GCC unroll 4
         for (int m = 0; m < count; m++) {
             const f32x4 here = load(x[m] + c);
@@ -153,10 +149,11 @@ static float scale_at(const Matrix *w, const void *scales, int64_t index) {
 void matrix_row(const Matrix *w, int row, float *out) {
     if (!is_packed(w)) {
         const char *data = (const char *)w->data + (int64_t)row * w->columns * (w->type == FLOAT32 ? 4 : 2);
-        for (int c = 0; c < w->columns; c += 4) store(out + c, load_weights(data, c, w->type));
+        for (int c = 0; c < w->columns; c += 4) store(out + c, load_as(data, c, w->type));
         return;
     }
-    const int groups = w->columns / GROUP, lane = row % TILE, size = w->type == INT8_BY_16 ? 16 : 32;
+    const int groups = w->columns / GROUP, lane = row % TILE;
+    const int size = (w->type == INT8_BY_16 ? 16 : GROUP) * w->groups_per_scale; /* columns that share a scale */
     const uint8_t *tile = (const uint8_t *)w->data + (int64_t)(row / TILE) * groups * (w->type == INT4 ? 64 : 128);
     for (int c = 0; c < w->columns; c++) {
         const int i = c % GROUP;
@@ -167,7 +164,7 @@ void matrix_row(const Matrix *w, int row, float *out) {
         } else {
             code = (int8_t)tile[(c / GROUP) * 128 + i / 4 * 16 + lane * 4 + i % 4];
         }
-        const int64_t at = w->row_scales ? row : ((int64_t)(row / TILE) * (w->columns / size) + c / size) * TILE + lane;
+        const int64_t at = ((int64_t)(row / TILE) * (w->columns / size) + c / size) * TILE + lane;
         out[c] = code * scale_at(w, w->scales, at) - (w->minima ? scale_at(w, w->minima, at) : 0.0f);
     }
 }

@@ -1,16 +1,17 @@
 /* Products with a weight matrix, y = x W^T + b, of rows of x that are floats or int8 with a scale per 32 columns. */
 #pragma once
 #include <stdint.h>
+#include "floats.h"
 
-enum { FLOAT32, BFLOAT16, FLOAT16, INT4, INT8, INT8_BY_16 };
+enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
 enum { GROUP = 32, TILE = 4 }; /* columns that share a scale of x; rows of W that are computed together */
 
 typedef struct {
     int32_t type, rows, columns;
-    int32_t half_scales;  /* whether scales and minima are float16, else float32 */
-    int32_t row_scales;   /* whether a row has one scale instead of one per group; then there are no minima */
+    int32_t half_scales;      /* whether scales and minima are float16, else float32 */
+    int32_t groups_per_scale; /* groups of GROUP columns that share a scale, and a minimum */
     const void *data;     /* dense: row after row. Packed: tiles of 4 rows, see pack_codes */
-    const void *scales;   /* packed: [tile][group][row of the tile], or [row] */
+    const void *scales;   /* packed: [tile][scale of a row][row of the tile]; INT8_BY_16 has two scales per group */
     const void *minima;   /* w = q * scale - minimum; NULL = none */
     const float *bias;    /* NULL = none */
 } Matrix;

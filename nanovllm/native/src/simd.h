@@ -20,6 +20,7 @@ INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)vcvtnq_s32_f32((float32x4_t)x
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)vabsq_f32((float32x4_t)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vld1_f16((const __fp16 *)p)); }
+INLINE void store_halves(uint16_t *p, f32x4 x) { vst1_f16((__fp16 *)p, vcvt_f16_f32((float32x4_t)x)); }
 /* sum[i] += the products of w[4 i .. 4 i + 3] and x[4 lane .. 4 lane + 3] */
 #define DOT_LANE(sum, w, x, lane) ((s32x4)vdotq_laneq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x), lane))
 
@@ -32,6 +33,7 @@ INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)_mm_cvtps_epi32((__m128)x); }
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)_mm_max_ps((__m128)a, (__m128)b); }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)_mm_andnot_ps(_mm_set1_ps(-0.0f), (__m128)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE void store_halves(uint16_t *p, f32x4 x) { _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT)); }
 INLINE s32x4 dot_bytes(s32x4 sum, s8x16 w, __m128i x) {
     /* the instructions multiply unsigned with signed bytes: the sign of w goes to x */
     __m128i size = _mm_abs_epi8((__m128i)w), other = _mm_sign_epi8(x, (__m128i)w);
@@ -53,6 +55,12 @@ INLINE f32x4 load(const float *p) { f32x4 v; memcpy(&v, p, 16); return v; }
 INLINE void store(float *p, f32x4 v) { memcpy(p, &v, 16); }
 INLINE s8x16 load_bytes(const void *p) { s8x16 v; memcpy(&v, p, 16); return v; }
 INLINE f32x4 load_bfloat16(const uint16_t *p) { return (f32x4)((u32x4){p[0], p[1], p[2], p[3]} << 16); }
+/* To the nearest, of two to the even one; NaN stays NaN. */
+INLINE void store_bfloat16(uint16_t *p, f32x4 x) {
+    const u32x4 bits = (u32x4)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (u32x4)(x != x);
+    const u32x4 kept = (rounded & ~nan) | (((bits >> 16) | 0x40) & nan);
+    for (int i = 0; i < 4; i++) p[i] = (uint16_t)kept[i];
+}
 INLINE float sum_of(f32x4 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 INLINE float largest_of(f32x4 v) {
     float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];

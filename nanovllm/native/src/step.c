@@ -264,8 +264,10 @@ static void rotate_chunk(void *argument, int token) {
     const int64_t block = (p->attention.tables[token] + p->attention.table_offset)[position / m->block_size];
     for (int h = 0; h < m->num_kv_heads; h++) {
         const int64_t at = ((block * m->num_kv_heads + h) * m->block_size + position % m->block_size) * dim;
-        memcpy(p->layer->keys + at, key + h * dim, (size_t)dim * sizeof(float));
-        memcpy(p->layer->values + at, value + h * dim, (size_t)dim * sizeof(float));
+        for (int d = 0; d < dim; d += 4) {
+            store_as(p->layer->keys, at + d, load(key + h * dim + d), m->kv_type);
+            store_as(p->layer->values, at + d, load(value + h * dim + d), m->kv_type);
+        }
     }
 }
 
@@ -434,7 +436,7 @@ static int begin_pass(Pass *p, const Step *step, int first) {
     p->num_segments = segments;
     p->attention = (Attention){
         .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads, .head_dim = m->head_dim, .block_size = m->block_size,
-        .scale = m->scale, .queries = e->qkv, .query_stride = qkv_size(m), .positions = p->positions,
+        .scale = m->scale, .type = m->kv_type, .queries = e->qkv, .query_stride = qkv_size(m), .positions = p->positions,
         .tables = e->tables, .first_segments = e->first_segments, .partial = e->partial,
     };
     return count;

@@ -10,13 +10,14 @@ typedef struct {
     const float *input_norm, *ffn_norm; /* [hidden] */
     const float *q_norm, *k_norm;       /* [head_dim]; NULL = none */
     const float *rotary;                /* [position][head_dim]: cosines, then sines */
-    float *keys, *values;               /* [block][kv_head][position in the block][head_dim] */
+    void *keys, *values;                /* [block][kv_head][position in the block][head_dim], of the type kv_type */
     int32_t window, group;              /* window: 0 = none; group: whose block tables it reads */
 } Layer;
 
 typedef struct {
     int32_t num_layers, hidden, intermediate /* the largest */, num_heads, num_kv_heads, head_dim, block_size;
     int32_t num_experts, experts_per_token; /* 0 = no mixture of experts */
+    int32_t kv_type;                        /* see floats.h */
     int32_t normalize_shares;               /* whether the shares of a token's experts add up to 1 */
     float eps, head_norm_eps, last_norm_eps, scale;
     const Layer *layers;

@@ -1,0 +1,23 @@
+/* Numbers in float32, bfloat16 or float16: loaded as float32, and stored rounded to the nearest. */
+#pragma once
+#include "simd.h"
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+
+#if HAVE_SIMD
+INLINE f32x4 load_as(const void *numbers, int64_t index, const int type) {
+    if (type == FLOAT32) return load((const float *)numbers + index);
+    const uint16_t *halves = (const uint16_t *)numbers + index;
+    return type == BFLOAT16 ? load_bfloat16(halves) : load_halves(halves);
+}
+
+INLINE void store_as(void *numbers, int64_t index, f32x4 x, const int type) {
+    if (type == FLOAT32) {
+        store((float *)numbers + index, x);
+    } else if (type == BFLOAT16) {
+        store_bfloat16((uint16_t *)numbers + index, x);
+    } else {
+        store_halves((uint16_t *)numbers + index, x);
+    }
+}
+#endif

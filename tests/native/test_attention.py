@@ -1,0 +1,80 @@
+"""Attention in C against torch: KV caches of every type, blocks in any order, windows, several segments."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanovllm.native.build import library
+from nanovllm.native.weights import DENSE, pointer
+
+LIBRARY = library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no native library on this machine")
+SEGMENT, BLOCK, HEAD_DIM, KV_HEADS = 256, 16, 32, 2
+
+
+class Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "window")),
+        ("scale", ctypes.c_float),
+        ("queries", ctypes.c_void_p),
+        ("query_stride", ctypes.c_int64),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("type", ctypes.c_int),
+        ("positions", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("table_offset", ctypes.c_int64),
+        ("first_segments", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+    )
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, window: int) -> Tensor:
+    """One token at the end of a sequence; keys and values: [block, kv_head, position, head_dim]."""
+    assert LIBRARY is not None
+    num_heads, num_segments = query.shape[0], -(-length // SEGMENT)
+    partial = torch.empty(num_segments, num_heads, HEAD_DIM + 2)
+    position, first = torch.tensor([length - 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    tables = (ctypes.c_void_p * 1)(table.data_ptr())
+    arguments = Attention(
+        *(num_heads, KV_HEADS, HEAD_DIM, BLOCK, window, HEAD_DIM**-0.5),
+        *(pointer(query), query.numel(), pointer(keys), pointer(values), DENSE[keys.dtype]),
+        *(pointer(position), ctypes.addressof(tables), 0, pointer(first), pointer(partial)),
+    )
+    for segment in range(num_segments):
+        for head in range(KV_HEADS):
+            LIBRARY.attend_segment(ctypes.byref(arguments), 0, head, segment)
+    out = torch.empty(num_heads, HEAD_DIM)
+    LIBRARY.attend_merge(ctypes.byref(arguments), 0, pointer(out))
+    return out
+
+
+@settings(max_examples=25)
+@given(
+    length=st.one_of(st.integers(1, 40), st.integers(250, 530)),
+    window=st.sampled_from([0, 1, 7, 100, 300]),
+    group=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+@pytest.mark.parametrize("dtype", DENSE)
+def test_attention(dtype: torch.dtype, length: int, window: int, group: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = -(-length // BLOCK)
+    shape = (num_blocks + 2, KV_HEADS, BLOCK, HEAD_DIM)
+    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    query = torch.randn(group * KV_HEADS, HEAD_DIM, generator=generator)
+    table = torch.randperm(num_blocks + 2, generator=generator)[:num_blocks].int()
+    seen = slice(max(length - window, 0) if window else 0, length)
+    # [kv_head, position, head_dim] of the positions that are seen, for each query head
+    k, v = (
+        kept[table.long()].transpose(0, 1).flatten(1, 2)[:, seen].double().repeat_interleave(group, dim=0)
+        for kept in (keys, values)
+    )
+    scores = torch.einsum("hd,hpd->hp", query.double(), k) * HEAD_DIM**-0.5
+    expected = torch.einsum("hp,hpd->hd", scores.softmax(dim=-1), v)
+    out = attend(query, keys, values, table, length, window)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
