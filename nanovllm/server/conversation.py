@@ -1,6 +1,6 @@
 """Prepare a conversation for the engine: prompt tokens, sampling parameters and output parser. All chat APIs use it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -132,8 +132,8 @@ async def prepare(service: Service, chat: Conversation) -> PreparedChat:
     parser = _parser(service, chat, text, constrained=bool(constraint))
     structured = {"structured_outputs": structured_outputs(constraint)} if constraint else {}
     params = make_params(**chat.sampling, **structured)
-    if isinstance(parser, HarmonyParser):
-        params = replace(params, skip_special_tokens=False)  # its tags are special tokens
+    if parser is not None and _has_special_token(service.engine, parser.tags):
+        params = replace(params, skip_special_tokens=False)
     return PreparedChat(
         text,
         token_ids,
@@ -203,6 +203,13 @@ def reasoning_parser(settings: ServerSettings, engine: Engine) -> str | None:
 
 def _parser_by_vocabulary(engine: Engine, parsers: dict[str, str]) -> str | None:
     return next((name for token, name in parsers.items() if _token_id(engine, token) is not None), None)
+
+
+def _has_special_token(engine: Engine, texts: Iterable[str]) -> bool:
+    """True if one of the texts is a token that is left out of the generated text by default."""
+    return engine.tokenizer is not None and not engine.tokenizer.all_special_ids.isdisjoint(
+        _token_id(engine, text) for text in texts
+    )
 
 
 def can_end_reasoning(engine: Engine) -> bool:

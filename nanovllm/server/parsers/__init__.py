@@ -13,9 +13,9 @@ from nanovllm.server.parsers.events import (
     collect,
     final_finish_reason,
 )
+from nanovllm.server.parsers.formats import TOOL_PARSERS
 from nanovllm.server.parsers.harmony import HARMONY, OPENS_CONTENT, HarmonyParser, needs_channel, open_message
 from nanovllm.server.parsers.reasoning import REASONING_PARSERS, THINK_CLOSE, THINK_OPEN, opens_reasoning
-from nanovllm.server.parsers.tools import TOOL_PARSERS
 
 __all__ = [
     "HARMONY",

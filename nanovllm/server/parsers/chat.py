@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.server.parsers.choice import ToolChoice, call_format, resolve_choice, tool_names
+from nanovllm.server.parsers.call_format import FORCED_CALL, CallFormat, Tools
+from nanovllm.server.parsers.choice import ToolChoice, call_format, known_tools, resolve_choice
 from nanovllm.server.parsers.events import ContentDelta, Event, ParsedMessage, ReasoningDelta, collect
 from nanovllm.server.parsers.harmony import HARMONY, HarmonyParser
 from nanovllm.server.parsers.reasoning import (
+    REASONING_FORMATS,
     REASONING_PARSERS,
-    THINK_CLOSE,
-    THINK_OPEN,
+    ReasoningFormat,
     ReasoningSplitter,
     ReasoningTokenCounter,
 )
-from nanovllm.server.parsers.tools import FORCED_CALL, CallFormat, CallSplitter
+from nanovllm.server.parsers.tools import CallSplitter
 
 
 class ChatParser:
@@ -28,17 +30,17 @@ class ChatParser:
     def __init__(
         self,
         *,
-        has_reasoning: bool,
+        reasoning: ReasoningFormat | None,
         starts_in_reasoning: bool,
         call_format: CallFormat | None,
-        tool_names: frozenset[str] | None,
+        tools: Tools | None,
     ) -> None:
-        self._has_reasoning = has_reasoning
+        self._reasoning_format = reasoning
         self._starts_in_reasoning = starts_in_reasoning
         self._call_format = call_format
-        self._tool_names = tool_names
-        self._reasoning = ReasoningSplitter(starts_in_reasoning=starts_in_reasoning) if has_reasoning else None
-        self._calls = CallSplitter(call_format, tool_names) if call_format else None
+        self._tools = tools
+        self._reasoning = ReasoningSplitter(reasoning, starts_in_reasoning=starts_in_reasoning) if reasoning else None
+        self._calls = CallSplitter(call_format, tools) if call_format else None
 
     def feed(self, delta: str, *, finished: bool = False) -> list[Event]:
         """The events that the delta makes certain. The last call has finished=True and also returns held back text."""
@@ -53,15 +55,24 @@ class ChatParser:
         """True if all text from here on is content, so that it needs no parsing."""
         return self._calls is None and (self._reasoning is None or self._reasoning.is_over)
 
+    @property
+    def tags(self) -> list[str]:
+        """The tags without which nothing can be parsed, so that they must be in the text if they are special tokens."""
+        tags = [self._reasoning_format.close] if self._reasoning_format else []
+        return [*tags, self._call_format.opener] if self._call_format else tags
+
     def counter(self, token_id: Callable[[str], int | None]) -> ReasoningTokenCounter | None:
-        """A counter of the completion's reasoning tokens; None without reasoning or if </think> is not a single token.
+        """A counter of the completion's reasoning tokens; None without reasoning or if its end is not a single token.
 
         `token_id`: from the text of a token to its id.
         """
-        close_id = token_id(THINK_CLOSE)
-        if not self._has_reasoning or close_id is None:
+        format = self._reasoning_format
+        close_id = None if format is None else token_id(format.close)
+        if format is None or close_id is None:
             return None
-        return ReasoningTokenCounter(token_id(THINK_OPEN), close_id, starts_in_reasoning=self._starts_in_reasoning)
+        return ReasoningTokenCounter(
+            token_id(format.open_token), close_id, starts_in_reasoning=self._starts_in_reasoning
+        )
 
     def parse(self, text: str) -> ParsedMessage:
         """Parse a complete text, independently of what was fed before."""
@@ -70,10 +81,10 @@ class ChatParser:
     def new_copy(self) -> ChatParser:
         """The same parser in its initial state. Each completion of a request needs its own."""
         return ChatParser(
-            has_reasoning=self._has_reasoning,
+            reasoning=self._reasoning_format,
             starts_in_reasoning=self._starts_in_reasoning,
             call_format=self._call_format,
-            tool_names=self._tool_names,
+            tools=self._tools,
         )
 
 
@@ -96,14 +107,16 @@ def make_parser(
     check_parsers(reasoning=reasoning, tools=tools)
     choice = resolve_choice(tool_schemas, tool_choice)
     if choice == "required" or isinstance(choice, Mapping):
-        return _forced_parser(tool_names(tool_schemas if isinstance(choice, str) else [choice]))
+        forced = replace(FORCED_CALL, new_id=call_format(tools).new_id)
+        return _forced_parser(forced, known_tools(tool_schemas if isinstance(choice, str) else [choice]))
     if reasoning == HARMONY:
-        return HarmonyParser(tool_names(tool_schemas) if choice == "auto" else (), begun=begun)
+        return HarmonyParser(known_tools(tool_schemas) if choice == "auto" else {}, begun=begun)
+    format = None if reasoning is None else REASONING_FORMATS[reasoning]
     return ChatParser(
-        has_reasoning=reasoning is not None,
-        starts_in_reasoning=reasoning is not None and (prompt_opens_reasoning or REASONING_PARSERS[reasoning]),
+        reasoning=format,
+        starts_in_reasoning=format is not None and (prompt_opens_reasoning or format.is_open),
         call_format=call_format(tools) if choice == "auto" else None,
-        tool_names=tool_names(tool_schemas),
+        tools=known_tools(tool_schemas),
     )
 
 
@@ -116,8 +129,8 @@ def check_parsers(*, reasoning: str | None, tools: str | None) -> None:
 
 def parse_forced_call(text: str) -> ParsedMessage:
     """Parse a completion that follows `forced_call_schema`. If it was truncated by the length limit, it is content."""
-    return _forced_parser(None).parse(text)
+    return _forced_parser(FORCED_CALL, None).parse(text)
 
 
-def _forced_parser(names: frozenset[str] | None) -> ChatParser:
-    return ChatParser(has_reasoning=False, starts_in_reasoning=False, call_format=FORCED_CALL, tool_names=names)
+def _forced_parser(format: CallFormat, tools: Tools | None) -> ChatParser:
+    return ChatParser(reasoning=None, starts_in_reasoning=False, call_format=format, tools=tools)

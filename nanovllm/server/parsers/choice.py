@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.server.parsers.tools import FORCED_CALL, TOOL_PARSERS, CallFormat
+from nanovllm.server.parsers.call_format import FORCED_CALL, CallFormat, Tools
+from nanovllm.server.parsers.formats import TOOL_PARSERS
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 * 2**10
@@ -121,8 +122,8 @@ def _named_tool(tool_schemas: Sequence[Mapping[str, Any]], tool_choice: str | Ma
     raise RequestError(f"tool_choice names {name!r}, which is not among the tools")
 
 
-def tool_names(tool_schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    return frozenset(tool["function"]["name"] for tool in tool_schemas)
+def known_tools(tool_schemas: Sequence[Mapping[str, Any]]) -> Tools:
+    return {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in tool_schemas}
 
 
 def call_format(style: str | None) -> CallFormat:

@@ -97,6 +97,10 @@ class HarmonyParser:
     def rest_is_content(self) -> bool:
         return False  # another message may follow
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return TAGS
+
     def counter(self, token_id: Callable[[str], int | None]) -> AnalysisTokenCounter | None:
         """A counter of the completion's reasoning tokens; None if the tags are no tokens."""
         ids = [token_id(text) for text in (CHANNEL, MESSAGE, "analysis")]

@@ -1,8 +1,9 @@
-"""Split the reasoning, the text between <think> and </think> at the beginning, from the rest of a completion."""
+"""Split the reasoning, the text between two tags at the beginning, from the rest of a completion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from nanovllm.server.parsers.harmony import HARMONY
@@ -10,30 +11,45 @@ from nanovllm.server.parsers.text import partial_tag_length
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
-# Parser name -> True if completions always begin inside the reasoning, whatever the prompt ends with. harmony.py parses
-# reasoning, content and calls alike.
-REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, HARMONY: False}
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The tags around the reasoning."""
+
+    open: str = THINK_OPEN
+    close: str = THINK_CLOSE  # a single token
+    open_token: str = THINK_OPEN  # the first token of `open`; those after it count as reasoning tokens
+    is_open: bool = False  # completions always begin inside the reasoning, whatever the prompt ends with
+
+
+# The names are vLLM's.
+REASONING_FORMATS = {
+    "qwen3": ReasoningFormat(),
+    "deepseek_r1": ReasoningFormat(is_open=True),
+}
+REASONING_PARSERS = (HARMONY, *REASONING_FORMATS)  # harmony.py parses reasoning, content and calls alike
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """True if the prompt ends with <think>, so that the completion begins inside the reasoning."""
-    return prompt.rstrip().endswith(THINK_OPEN)
+    """True if the prompt ends with an opening tag, so that the completion begins inside the reasoning."""
+    return prompt.rstrip().endswith(tuple(format.open for format in REASONING_FORMATS.values()))
 
 
 class _Stage(Enum):
     OPENING = auto()
     REASONING = auto()
-    GAP = auto()  # newlines between </think> and the content
+    GAP = auto()  # newlines between the closing tag and the content
     CONTENT = auto()
 
 
 class ReasoningSplitter:
     """Splits a stream into reasoning and content. Newlines next to the tags are dropped.
 
-    Without </think>, everything after <think> is reasoning.
+    Without a closing tag, everything after the opening tag is reasoning.
     """
 
-    def __init__(self, *, starts_in_reasoning: bool) -> None:
+    def __init__(self, format: ReasoningFormat, *, starts_in_reasoning: bool) -> None:
+        self._format = format
         self._starts_in_reasoning = starts_in_reasoning
         self._stage = _Stage.OPENING
         self._tail = ""  # text that is held back because its meaning is not certain
@@ -57,25 +73,26 @@ class ReasoningSplitter:
         return reasoning, self._take(len(self._tail)) if self._stage is _Stage.CONTENT else ""
 
     def _read_opening(self, finished: bool) -> None:
-        text = self._tail.lstrip()
-        if text.startswith(THINK_OPEN):
-            self._tail = text[len(THINK_OPEN) :]
+        text, tag = self._tail.lstrip(), self._format.open
+        if text.startswith(tag):
+            self._tail = text[len(tag) :]
             self._stage = _Stage.REASONING
-        elif finished or not THINK_OPEN.startswith(text):
+        elif finished or not tag.startswith(text):
             self._stage = _Stage.REASONING if self._starts_in_reasoning else _Stage.CONTENT
 
     def _read_reasoning(self, finished: bool) -> str:
         if not self._has_reasoning:
             self._tail = self._tail.lstrip("\n")
-        end = self._tail.find(THINK_CLOSE)
+        tag = self._format.close
+        end = self._tail.find(tag)
         if end >= 0:
             reasoning = self._take(end).rstrip("\n")
-            self._take(len(THINK_CLOSE))
+            self._take(len(tag))
             self._stage = _Stage.GAP
         elif finished:
             reasoning = self._take(len(self._tail))
         else:
-            certain = self._tail[: len(self._tail) - partial_tag_length(self._tail, THINK_CLOSE)].rstrip("\n")
+            certain = self._tail[: len(self._tail) - partial_tag_length(self._tail, tag)].rstrip("\n")
             reasoning = self._take(len(certain))
         self._has_reasoning = self._has_reasoning or bool(reasoning)
         return reasoning
@@ -91,7 +108,7 @@ class ReasoningSplitter:
 
 
 class ReasoningTokenCounter:
-    """Counts the tokens between <think> and </think>, each of which is a single token."""
+    """Counts the tokens between the opening and the closing token."""
 
     def __init__(self, open_id: int | None, close_id: int, *, starts_in_reasoning: bool) -> None:
         self._open_id = open_id

@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection
-from dataclasses import dataclass
 from enum import Enum, auto
 
-from nanovllm.server.parsers.events import ContentDelta, Event, ToolCallArguments, ToolCallStart, new_call_id
-from nanovllm.server.parsers.harmony import HARMONY
-from nanovllm.server.parsers.json_object import WHITESPACE, ObjectScanner, Status
-from nanovllm.server.parsers.text import partial_tag_length
-
-# The names of the arguments in the known formats. Models mix them up, so either is accepted.
-ARGUMENT_KEYS = ("arguments", "parameters")
-
-
-@dataclass(frozen=True)
-class CallFormat:
-    """The format in which a model generates a call, a JSON object {"name": ..., "arguments": {...}}."""
-
-    arguments_key: str
-    opener: str = ""  # the tag before the object, anywhere in the text
-    closer: str = ""  # the tag after the object; it is missing if the length limit cut the completion
-    separator: str = ""  # between two objects, instead of another opener
-    begins_message: bool = False  # the object may also be the beginning of the message, without an opener
-
-
-# A call that is forced by a grammar: the object and nothing else.
-FORCED_CALL = CallFormat("arguments", begins_message=True)
-TOOL_PARSERS = {
-    HARMONY: FORCED_CALL,  # where a grammar leaves no room for channels; harmony.py parses all other completions
-    "hermes": CallFormat("arguments", opener="<tool_call>", closer="</tool_call>"),
-    "llama3_json": CallFormat("parameters", opener="<|python_tag|>", separator=";", begins_message=True),
-}
+from nanovllm.server.parsers.call_format import CallFormat, CallScanner, NamedCall, Tools
+from nanovllm.server.parsers.events import ContentDelta, Event, ToolCallArguments, ToolCallStart
+from nanovllm.server.parsers.json_object import WHITESPACE, Status
+from nanovllm.server.parsers.text import partial_tag_length, skip_blanks
 
 
 class _Stage(Enum):
@@ -45,17 +19,18 @@ class _Stage(Enum):
 class CallSplitter:
     """Splits a stream into text and tool calls.
 
-    A call is returned when its object is complete, names a known tool and has an object of arguments; otherwise it is
-    text. Whitespace next to calls is dropped, unless more text follows.
+    A call is returned when it is complete, names a known tool and has an object of arguments; otherwise it is text.
+    Whitespace next to calls is dropped, unless more text follows.
     """
 
-    def __init__(self, format: CallFormat, tool_names: Collection[str] | None) -> None:
+    def __init__(self, format: CallFormat, tools: Tools | None) -> None:
         self._format = format
-        self._tool_names = tool_names  # None = any name
+        self._starts = [start for start in (format.opener, format.bare_start) if start]  # of calls within text
+        self._tools = tools  # None = any name
         self._stage = _Stage.CALL if format.begins_message else _Stage.TEXT
         self._tail = ""  # text that is held back because its meaning is not certain
         self._separator = ""  # the separator before the tail, held back as well
-        self._scanner: ObjectScanner | None = None
+        self._scanner: CallScanner | None = None
         self._blanks = ""  # whitespace at the end of the text so far
         self._num_calls = 0
 
@@ -78,32 +53,31 @@ class CallSplitter:
         return self._after_call(events, finished)
 
     def _text(self, events: list[Event], finished: bool) -> bool:
-        opener = self._format.opener
-        begin = self._tail.find(opener) if opener else -1
+        begin = min((at for start in self._starts if (at := self._tail.find(start)) >= 0), default=-1)
         if begin >= 0:
             self._emit_text(self._take(begin), events)
             self._stage = _Stage.CALL
             return True
-        held = 0 if finished else partial_tag_length(self._tail, opener)
+        held = 0 if finished else max((partial_tag_length(self._tail, start) for start in self._starts), default=0)
         self._emit_text(self._take(len(self._tail) - held), events)
         return False
 
     def _call(self, events: list[Event], finished: bool) -> bool:
         if self._scanner is None:
-            start = self._object_start(finished)
+            start = self._call_start(finished)
             if start is None:
-                return finished and self._no_object(events)
-            self._scanner = ObjectScanner(start)
+                return finished and self._no_call(events)
+            self._scanner = self._format.scanner(start, self._tools)
         status = self._scanner.scan(self._tail)
         if status is Status.GROWING and not finished:
             return False
-        call = _read_call(self._tail, self._scanner, self._tool_names) if status is Status.COMPLETE else None
-        end, self._scanner = self._scanner.end, None
-        if call is None:
-            self._reject(events)
+        scanner, self._scanner = self._scanner, None
+        if status is Status.COMPLETE:
+            for call in scanner.calls:
+                self._accept(call, events)
+            self._take(scanner.end)
         else:
-            self._accept(*call, events)
-            self._take(end)
+            self._reject(events)
         return True
 
     def _after_call(self, events: list[Event], finished: bool) -> bool:
@@ -122,18 +96,18 @@ class CallSplitter:
         self._stage = _Stage.TEXT
         return True
 
-    def _object_start(self, finished: bool) -> int | None:
-        """Where the object must begin: after whitespace and an opener. None if more text is needed to decide."""
-        start = _skip_blanks(self._tail, 0)
+    def _call_start(self, finished: bool) -> int | None:
+        """Where the call must begin: after whitespace and an opener. None if more text is needed to decide."""
+        start = skip_blanks(self._tail, 0)
         opener = self._format.opener
         if opener and self._tail.startswith(opener, start):
-            start = _skip_blanks(self._tail, start + len(opener))
+            start = skip_blanks(self._tail, start + len(opener))
         elif not finished and opener.startswith(self._tail[start:]):
             return None
         return start if start < len(self._tail) else None
 
-    def _no_object(self, events: list[Event]) -> bool:
-        """The completion ended before an object began. A separator at the end is dropped, other text is kept."""
+    def _no_call(self, events: list[Event]) -> bool:
+        """The completion ended before a call began. A separator at the end is dropped, other text is kept."""
         if self._separator and not self._tail.strip(WHITESPACE):
             self._separator = self._tail = ""
             return False
@@ -141,16 +115,16 @@ class CallSplitter:
         return True
 
     def _reject(self, events: list[Event]) -> None:
-        """What looked like a call is text. Another call may follow after its opener."""
-        start = _skip_blanks(self._tail, 0)
-        has_opener = self._format.opener and self._tail.startswith(self._format.opener, start)
-        self._emit_text(self._separator + self._take(start + len(self._format.opener) if has_opener else 0), events)
+        """What looked like a call is text. Another call may follow after its beginning."""
+        blanks = skip_blanks(self._tail, 0)
+        passed = next((blanks + len(start) for start in self._starts if self._tail.startswith(start, blanks)), 0)
+        self._emit_text(self._separator + self._take(passed), events)
         self._separator = ""
         self._stage = _Stage.TEXT
 
-    def _accept(self, name: str, arguments: str, events: list[Event]) -> None:
-        index = self._num_calls
-        events += [ToolCallStart(index, new_call_id(), name), ToolCallArguments(index, arguments)]
+    def _accept(self, call: NamedCall, events: list[Event]) -> None:
+        (name, arguments), index = call, self._num_calls
+        events += [ToolCallStart(index, self._format.new_id(), name), ToolCallArguments(index, arguments)]
         self._num_calls += 1
         self._separator = ""
         self._stage = _Stage.AFTER_CALL
@@ -165,21 +139,6 @@ class CallSplitter:
     def _take(self, count: int) -> str:
         taken, self._tail = self._tail[:count], self._tail[count:]
         return taken
-
-
-def _read_call(text: str, scanned: ObjectScanner, tool_names: Collection[str] | None) -> tuple[str, str] | None:
-    """(name, arguments) of a call of a known tool; None if the object is not one. Missing arguments are `{}`."""
-    members = {key: text[span] for key, span in scanned.members.items()}
-    name = members.get("name", "")
-    arguments = next((members[key] for key in ARGUMENT_KEYS if key in members), "{}")
-    if not name.startswith('"') or not arguments.startswith("{"):
-        return None
-    name = json.loads(name)
-    return (name, arguments) if tool_names is None or name in tool_names else None
-
-
-def _skip_blanks(text: str, start: int) -> int:
-    return len(text) - len(text[start:].lstrip(WHITESPACE))
 
 
 def _merged(events: list[Event]) -> list[Event]:
