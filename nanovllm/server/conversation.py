@@ -32,9 +32,19 @@ from nanovllm.server.structured import structured_outputs
 from nanovllm.server.truncation import Truncation
 
 # Tag -> parser: the first of these tags in the chat template, or else in the vocabulary, selects the parser, unless an
-# option names one.
-TOOL_PARSER_TOKENS = {"<|channel|>": HARMONY, "<tool_call>": "hermes", "<|python_tag|>": "llama3_json"}
-REASONING_PARSER_TOKENS = {"<|channel|>": HARMONY, "</think>": "qwen3"}
+# option names one. Several formats have <tool_call>; the other tags tell them apart.
+TOOL_PARSER_TOKENS = {
+    "<|channel|>": HARMONY,
+    "<parameter=": "qwen3_coder",
+    "<arg_key>": "glm45",
+    "[TOOL_CALLS]": "mistral",
+    "<|tool_call>": "gemma4",
+    "<start_function_call>": "functiongemma",
+    "<|tool_call_start|>": "lfm2",
+    "<tool_call>": "hermes",
+    "<|python_tag|>": "llama3_json",
+}
+REASONING_PARSER_TOKENS = {"<|channel|>": HARMONY, "<|channel>": "gemma4", "[/THINK]": "mistral", "</think>": "qwen3"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,11 +29,15 @@ class ServerSettings:
     ssl_keyfile: str | None = option(None, "File with the private key of the TLS certificate.")
     # chats
     tool_call_parser: str | None = option(
-        None, "Format in which the model writes tool calls. Without it, the format follows from the model's vocabulary."
+        None,
+        "Format in which the model writes tool calls: functiongemma, gemma4, glm45, glm47, harmony, hermes, lfm2, "
+        "llama3_json, mistral, qwen3_coder or qwen3_xml. Without it, the format follows from the chat template or the "
+        "vocabulary.",
     )
     reasoning_parser: str | None = option(
         None,
-        "Format in which the model marks its reasoning. Without it, the format follows from the model's vocabulary.",
+        "Format in which the model marks its reasoning: deepseek_r1, gemma4, glm45, glm47, harmony, mistral or qwen3. "
+        "Without it, the format follows from the vocabulary.",
     )
     # limits
     max_body_bytes: int = option(32 << 20, "Maximum size of a request's body in bytes.")

@@ -92,6 +92,13 @@ async def test_count_tokens_with_tools(engine: FakeEngine, client: httpx.AsyncCl
         ({"default": "{{ messages }}", "tool_use": "<tool_call>"}, False, None, "hermes"),
         ("<|python_tag|>{{ tools }}", True, None, "llama3_json"),
         ("<tool_call>", True, "llama3_json", "llama3_json"),
+        ("<tool_call>\n<function=f>\n<parameter=a>", True, None, "qwen3_coder"),
+        ("<tool_call>{name}<arg_key>{key}</arg_key>", True, None, "glm45"),
+        ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", True, None, "mistral"),
+        ("<|tool_call>call:<tool_call|>", True, None, "gemma4"),
+        ("<start_function_call>call:", True, None, "functiongemma"),
+        ("<|tool_call_start|>[", True, None, "lfm2"),
+        ("<start_of_turn>model\n", False, None, None),  # Gemma 3
         (None, False, None, None),
     ],
 )

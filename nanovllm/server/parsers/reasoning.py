@@ -26,6 +26,10 @@ class ReasoningFormat:
 REASONING_FORMATS = {
     "qwen3": ReasoningFormat(),
     "deepseek_r1": ReasoningFormat(is_open=True),
+    "glm45": ReasoningFormat(),
+    "glm47": ReasoningFormat(),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", "[THINK]"),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", "<|channel>"),
 }
 REASONING_PARSERS = (HARMONY, *REASONING_FORMATS)  # harmony.py parses reasoning, content and calls alike
 

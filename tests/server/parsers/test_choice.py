@@ -116,7 +116,7 @@ def test_no_schema_where_no_call_is_forced(choice: Any) -> None:
 
 
 def test_unknown_style_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hermes, llama3_json"):
+    with pytest.raises(ConfigError, match="hermes, lfm2, llama3_json"):
         forced_call_schema(TOOLS, "required", "xml")
 
 

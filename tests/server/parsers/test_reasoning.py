@@ -1,9 +1,15 @@
 """Reasoning is separated from content in all the forms in which models generate it."""
 
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanovllm.errors import ConfigError
 from nanovllm.server.parsers import ChatParser, ContentDelta, ReasoningDelta, make_parser, opens_reasoning
+from nanovllm.server.parsers.reasoning import REASONING_FORMATS
+from tests.server.parsers.test_splits import cut, stream, without_ids
 
 
 def parser(reasoning: str | None, inside: bool = False) -> ChatParser:
@@ -56,6 +62,39 @@ def test_completions_that_begin_inside_the_reasoning(
     assert (message.reasoning, message.content) == (reasoning, content)
 
 
+THOUGHT = "<|channel>thought"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reasoning", "content"),
+    [
+        ("glm45", "\n<think>a</think>\nb", "a", "b"),
+        ("glm47", "<think></think>b", None, "b"),
+        ("mistral", "[THINK]a[/THINK]b", "a", "b"),
+        ("mistral", "[THINK]a [/THIN", "a [/THIN", ""),
+        ("mistral", "<think>a</think>b", None, "<think>a</think>b"),
+        ("gemma4", f"{THOUGHT}\na\n<channel|>b", "a", "b"),
+        ("gemma4", f"{THOUGHT}\n<channel|>b", None, "b"),
+        ("gemma4", "<|channel>final\nb", None, "<|channel>final\nb"),
+    ],
+)
+def test_other_formats(name: str, text: str, reasoning: str | None, content: str) -> None:
+    message = parser(name).parse(text)
+    assert (message.reasoning, message.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma4"])
+@settings(deadline=None)
+@given(data=st.data(), places=st.lists(st.integers(0, 100), max_size=8), inside=st.booleans(), last=st.booleans())
+def test_any_split_gives_the_same_message(name: str, data: Any, places: list[int], inside: bool, last: bool) -> None:
+    format = REASONING_FORMATS[name]
+    pieces = [format.open, format.close, format.open[:-1], format.close[:-1], format.close[1:], "\n", " ", "a", "é🦊"]
+    text = data.draw(st.lists(st.sampled_from(pieces), max_size=8).map("".join))
+    whole = without_ids(parser(name, inside).parse(text))
+    assert without_ids(stream(parser(name, inside), cut(text, places), last)) == whole
+    assert without_ids(stream(parser(name, inside), list(text) or [""], last)) == whole
+
+
 def test_without_a_reasoning_parser_tags_are_text() -> None:
     assert parser(None).parse("<think>a</think>b").content == "<think>a</think>b"
 
@@ -92,6 +131,9 @@ def test_a_partial_tag_is_returned_once_it_is_known_to_be_text() -> None:
         ("<|im_start|>assistant\n<think>\n", True),
         ("<|im_start|>assistant\n", False),
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|assistant|><think>", True),
+        ("<|turn>model\n<|channel>thought\n", True),
+        ("[INST]Well?[/INST][THINK]", True),
     ],
 )
 def test_prompt_that_opens_the_reasoning(prompt: str, inside: bool) -> None:
@@ -99,5 +141,5 @@ def test_prompt_that_opens_the_reasoning(prompt: str, inside: bool) -> None:
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'r1'.*deepseek_r1, harmony, qwen3"):
+    with pytest.raises(ConfigError, match=r"'r1'.*deepseek_r1, gemma4, glm45, glm47, harmony, mistral, qwen3"):
         parser("r1")

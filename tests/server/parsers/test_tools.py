@@ -201,7 +201,7 @@ def test_auto_without_a_tool_parser_takes_the_form_of_forced_calls(choice: ToolC
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'qwen'.*hermes, llama3_json"):
+    with pytest.raises(ConfigError, match=r"'qwen'.*hermes, lfm2, llama3_json"):
         parser("qwen")
 
 
