@@ -14,6 +14,7 @@ from nanovllm.checkpoint.stored import Index, Part, Stored
 
 SCALE_BYTES = 4
 FEW_ROWS = 8  # up to here reading 8-bit weights in the product costs less than converting them first
+COLUMNS = 16  # torch's product with 8-bit weights is wrong for other widths than multiples of this (on Arm: of 8)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,8 @@ class Int8Weight:
         return dequantize_rows(weight, scale, self._dtype)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
-        if expert is None and x.shape[0] <= FEW_ROWS and x.device.type == "cpu":
+        few = x.shape[0] <= FEW_ROWS and x.shape[1] % COLUMNS == 0
+        if expert is None and few and x.device.type == "cpu":
             y = torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.tensor, self.scale.to(x.dtype))
             return y if bias is None else y + bias
         return F.linear(x, self.dequantized(expert), bias)

@@ -115,12 +115,12 @@ def test_parts_of_rows_keep_the_scale_of_the_whole_row() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 9, 40])
-@pytest.mark.parametrize("bias", [False, True])
-def test_product_equals_that_of_dequantized_weights(num_rows: int, bias: bool) -> None:
+@pytest.mark.parametrize(("num_columns", "bias"), [(32, False), (32, True), (20, False)])
+def test_product_equals_that_of_dequantized_weights(num_rows: int, num_columns: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(num_rows)
-    weight = Int8Weight((10, 32), torch.float32, torch.device("cpu"))
-    weight.load((slice(0, 10),), Held(torch.randn(10, 32, generator=generator)), ())
-    x = torch.randn(num_rows, 32, generator=generator)
+    weight = Int8Weight((10, num_columns), torch.float32, torch.device("cpu"))
+    weight.load((slice(0, 10),), Held(torch.randn(10, num_columns, generator=generator)), ())
+    x = torch.randn(num_rows, num_columns, generator=generator)
     added = torch.randn(10, generator=generator) if bias else None
     expected = x.double() @ weight.dequantized().double().T + (0 if added is None else added.double())
     torch.testing.assert_close(weight.matmul(x, added).double(), expected, atol=1e-5, rtol=1e-5)
