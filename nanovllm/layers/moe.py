@@ -96,7 +96,7 @@ class MoE:
         """Add the experts' sum for norm(x) to x."""
         normed = x.normed(norm)
         rows = x.rows if self.group.rank == 0 else None  # of the ranks that are summed, one adds the residual
-        weights, experts = self._choose(self.router(normed), self.num_experts_per_token, normalize=self.norm_topk_prob)
+        weights, experts = self._route(normed)
         if self._kernels is not None:
             y = self._kernels(normed, **self._kernel_arguments(), weights=weights, experts=experts, residual=rows)
         else:
@@ -104,6 +104,10 @@ class MoE:
             y = y if rows is None else rows + y
         x.rows = self.group.all_reduce(y)
         return x
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[num_tokens, hidden] -> weights, of its type, and experts, [num_tokens, k]"""
+        return self._choose(self.router(x), self.num_experts_per_token, normalize=self.norm_topk_prob)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """On torch alone: [num_tokens, hidden] and, for each token, [num_tokens, k] weights and experts."""

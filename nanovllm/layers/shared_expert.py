@@ -1,9 +1,10 @@
-"""A mixture of experts beside one expert that every token passes, times sigmoid(gate(x))."""
+"""A mixture of experts beside one expert that every token passes, maybe times sigmoid(gate(x))."""
 
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.context import BuildContext
@@ -24,11 +25,15 @@ class SharedExpertMoE(MoE):
         shared = part_of(self._weights, "shared_")
         self.shared_gate_up = Linear(part_of(shared, "gate_up_"), context)
         self.shared_down = Linear(part_of(shared, "down_"), context)
-        self.shared_gate = torch.empty((1, spec.hidden_size), dtype=context.dtype, device=context.device)
+        self.shared_gate: Tensor | None = None
+        if spec.gated:
+            self.shared_gate = torch.empty((1, spec.hidden_size), dtype=context.dtype, device=context.device)
 
     def slots(self) -> dict[str, Slot]:
         found = super().slots() | self.shared_gate_up.slots() | self.shared_down.slots()
-        return found | slots_of(self._weights["gate"], DenseWeight(self.shared_gate))
+        if self.shared_gate is not None:
+            found |= slots_of(self._weights["gate"], DenseWeight(self.shared_gate))
+        return found
 
     def finish_loading(self) -> None:
         super().finish_loading()
@@ -38,7 +43,8 @@ class SharedExpertMoE(MoE):
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
         normed = x.normed(norm)
         shared = self.shared_down(self.shared_gate_up(normed, activation="silu"))
-        shared = shared * F.linear(normed, self.shared_gate).sigmoid()
+        if self.shared_gate is not None:
+            shared = shared * F.linear(normed, self.shared_gate).sigmoid()
         x = super().__call__(x, norm=norm)
         x.rows = x.rows + shared
         return x

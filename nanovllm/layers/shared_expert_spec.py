@@ -1,21 +1,20 @@
-"""A mixture of experts beside one expert that every token passes, times sigmoid(gate(x)); no torch."""
+"""A mixture of experts beside one expert that every token passes, maybe times sigmoid(gate(x)); no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.layers.moe_spec import MoeSpec
-from nanovllm.layers.refine import refine
 from nanovllm.layers.spec import Dim, MlpSpec, Weight
 
 if TYPE_CHECKING:
     from nanovllm.layers.context import BuildContext
 
-EXPERT, GATE = "shared_expert", "shared_expert_gate"  # in checkpoints
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertSpec(MoeSpec):
     shared_size: int  # intermediate size of the shared expert
+    shared_name: str = "shared_expert"  # in checkpoints
+    gated: bool = True
 
     @property
     def shared(self) -> MlpSpec:
@@ -24,11 +23,11 @@ class SharedExpertSpec(MoeSpec):
     def weights(self) -> dict[str, Weight]:
         own = self.shared.weights()
         shared = {
-            f"shared_{name}": refine(Weight, weight, names=tuple(f"{EXPERT}.{stored}" for stored in weight.names))
+            f"shared_{name}": replace(weight, names=tuple(f"{self.shared_name}.{stored}" for stored in weight.names))
             for name, weight in own.items()
         }
-        gate = Weight((f"{GATE}.weight",), (Dim(1),), Dim(self.hidden_size))
-        return super().weights() | shared | {"gate": gate}
+        gate = Weight((f"{self.shared_name}_gate.weight",), (Dim(1),), Dim(self.hidden_size))
+        return super().weights() | shared | ({"gate": gate} if self.gated else {})
 
     def build(self, context: "BuildContext") -> Any:
         from nanovllm.layers.shared_expert import SharedExpertMoE
