@@ -78,6 +78,18 @@ DELTA_NET = {
     "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+DEEPSEEK = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,  # head_dim
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+EXPERT_GROUPS = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+DEEPSEEK_ROPE = {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 1.2}
 
 FAMILIES = {
     "llama": Family("llama", heads=(6, 2), sharded=True),
@@ -93,6 +105,28 @@ FAMILIES = {
         sharded=True,
         tied=True,
         old_spelling=True,
+    ),
+    "deepseek-v2": Family(
+        "deepseek_v2",
+        {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 1},
+        heads=(4, 4),
+        sharded=True,
+        old_spelling=True,
+        rope=DEEPSEEK_ROPE,
+    ),
+    "deepseek-v3": Family(
+        "deepseek_v3",
+        {**DEEPSEEK, **EXPERT_GROUPS, "first_k_dense_replace": 2},
+        heads=(4, 4),
+        rope=DEEPSEEK_ROPE,
+    ),
+    "glm-4.7-flash": Family(
+        "glm4_moe_lite",
+        {**DEEPSEEK, "q_lora_rank": 20, "v_head_dim": 28, "n_shared_experts": 1, "rms_norm_eps": 1e-3},
+        heads=(6, 6),
+        tied=True,
+        stacked_experts=True,
+        seed=1,
     ),
     "llama-old-rope3": Family("llama", heads=(4, 4), tied=True, old_spelling=True, rope=LLAMA3_ROPE),
     "llama-dynamic": Family(
@@ -218,6 +252,14 @@ FAMILIES = {
 }
 # With numbers of heads that two ranks can divide.
 EVEN_FAMILIES = {
+    "deepseek-v3-halves": Family(
+        "deepseek_v3", {**DEEPSEEK, **EXPERT_GROUPS, "norm_topk_prob": False, "rope_interleave": False}, heads=(4, 4)
+    ),
+    "deepseek-v2-groups": Family(
+        "deepseek_v2",
+        {**DEEPSEEK, **EXPERT_GROUPS, "topk_method": "group_limited_greedy"},
+        heads=(4, 4),
+    ),
     "lfm2-attention-last": Family(
         "lfm2", {"full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}, seed=1
     ),
@@ -294,6 +336,8 @@ def _randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: floa
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.5, generator=generator)
 
 
 @functools.cache

@@ -34,20 +34,20 @@ def make_backend(
     device: torch.device,
 ) -> "AttentionBackend":
     first = layers[0] if layers else NO_ATTENTION
+    same: dict[str, Any] = dict(dtype=dtype, cache_dtype=cache_dtype, device=device)
+    if hasattr(first, "make_backend"):  # attention of another kind
+        return first.make_backend(config, layers, max_position=max_position, **same)
     if len({(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:
         from nanovllm.attention.mixed import MixedBackend
 
-        same: dict[str, Any] = dict(max_position=max_position, dtype=dtype, cache_dtype=cache_dtype, device=device)
-        return MixedBackend(layers, ropes_of(layers), partial(make_backend, config, **same))
+        return MixedBackend(layers, ropes_of(layers), partial(make_backend, config, max_position=max_position, **same))
     shape = CacheShape(
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
         block_size=config.kv_cache_block_size,
         windows=tuple(layer.window for layer in layers),
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        device=device,
+        **same,
     )
     table = partial(rotary_table, head_dim=first.head_dim, max_position=max_position, device=device)
     tables = [table(rope) for rope in ropes_of(layers)]

@@ -139,10 +139,7 @@ class Roofline:
 
     def _attention_flops(self, first: int, last: int) -> int:
         """Operations of the same queries: queries times keys, and probabilities times values."""
-        return sum(
-            2 * 2 * mixer.num_heads * mixer.head_dim * _sum_of_least(first, last, mixer.window)
-            for mixer in self._attention
-        )
+        return sum(_flops_per_score(mixer) * _sum_of_least(first, last, mixer.window) for mixer in self._attention)
 
     @property
     def has_windows(self) -> bool:
@@ -156,7 +153,12 @@ class Roofline:
     @property
     def flops_per_score(self) -> int:
         """Operations for one pair of a query and a key, in all layers."""
-        return sum(2 * 2 * mixer.num_heads * mixer.head_dim for mixer in self._attention)
+        return sum(map(_flops_per_score, self._attention))
+
+
+def _flops_per_score(mixer: AttentionSpec) -> int:
+    """Operations of one layer for one pair of a query and a key; one of another kind states them itself."""
+    return getattr(mixer, "flops_per_score", 2 * 2 * mixer.num_heads * mixer.head_dim)
 
 
 def _sum_of_least(first: int, last: int, limit: int | None) -> int:

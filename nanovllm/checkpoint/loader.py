@@ -34,9 +34,10 @@ def load_checkpoint(
     is_elsewhere: Callable[[str], bool],  # whether a tensor without a slot belongs to other ranks, or is not needed
     shows_progress: bool,
 ) -> None:
-    tensors = text_tensors(checkpoint_tensors(path, load_format, dtype), source=str(path))
+    tensors = checkpoint_tensors(path, load_format, dtype)
     if names is not None:
         tensors = ((names.in_specs(name), tensor) for name, tensor in tensors)
+    tensors = text_tensors(tensors, source=str(path))
     if packing is not None and packing.layout != "gguf":
         from nanovllm.checkpoint.packed.tensors import packed_tensors
 

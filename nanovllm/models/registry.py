@@ -21,6 +21,7 @@ def _family(module: str) -> Family:
 
 QWEN3_5 = ("ForCausalLM", "ForConditionalGeneration", "MoeForCausalLM", "MoeForConditionalGeneration")
 ARCHITECTURES = {  # of each family
+    "deepseek": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     "glm4": ("Glm4ForCausalLM", "GlmForCausalLM"),

@@ -9,6 +9,7 @@ from nanovllm.bench.shapes import shape_folder, shape_names, with_shape
 from nanovllm.checkpoint.json_file import read_json
 from nanovllm.cli.main import main
 from nanovllm.errors import ConfigError
+from nanovllm.layers.latent_spec import LatentAttentionSpec
 from nanovllm.layers.rope_spec import Llama3Scaling
 from nanovllm.layers.spec import AttentionSpec, RopeSpec
 from nanovllm.models.parameters import num_parameters
@@ -16,7 +17,9 @@ from nanovllm.models.registry import describe, parse_config
 from nanovllm.models.spec import ModelSpec
 
 NUM_PARAMETERS = {
+    "deepseek-v2-lite": 15_706_484_224,
     "gemma-3-12b": 11_766_034_176,
+    "glm-4.7-flash": 29_943_393_920,
     "gpt-oss-20b": 20_914_757_184,
     "lfm2-1.2b": 1_170_340_608,
     "llama-3.1-8b": 8_030_261_248,
@@ -62,7 +65,8 @@ def test_transformers_reads_the_same(name: str) -> None:
     theirs = AutoConfig.from_pretrained(shape_folder(name))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs)
-    assert model.num_parameters() == NUM_PARAMETERS[name]
+    biases = [buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert model.num_parameters() + sum(biases) == NUM_PARAMETERS[name]
     ours, attention = read_shape(name), attention_of(read_shape(name))
     layers = getattr(theirs, "layer_types", None) or ["every layer"] * ours.num_layers
     ropes = (
@@ -76,7 +80,8 @@ def test_transformers_reads_the_same(name: str) -> None:
         assert layer.mixer.window == (theirs.sliding_window if kind == "sliding_attention" else None)
         assert layer.mixer.rope.theta == ropes[kind]["rope_theta"]
         assert getattr(layer.mixer.rope.scaling, "factor", 1.0) == ropes[kind].get("factor", 1.0)
-    assert (theirs.num_attention_heads, theirs.num_key_value_heads) == (attention.num_heads, attention.num_kv_heads)
+    kv_heads = 1 if isinstance(attention, LatentAttentionSpec) else theirs.num_key_value_heads
+    assert (theirs.num_attention_heads, kv_heads) == (attention.num_heads, attention.num_kv_heads)
     eps = theirs.norm_eps if "lfm2" in name else theirs.rms_norm_eps
     assert (eps, theirs.max_position_embeddings) == (ours.norm_eps, ours.max_position)
 

@@ -28,6 +28,8 @@ SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
 LENGTHS = (1, 16, 37, 70)
 FAMILIES = (
     *(
+        "deepseek-v2",
+        "deepseek-v3",
         "gemma3-even",
         "gemma4-even",
         "glm4",

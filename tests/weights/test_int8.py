@@ -19,7 +19,7 @@ PROMPTS = [prompt_of(length, seed=4) for length in (5, 33, 21)]
 MAX_TOKENS = 12
 # The ends of the names of matrices in a layer that stay dense.
 DENSE = (
-    *("mlp.gate.weight", "mlp.router.weight", "shared_expert_gate.weight"),
+    *("mlp.gate.weight", "mlp.router.weight", "shared_expert_gate.weight", "kv_b_proj.weight"),
     *("conv.conv.weight", "conv1d.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight"),
 )
 LOGIT_ERROR = 2e-4  # between two ways to add up float32 products

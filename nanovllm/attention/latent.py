@@ -1,0 +1,173 @@
+"""Multi-head latent attention (MLA) in plain torch: the cache has one vector per token, the latent and a rotated key.
+
+A head's key is up_k(latent) beside the rotated key, its value is up_v(latent). Sequences that read the cache, such as
+decodes, are computed in the absorbed form, which never makes keys and values: q · up_k(latent) = up_k^T(q) · latent, so
+the query is multiplied with up_k, all heads attend to the latents, and up_v is applied to the result. A chunk that
+starts at position 0 has as many queries as keys: making these costs the same as absorbing, and products with them are
+smaller.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
+from nanovllm.attention.rotation import rotary_table, rotate
+from nanovllm.attention.sdpa import Pages, Part, SdpaBackend, SdpaStep, zeros
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError
+from nanovllm.layers.spec import AttentionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentLayer(LayerAttention):
+    kv_b: Tensor  # [heads, plain_size + value_size, latent_size]: of each head up_k, then up_v
+
+
+def make_latent_backend(
+    config: Config,
+    layers: Sequence[AttentionSpec],  # with one KV head: the latent and the rotated key
+    *,
+    latent_size: int,
+    plain_size: int,  # numbers of a head's query that are not rotated
+    max_position: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> "LatentBackend":
+    for option, value in (("attention_backend", "triton"), ("deterministic", True), ("kv_cache_dtype", "fp8")):
+        if getattr(config, option) == value:
+            raise ConfigError(f"{option}={value!r}: only torch computes latent attention (MLA), which cannot do this")
+    first = layers[0]
+    shape = CacheShape(
+        num_heads=first.num_heads,
+        num_kv_heads=1,
+        head_dim=first.head_dim,
+        block_size=config.kv_cache_block_size,
+        windows=(None,) * len(layers),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        device=device,
+    )
+    rotated_size = first.head_dim - latent_size
+    ropes = dict.fromkeys(layer.rope for layer in layers)
+    tables = [rotary_table(rope, head_dim=rotated_size, max_position=max_position, device=device) for rope in ropes]
+    return LatentBackend(shape, tables, latent_size=latent_size, plain_size=plain_size)
+
+
+class KeyRotation:
+    """The rotation of one head, for any number of them."""
+
+    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:  # [max_position, size]: cosines, then sines
+        cos, sin = table.chunk(2, dim=-1)
+        self._cos, self._sin = torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
+
+    def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # two of [num_tokens, 1, size]
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+class LatentBackend(SdpaBackend):
+    def __init__(
+        self, shape: CacheShape, rotary_tables: Sequence[Tensor], *, latent_size: int, plain_size: int
+    ) -> None:
+        super().__init__(shape, ())
+        self._rotations: Any = [KeyRotation(table, shape.dtype) for table in rotary_tables]
+        self._latent_size, self._plain_size = latent_size, plain_size
+        self._query_size = plain_size + shape.head_dim - latent_size
+
+    def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
+        s = self.shape
+        size = (1, num_blocks[None], 1, s.block_size, s.head_dim)
+        return [LayerCache(zeros(size, s.cache_dtype, s.device)) for _ in s.windows]
+
+    # --- once per step ------------------------------------------------------------------------------------------------
+
+    def _slots(self, geometry: BatchGeometry, window: int | None) -> Tensor:  # [num_tokens]
+        size, positions = self.shape.block_size, geometry.positions
+        blocks = geometry.block_tables[window][geometry.token_seqs, positions // size]
+        return self._tensor(blocks * size + positions % size)
+
+    def _pages(self, block_tables: np.ndarray, length: int, window: int | None) -> Pages:  # [seqs, blocks]
+        s, index = self.shape, self._tensor(block_tables.reshape(-1))
+        size = len(index) * s.block_size * s.head_dim
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=s.cache_dtype, device=s.device)
+        buffer = self._buffer[:size].view(len(index), -1)
+        cached = buffer.view(len(block_tables), 1, -1, s.head_dim)[..., :length, :]
+        return Pages(index, buffer, cached, cached)
+
+    # --- once per layer -----------------------------------------------------------------------------------------------
+
+    def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: SdpaStep) -> Tensor:
+        """`qkv`: of each token the queries of all heads, the normalized latent, and the key to rotate.
+
+        Returns [num_tokens, heads * value_size].
+        """
+        s = self.shape
+        assert isinstance(layer, LatentLayer)
+        queries, latents, keys = qkv.split([s.num_heads * self._query_size, self._latent_size, self._rotated_size], 1)
+        plain, turned = queries.unflatten(1, (s.num_heads, -1)).split([self._plain_size, self._rotated_size], dim=-1)
+        turned = rotate(torch.cat([turned, keys.unsqueeze(1)], dim=1), step.cos_sin[layer.rope])
+        queries = torch.cat([plain, turned[:, :-1]], dim=-1)  # [num_tokens, heads, query_size]
+        new = torch.cat([latents, turned[:, -1]], dim=-1)  # [num_tokens, head_dim]
+        cache.kv.view(-1, s.head_dim).index_copy_(0, step.slots[None], new.to(s.cache_dtype))
+        parts = step.parts[None]
+        if len(parts) == 1:
+            return self._attend_part(queries, new, cache.kv, parts[0], layer)
+        outs = [self._attend_part(queries[part.tokens], new[part.tokens], cache.kv, part, layer) for part in parts]
+        out = outs[0].new_empty(len(qkv), outs[0].shape[1])
+        for part, own in zip(parts, outs, strict=True):
+            out[part.tokens] = own
+        return out
+
+    @property
+    def _rotated_size(self) -> int:
+        return self.shape.head_dim - self._latent_size
+
+    def _attend_part(self, queries: Tensor, new: Tensor, kv: Tensor, part: Part, layer: LatentLayer) -> Tensor:
+        if part.pages is None:
+            return self._with_own_keys(queries, new, layer)
+        cached, _ = self._gather(kv, part.pages)  # [seqs, 1, length, head_dim]
+        up_k, up_v = layer.kv_b.split([self._plain_size, layer.kv_b.shape[1] - self._plain_size], dim=1)
+        plain, turned = queries.split([self._plain_size, self._rotated_size], dim=-1)
+        absorbed = torch.bmm(plain.transpose(0, 1), up_k).transpose(0, 1)  # [num_tokens, heads, latent_size]
+        absorbed = torch.cat([absorbed, turned], dim=-1)
+        if part.num_new == 1:
+            out = attend_rows(absorbed, cached[:, 0], part.mask, layer.scale)
+        else:  # one sequence
+            shared = cached.expand(-1, self.shape.num_heads, -1, -1)
+            # torch's kernels want values as long as keys: what is computed of the rotated key is dropped below
+            out = F.scaled_dot_product_attention(
+                absorbed.transpose(0, 1).unsqueeze(0), shared, shared, attn_mask=part.mask, scale=layer.scale
+            )[0].transpose(0, 1)
+        out = out[..., : self._latent_size]  # [num_tokens, heads, latent_size]
+        return torch.bmm(out.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _with_own_keys(self, queries: Tensor, new: Tensor, layer: LatentLayer) -> Tensor:
+        """For a chunk that starts at position 0."""
+        num_heads = self.shape.num_heads
+        latents, turned = new.split([self._latent_size, self._rotated_size], dim=-1)
+        up = F.linear(latents, layer.kv_b.flatten(0, 1)).unflatten(1, (num_heads, -1))
+        plain, values = up.split([self._plain_size, layer.kv_b.shape[1] - self._plain_size], dim=-1)
+        keys = torch.cat([plain, turned.unsqueeze(1).expand(-1, num_heads, -1)], dim=-1)
+        padding = max(self._query_size - values.shape[-1], 0)  # see above
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, F.pad(values, (0, padding))))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale)[0].transpose(0, 1)
+        return out[..., : values.shape[-1]].flatten(1)
+
+
+def attend_rows(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Each sequence's one token attends to [seqs, length, size] keys, which are its values as well.
+
+    `queries` and the result: [seqs, heads, size]. Two products of matrices, which use all of the device where a fused
+    kernel would have one program per sequence.
+    """
+    scores = torch.bmm(queries, keys.transpose(1, 2)).float() * scale
+    if mask is not None:  # [seqs, 1, 1, length]
+        scores = scores + mask[:, 0]
+    return torch.bmm(scores.softmax(dim=-1).to(keys.dtype), keys)
