@@ -42,6 +42,7 @@ KINDS = {
     "copy": r"memcpy|memset",
     "attention": r"attention|attn|flash|fmha|decode|prefill|_plan_kernel",
     "linear": "|".join(["gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitk", *linear_symbols()]),
+    "delta net, convolution": r"_recurrent_kernel|_conv_\w+_kernel|_chunk_\w+_kernel|_norm_heads_kernel",
     "sampling": r"sample|_cut_kernel|argmax|logit",
     "norm, rotation, activation": r"",
 }
@@ -215,7 +216,7 @@ def _kernels(events: Iterable[Any]) -> list[Kernel]:
 # --- the plot ---------------------------------------------------------------------------------------------------------
 
 WIDTH, MARGIN, LANE, PANEL = 960, 16, 44, 104  # pixels; a panel is a caption, a lane of bars and an axis
-COLOURS = dict(zip(KINDS, ("#8c8c8c", "#3b6fb6", "#d98a29", "#a24c9a", "#4f9e5b"), strict=True))
+COLOURS = dict(zip(KINDS, ("#8c8c8c", "#3b6fb6", "#d98a29", "#c2453d", "#a24c9a", "#4f9e5b"), strict=True))
 TEXT = 'font-family="sans-serif" font-size="13" fill="#222"'
 
 

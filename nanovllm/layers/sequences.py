@@ -1,10 +1,14 @@
 """The sequences of a step, for layers that keep a state per row of the request table."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
+
+from nanovllm.kernels.delta_net.sequences import CHUNK
+
+FEW_TOKENS = 8  # of a sequence
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,25 @@ class Sequences:
     token_seqs: Tensor  # [num_tokens] number of the sequence that each token belongs to
     # on the host: new tokens of each of the last sequences; all before these have one. The tokens are in this order
     chunk_sizes: tuple[int, ...] = ()
+    # the new tokens of the last sequences in chunks of CHUNK, for kernels; None where all sequences have few tokens
+    chunks: Tensor | None = None  # [num_chunks, 2] sequence, and number of the chunk in it
+    first_chunks: Tensor | None = None  # [num_seqs] index in `chunks` of each sequence's first one
+
+    @property
+    def have_few_tokens(self) -> bool:
+        """Whether kernels compute each sequence token by token, as those that decode."""
+        return max(self.chunk_sizes, default=1) <= FEW_TOKENS
 
     @classmethod
     def of(cls, upload: Callable[[np.ndarray], Tensor], *arrays: np.ndarray, num_decodes: int) -> "Sequences":
         """`arrays`: the first five fields, on the host. `num_decodes`: the first sequences, with one new token each."""
         rows, starts, first_tokens, num_new, token_seqs = map(upload, arrays)
-        return cls(rows, starts, first_tokens, num_new, token_seqs, tuple(arrays[3][num_decodes:].tolist()))
+        seqs = cls(rows, starts, first_tokens, num_new, token_seqs, tuple(arrays[3][num_decodes:].tolist()))
+        if seqs.have_few_tokens:
+            return seqs
+        counts = -(-arrays[3] // CHUNK)
+        counts[:num_decodes] = 0
+        first_chunks = np.cumsum(counts) - counts
+        owners = np.repeat(np.arange(len(counts)), counts)
+        chunks = np.stack([owners, np.arange(len(owners)) - first_chunks[owners]], axis=1)
+        return replace(seqs, chunks=upload(chunks), first_chunks=upload(first_chunks))

@@ -1,5 +1,6 @@
 """LFM2's gated short convolution: out(c * conv(b * h)), where (b, c, h) = in(x)."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,12 @@ class ShortConv:
         for name in self._weights.keys() & {"conv", "conv_bias"}:
             shape = self._weights[name].shard_shape(self._group.rank, self._group.size)
             self._conv[name] = torch.empty(shape, dtype=context.dtype, device=context.device)
+        self._deterministic, self._pdl = context.deterministic, context.pdl
+        self._kernel: Callable[..., Tensor] | None = None
+        if context.kernels:
+            from nanovllm.kernels.delta_net.causal_conv import causal_conv as kernel
+
+            self._kernel = kernel
 
     def slots(self) -> dict[str, Slot]:
         found = self.in_proj.slots() | self.o_proj.slots()
@@ -40,7 +47,12 @@ class ShortConv:
         self.o_proj.finish_loading()
 
     def mix(self, x: Residual, state: Tensor, step: Step, *, norm: RMSNorm) -> Tensor:
-        assert step.sequences is not None
+        seqs = step.sequences
+        assert seqs is not None
         b, c, h = self.in_proj(x, norm=norm).chunk(3, dim=-1)
-        mixed = causal_conv(b * h, self._conv["conv"], self._conv.get("conv_bias"), state, step.sequences)
-        return c * mixed.to(c.dtype)
+        weight, bias = self._conv["conv"], self._conv.get("conv_bias")
+        if self._kernel is not None:
+            # deterministic: one kernel computes a token, whatever the others of the step are
+            few = not self._deterministic and seqs.have_few_tokens
+            return self._kernel(h, weight, bias, state, seqs, times_and_after=(b, c), few=few, pdl=self._pdl)
+        return c * causal_conv(b * h, weight, bias, state, seqs).to(c.dtype)
