@@ -167,7 +167,7 @@ def test_guided_rows_among_others_equal_those_of_the_cpu() -> None:
     assert found[0][3] in ("yes", "no", "maybe") and "</think>" in found[0][4]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3-moe", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3-moe", "lfm2", "qwen3.5"])
 def test_deterministic_means_the_same_bits_in_any_company(family: str) -> None:
     """A request gives the same tokens alone, in a batch, chunked, from the prefix cache and preempted, in bfloat16."""
     prompt, params = prompt_of(60, seed=9), SamplingParams(temperature=1.0, seed=8, max_tokens=40, logprobs=2)

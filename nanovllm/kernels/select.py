@@ -21,6 +21,7 @@ NARROW_INPUTS = 1024
 WIDE_INPUTS = 2048  # from here on reading a weight takes the time, not starting to
 ENOUGH_OUTPUTS = 5632  # enough for tiles on nearly every multiprocessor
 MANY_OUTPUTS = 16384  # a vocabulary
+LARGEST_DELTA_NET_HEAD = 128
 LONGEST_INPUTS = 32768  # of a kernel whose loop over the inputs is unrolled
 
 PACKED = ("int4_groups", "int8_groups", "fp8", "fp8_block", "mxfp4", "nvfp4")
@@ -229,6 +230,11 @@ def select_linear(case: LinearCase) -> LinearKernel | None:
         if case.format in kernel.formats and in_range and kernel.serves(case):
             return kernel
     return None
+
+
+def delta_net_serves(key_dim: int, value_dim: int) -> bool:
+    """Whether our kernels compute a gated delta net with heads of these sizes, whose states they keep in registers."""
+    return max(key_dim, value_dim) <= LARGEST_DELTA_NET_HEAD
 
 
 def row_class(rows: int) -> int:

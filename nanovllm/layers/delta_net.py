@@ -1,4 +1,4 @@
-"""The gated delta net of Qwen3-Next and Qwen3.5, on torch."""
+"""The gated delta net of Qwen3-Next and Qwen3.5: its plain form on torch, or our kernels where they run."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.checkpoint.stored import Slot, slots_of
+from nanovllm.kernels.select import delta_net_serves
 from nanovllm.layers import delta_rule
 from nanovllm.layers.causal_conv import causal_conv
 from nanovllm.layers.context import BuildContext
@@ -19,6 +20,7 @@ from nanovllm.layers.step import Step
 from nanovllm.weights.dense import DenseWeight
 
 if TYPE_CHECKING:
+    from nanovllm.layers.delta_net_kernels import DeltaNetKernels
     from nanovllm.layers.delta_net_spec import DeltaNetSpec
 
 IN_FLOAT32 = ("dt_bias", "A_log")
@@ -33,15 +35,22 @@ class DeltaNet:
         self.in_proj = Linear(part_of(self._weights, "in_"), context)
         self.gates_proj = Linear(part_of(self._weights, "gates_"), context)
         self.o_proj = Linear(part_of(self._weights, "out_"), context)
-        self._held: dict[str, Tensor] = {}
+        self.held: dict[str, Tensor] = {}  # weights that are not those of linears
         for name in ("conv", "norm", *IN_FLOAT32):
             shape = self._weights[name].shard_shape(self._group.rank, self._group.size)
             dtype = torch.float32 if name in IN_FLOAT32 else context.dtype
-            self._held[name] = torch.empty(shape, dtype=dtype, device=context.device)
+            self.held[name] = torch.empty(shape, dtype=dtype, device=context.device)
+        self._kernels: DeltaNetKernels | None = None
+        if context.kernels and delta_net_serves(spec.key_dim, spec.value_dim):
+            from nanovllm.layers import delta_net_kernels
+
+            self._kernels = delta_net_kernels.DeltaNetKernels(
+                self._own, self.held, deterministic=context.deterministic, pdl=context.pdl
+            )
 
     def slots(self) -> dict[str, Slot]:
         found = self.in_proj.slots() | self.gates_proj.slots() | self.o_proj.slots()
-        for name, tensor in self._held.items():
+        for name, tensor in self.held.items():
             found |= slots_of(self._weights[name], DenseWeight(tensor), self._group.rank, self._group.size)
         return found
 
@@ -50,21 +59,29 @@ class DeltaNet:
             linear.finish_loading()
 
     def mix(self, x: Residual, state: Tensor, step: Step, *, norm: RMSNorm) -> Tensor:
-        own, seqs = self._own, step.sequences
-        assert seqs is not None
+        assert step.sequences is not None
         normed = x.normed(norm)
-        channels, z = self.in_proj(normed).split([own.num_channels, own.num_value_heads * own.value_dim], dim=-1)
-        b, a = self.gates_proj(normed).float().chunk(2, dim=-1)
-        inputs = state[:, : (own.kernel_size - 1) * own.num_channels].unflatten(1, (own.kernel_size - 1, -1))
-        channels = F.silu(causal_conv(channels, self._held["conv"], None, inputs, seqs))
+        parts = self.in_proj(normed), self.gates_proj(normed), state, step.sequences
+        return self.compute(*parts) if self._kernels is None else self._kernels(*parts)
+
+    def compute(self, inputs: Tensor, gates: Tensor, state: Tensor, sequences: Sequences) -> Tensor:
+        """What is between the projections.
+
+        `inputs`: [num_tokens, channels + z]. `gates`: [num_tokens, 2 * value heads], b and a. `state`: [rows, size].
+        """
+        own = self._own
+        channels, z = inputs.split([own.num_channels, own.num_value_heads * own.value_dim], dim=-1)
+        b, a = gates.float().chunk(2, dim=-1)
+        kept = state[:, : (own.kernel_size - 1) * own.num_channels].unflatten(1, (own.kernel_size - 1, -1))
+        channels = F.silu(causal_conv(channels, self.held["conv"], None, kept, sequences))
         width = own.num_key_heads * own.key_dim
         q, k, v = channels.split([width, width, own.num_value_heads * own.value_dim], dim=-1)
         q, k = (self._of_value_heads(part) for part in (q, k))
-        decay = -self._held["A_log"].exp() * F.softplus(a + self._held["dt_bias"])
-        matrices = state[:, inputs[0].numel() :].unflatten(1, (own.num_value_heads, own.key_dim, own.value_dim))
+        decay = -self.held["A_log"].exp() * F.softplus(a + self.held["dt_bias"])
+        matrices = state[:, kept[0].numel() :].unflatten(1, (own.num_value_heads, own.key_dim, own.value_dim))
         v = v.unflatten(1, (own.num_value_heads, own.value_dim))
-        out = self._delta_rule(q * own.key_dim**-0.5, k, v, decay, b.sigmoid(), state=matrices, sequences=seqs)
-        out = F.rms_norm(out, out.shape[-1:], None, self._eps).to(z.dtype) * self._held["norm"]
+        out = self._delta_rule(q * own.key_dim**-0.5, k, v, decay, b.sigmoid(), state=matrices, sequences=sequences)
+        out = F.rms_norm(out, out.shape[-1:], None, self._eps).to(z.dtype) * self.held["norm"]
         return (out.float() * F.silu(z.view(out.shape).float())).to(z.dtype).flatten(1)
 
     def _of_value_heads(self, x: Tensor) -> Tensor:  # [num_tokens, key heads * dim] -> [num_tokens, value heads, dim]

@@ -76,7 +76,10 @@ OURS = {
         *("_gate_up_row_kernel", "_many_rows_kernel", "_matmul_kernel", "_one_row_kernel", "_packed_dequantize_kernel"),
         *("_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel", "_tiled_kernel"),
     ],
-    "delta net, convolution": ["_conv_steps_kernel", "_conv_tokens_kernel"],
+    "delta net, convolution": [
+        *("_chunk_factors_kernel", "_chunk_states_kernel", "_conv_steps_kernel", "_conv_tokens_kernel"),
+        *("_norm_heads_kernel", "_recurrent_kernel"),
+    ],
     "sampling": ["_cut_kernel", "_sample_kernel"],
     "norm, rotation, activation": [
         *("_embed_kernel", "_group_kernel", "_rms_norm_kernel", "_rope_store_kernel", "_round_inputs_kernel"),

@@ -1,0 +1,176 @@
+"""First kernel of a prompt's gated delta net: what CHUNK tokens of a head need from each other, all chunks at once.
+
+With S the state at the start of a chunk, d(t) the product of its decays up to token t, and all k and q of length 1, the
+corrections n(t) that the tokens add to the state (`layers/delta_rule.py`) are the solution of
+
+    n(t) + beta(t) * sum over s < t of d(t) / d(s) * (k(t) . k(s)) * n(s) = beta(t) * (v(t) - d(t) * S^T k(t))
+
+One program computes, for one chunk and value head, the inverse of this triangular system with columns multiplied by
+beta (`solved`), the scores of the outputs (`within`), and for each token four factors (`factors`):
+    0: d(t) / |k(t)|, 1: d(t) / |q(t)| with the scale of queries, 2: d(end) / d(t) / |k(t)|, 3: d(end)
+`chunk_states.py` then passes the state from chunk to chunk.
+
+The inverse: the four diagonal blocks of 16 rows by forward substitution, side by side; then, with X the matrix of these
+inverses and N = X * (what is left of the diagonal blocks), the whole one is (1 - N)(1 + N^2) X, since N^4 = 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.delta_net.gates import inverse_length, log_decay
+from nanovllm.kernels.delta_net.sequences import CHUNK, OF_ANY_ALIGNMENT, NewTokens
+from nanovllm.kernels.delta_net.weights import DeltaNetShape, DeltaNetWeights
+from nanovllm.kernels.launch import launch, next_power_of_2
+
+SHORTEST_DOT = 16  # dimension of a product of matrices
+DOT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True)
+class ChunkFactors:
+    solved: Tensor  # [num_chunks, value_heads, CHUNK, CHUNK] float32
+    within: Tensor  # [num_chunks, value_heads, CHUNK, CHUNK]
+    factors: Tensor  # [num_chunks, value_heads, 4, CHUNK] float32
+
+
+@triton.jit
+def _store_inverse(own, beta, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """Replace L, [CHUNK, CHUNK] at `own`, zero on the diagonal and above, by (1 + L)^-1 * beta."""
+    BLOCK: tl.constexpr = 16
+    small = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
+    block = column // BLOCK * BLOCK  # first row of the diagonal block that a column belongs to
+    inverse = tl.where(small == column % BLOCK, 1.0, 0.0)  # [BLOCK, CHUNK] the diagonal blocks side by side
+    tl.debug_barrier()  # L is written
+    for i in range(1, BLOCK):
+        row_i = tl.load(own + (block + i) * CHUNK + block + small)  # of each block, as a column
+        correction = tl.sum(row_i * inverse, axis=0)
+        inverse = tl.where(small == i, inverse - correction[None, :], inverse)
+    tl.debug_barrier()  # the diagonal blocks are read
+    tl.store(own + (block + small) * CHUNK + column, inverse)
+    tl.debug_barrier()
+    row = tl.arange(0, CHUNK)[:, None]
+    both = tl.load(own + row * CHUNK + column)
+    diagonal = tl.where(row // BLOCK == column // BLOCK, both, 0.0)
+    rest = tl.where(row // BLOCK > column // BLOCK, both, 0.0)
+    once = tl.dot(diagonal, rest, input_precision=PRECISION)
+    twice = tl.dot(once, once, input_precision=PRECISION)
+    even = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
+    whole = even - tl.dot(once, even, input_precision=PRECISION)
+    tl.debug_barrier()
+    tl.store(own + row * CHUNK + column, whole * beta[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
+def _chunk_factors_kernel(
+    x,
+    gates,
+    dt_bias,
+    A_log,
+    solved,
+    within,
+    factors,
+    chunks,
+    first_tokens,
+    num_new,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(1)
+    item = tl.program_id(0).to(tl.int64) * VALUE_HEADS + head
+    rate = tl.load(A_log + head).to(tl.float32)
+    offset = tl.load(dt_bias + head).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    seq = tl.load(chunks + 2 * tl.program_id(0))
+    begin = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
+    first = tl.load(first_tokens + seq).to(tl.int64) + begin
+    token = tl.arange(0, CHUNK)
+    used = token < tl.load(num_new + seq) - begin
+    key = tl.arange(0, KEY_PADDED)
+    inside = used[:, None] & (key < KEY_DIM)[None, :]
+    at = (first + token)[:, None] * CHANNELS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key[None, :]
+    q = tl.load(x + at, mask=inside, other=0.0)
+    k = tl.load(x + at + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
+    q_scale = inverse_length(q.to(tl.float32), AXIS=1) * KEY_DIM**-0.5
+    k_scale = inverse_length(k.to(tl.float32), AXIS=1)
+    gate = gates + (first + token) * (2 * VALUE_HEADS) + head
+    beta = tl.where(used, tl.sigmoid(tl.load(gate, mask=used, other=0.0).to(tl.float32)), 0.0)
+    a = tl.load(gate + VALUE_HEADS, mask=used, other=0.0).to(tl.float32)
+    decay = tl.where(used, log_decay(a, offset, rate), 0.0)
+    since = tl.cumsum(decay, axis=0)
+    total = tl.sum(decay, axis=0)
+    own = factors + item * (4 * CHUNK) + token
+    tl.store(own, tl.exp(since) * k_scale)
+    tl.store(own + CHUNK, tl.exp(since) * q_scale)
+    tl.store(own + 2 * CHUNK, tl.exp(total - since) * k_scale)
+    tl.store(own + 3 * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
+
+    row, column = token[:, None], token[None, :]
+    between = tl.exp(tl.where(row >= column, since[:, None] - since[None, :], 0.0))
+    square = item * (CHUNK * CHUNK) + row * CHUNK + column
+    scores = tl.dot(q.to(DOT_TYPE), tl.trans(k.to(DOT_TYPE)), input_precision=PRECISION)
+    scores = tl.where(row >= column, scores * (q_scale[:, None] * k_scale[None, :] * between), 0.0)
+    tl.store(within + square, scores.to(within.dtype.element_ty))
+    system = tl.dot(k.to(DOT_TYPE), tl.trans(k.to(DOT_TYPE)), input_precision=PRECISION)
+    system = system * ((k_scale * beta)[:, None] * k_scale[None, :] * between)
+    tl.store(solved + square, tl.where(row > column, system, 0.0))
+    _store_inverse(solved + item * (CHUNK * CHUNK), beta, CHUNK=CHUNK, PRECISION=PRECISION)
+
+
+def chunk_factors(
+    x: Tensor,  # [num_tokens, channels]: queries, keys and values after the convolution
+    gates: Tensor,  # [num_tokens, 2 * value_heads]: b, then a
+    weights: DeltaNetWeights,
+    chunks: Tensor,  # [num_chunks, 2] sequence, and number of the chunk in it
+    sequences: NewTokens,
+    shape: DeltaNetShape,
+    *,
+    pdl: bool = False,
+) -> ChunkFactors:
+    assert x.is_contiguous() and gates.is_contiguous() and chunks.is_contiguous()
+    heads = len(chunks), shape.value_heads
+    found = ChunkFactors(
+        solved=x.new_empty((*heads, CHUNK, CHUNK), dtype=torch.float32),
+        within=x.new_empty((*heads, CHUNK, CHUNK)),
+        factors=x.new_empty((*heads, 4, CHUNK), dtype=torch.float32),
+    )
+    launch(
+        _chunk_factors_kernel,
+        heads,
+        x,
+        gates,
+        weights.dt_bias,
+        weights.A_log,
+        found.solved,
+        found.within,
+        found.factors,
+        chunks,
+        sequences.first_tokens,
+        sequences.num_new,
+        KEY_HEADS=shape.key_heads,
+        VALUE_HEADS=shape.value_heads,
+        KEY_DIM=shape.key_dim,
+        CHANNELS=shape.channels,
+        KEY_PADDED=max(SHORTEST_DOT, next_power_of_2(shape.key_dim)),
+        CHUNK=CHUNK,
+        DOT_TYPE=DOT_TYPES[x.dtype],
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=pdl,
+        num_warps=4,
+        num_stages=1,
+        pdl=pdl,
+    )
+    return found
