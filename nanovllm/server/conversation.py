@@ -16,6 +16,7 @@ from nanovllm.server.parsers import (
     HarmonyParser,
     check_parsers,
     check_tools,
+    end_of_reasoning,
     forced_call_schema,
     forces_call,
     make_parser,
@@ -136,9 +137,9 @@ async def prepare(service: Service, chat: Conversation) -> PreparedChat:
             raise refuse("tool_choice", "a forced call cannot be combined with structured outputs; use one of them")
         constraint = {"json": forced_call_schema(chat.tools, chat.tool_choice)}
     text, token_ids = await render_prompt(service.engine, chat)
-    if constraint and needs_channel(text) and reasoning_parser(service.settings, service.engine) == HARMONY:
-        text += OPENS_CONTENT  # the grammar leaves no room for it
-        token_ids = token_ids + require_tokenizer(service.engine).encode(OPENS_CONTENT, add_special_tokens=False)
+    if constraint and (opening := _opening_of_content(service, text)):  # the grammar leaves no room for it
+        text += opening
+        token_ids = token_ids + require_tokenizer(service.engine).encode(opening, add_special_tokens=False)
     parser = _parser(service, chat, text, constrained=bool(constraint))
     structured = {"structured_outputs": structured_outputs(constraint)} if constraint else {}
     params = make_params(**chat.sampling, **structured)
@@ -170,6 +171,13 @@ async def render_prompt(engine: Engine, chat: Conversation) -> tuple[str, list[i
         template_kwargs=chat.template_kwargs,
         truncation=chat.truncation,
     )
+
+
+def _opening_of_content(service: Service, prompt: str) -> str:
+    """What the model would write between the prompt and the content if it did not reason."""
+    if reasoning_parser(service.settings, service.engine) == HARMONY:
+        return OPENS_CONTENT if needs_channel(prompt) else ""
+    return end_of_reasoning(prompt)
 
 
 def _parser(

@@ -11,7 +11,6 @@ from nanovllm.server.conversation import reasoning_parser, tool_parser
 from nanovllm.server.settings import ServerSettings
 from nanovllm.text.tokenizer import Tokenizer
 from tests.helpers import TOKENIZER
-from tests.server.conftest import open_client
 from tests.server.fake_engine import FakeEngine
 from tests.server.parsers.families import FAMILIES, LFM, TOOLS, Family
 
@@ -88,9 +87,16 @@ async def test_the_messages_api(family: Family, engine: FakeEngine, client: http
     assert [block["type"] for block in answer["content"]][-2:] == ["text", "tool_use"]
 
 
-async def test_special_tags_are_kept_only_for_a_parser(family: Family, engine: FakeEngine) -> None:
-    """Without tools and without reasoning, nothing parses the text."""
-    engine.says = "Hello."
-    async with open_client(engine) as client:
-        await chat(client, tools=None, response_format={"type": "json_object"})
-    assert engine.seen[-1][1].skip_special_tokens
+async def test_what_a_grammar_forces_has_no_reasoning(
+    family: Family, engine: FakeEngine, client: httpx.AsyncClient
+) -> None:
+    """Reasoning that the template opens is closed, and nothing is parsed."""
+    engine.says = '{"a": 2}'
+    for fields in ({"tools": None, "response_format": {"type": "json_object"}}, {"tool_choice": "required"}):
+        (choice,) = (await chat(client, **fields)).json()["choices"]
+        assert choice["message"]["content"] == engine.says and "reasoning_content" not in choice["message"]
+        token_ids, params, _ = engine.seen[-1]
+        assert engine.tokenizer is not None and params.skip_special_tokens
+        prompt = engine.tokenizer.decode(token_ids, skip_special_tokens=False)
+        ends = {"qwen3_5": "<|im_start|>assistant\n<think>\n\n</think>\n\n", "glm": "<|assistant|><think></think>"}
+        assert prompt.endswith(ends.get(family.name, family.prompt[-10:]))

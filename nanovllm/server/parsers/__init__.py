@@ -15,7 +15,13 @@ from nanovllm.server.parsers.events import (
 )
 from nanovllm.server.parsers.formats import TOOL_PARSERS
 from nanovllm.server.parsers.harmony import HARMONY, OPENS_CONTENT, HarmonyParser, needs_channel, open_message
-from nanovllm.server.parsers.reasoning import REASONING_PARSERS, THINK_CLOSE, THINK_OPEN, opens_reasoning
+from nanovllm.server.parsers.reasoning import (
+    REASONING_PARSERS,
+    THINK_CLOSE,
+    THINK_OPEN,
+    end_of_reasoning,
+    opens_reasoning,
+)
 
 __all__ = [
     "HARMONY",
@@ -36,6 +42,7 @@ __all__ = [
     "check_parsers",
     "check_tools",
     "collect",
+    "end_of_reasoning",
     "opens_reasoning",
     "final_finish_reason",
     "make_parser",

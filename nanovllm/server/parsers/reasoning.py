@@ -39,6 +39,17 @@ def opens_reasoning(prompt: str) -> bool:
     return prompt.rstrip().endswith(tuple(format.open for format in REASONING_FORMATS.values()))
 
 
+def end_of_reasoning(prompt: str) -> str:
+    """The text that ends the reasoning which the prompt opens, so that there is none; "" if the prompt opens none.
+
+    Blanks are those that Qwen3.5's template writes: "<think>\\n" becomes "<think>\\n\\n</think>\\n\\n".
+    """
+    opened = prompt.rstrip()
+    blanks = prompt[len(opened) :]
+    closers = (format.close for format in REASONING_FORMATS.values() if opened.endswith(format.open))
+    return next((f"{blanks}{close}{blanks}{blanks}" for close in closers), "")
+
+
 class _Stage(Enum):
     OPENING = auto()
     REASONING = auto()

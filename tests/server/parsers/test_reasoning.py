@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.errors import ConfigError
-from nanovllm.server.parsers import ChatParser, ContentDelta, ReasoningDelta, make_parser, opens_reasoning
+from nanovllm.server.parsers import (
+    ChatParser,
+    ContentDelta,
+    ReasoningDelta,
+    end_of_reasoning,
+    make_parser,
+    opens_reasoning,
+)
 from nanovllm.server.parsers.reasoning import REASONING_FORMATS
 from tests.server.parsers.test_splits import cut, stream, without_ids
 
@@ -138,6 +145,7 @@ def test_a_partial_tag_is_returned_once_it_is_known_to_be_text() -> None:
 )
 def test_prompt_that_opens_the_reasoning(prompt: str, inside: bool) -> None:
     assert opens_reasoning(prompt) is inside
+    assert not opens_reasoning(prompt + end_of_reasoning(prompt)) and bool(end_of_reasoning(prompt)) is inside
 
 
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
