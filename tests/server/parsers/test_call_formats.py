@@ -240,6 +240,7 @@ def test_types_of_schemas(schema: Any, text: str, value: Any) -> None:
 def test_forms_of_calls(tools: str, text: str, content: Any, calls: list[Any]) -> None:
     """`content` ...: the whole text."""
     assert parse(tools, text) == (text if content is ... else content, calls)
+    assert without_ids(stream(parser(tools), list(text), True)) == without_ids(parser(tools).parse(text))
 
 
 PIECES = {
