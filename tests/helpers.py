@@ -15,6 +15,7 @@ import transformers
 from scipy import stats
 
 from nanovllm import LLM, SamplingParams
+from tests import gemma4_settings
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -90,6 +91,7 @@ DEEPSEEK = {
 }
 EXPERT_GROUPS = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 DEEPSEEK_ROPE = {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 1.2}
+GEMMA4: dict[str, Any] = {"heads": (6, 2), "tied": True, "rope": gemma4_settings.ROPE}
 
 FAMILIES = {
     "llama": Family("llama", heads=(6, 2), sharded=True),
@@ -181,24 +183,8 @@ FAMILIES = {
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
         },
     ),
-    "gemma4": Family(
-        "gemma4_text",
-        {
-            "sliding_window": 12,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 0,
-            "final_logit_softcapping": 20.0,
-        },
-        heads=(6, 2),
-        tied=True,
-        rope={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-            "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        },
-    ),
+    "gemma4": Family("gemma4_text", gemma4_settings.DENSE, **GEMMA4),
+    "gemma4-e": Family("gemma4_text", gemma4_settings.PER_LAYER, **GEMMA4),
     "glm": Family("glm", {"partial_rotary_factor": 0.5}, heads=(6, 2), head_dim=16),
     "glm4": Family("glm4", {"partial_rotary_factor": 0.5}, head_dim=32, sharded=True, old_spelling=True),
     "phi3": Family("phi3", {"sliding_window": 20}, heads=(6, 2)),
@@ -272,8 +258,9 @@ EVEN_FAMILIES = {
         FAMILIES["gemma3"], settings=FAMILIES["gemma3"].settings | {"query_pre_attn_scalar": 16}, heads=(4, 2)
     ),
     "gemma4-even": replace(
-        FAMILIES["gemma4"], settings=FAMILIES["gemma4"].settings | {"num_global_key_value_heads": 2}, heads=(4, 2)
+        FAMILIES["gemma4"], settings=gemma4_settings.DENSE | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
+    "gemma4-e-even": replace(FAMILIES["gemma4-e"], heads=(4, 2)),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),

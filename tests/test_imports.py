@@ -44,6 +44,7 @@ FOUNDATION = {
     "layers.part_spec",
     "layers.rope_spec",
     "layers.spec",
+    "models.per_layer_spec",
     "models.scaled_rope",
     "models.scales",
     "models.spec",

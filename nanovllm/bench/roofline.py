@@ -111,6 +111,8 @@ class Roofline:
     def _layer_weights(self) -> list[tuple[int, Weight]]:
         """The weights of all layers and of the norm before the head, each with its bytes."""
         ends = {self.model.embedding_weight().names, self.model.head_weight().names}
+        if self.model.per_layer is not None:
+            ends.add(self.model.per_layer.table().names)
         inner = [(prefix, weight) for prefix, weight in parameters(whole_model(self.model)) if weight.names not in ends]
         return [(self._num_bytes(prefix, weight), weight) for prefix, weight in inner]
 

@@ -11,3 +11,4 @@ if TYPE_CHECKING:
 class Step:
     attention: Any  # what the attention backend prepared
     sequences: "Sequences | None" = None  # None if no layer of the model keeps a state per row
+    layer_inputs: Any = None  # [num_tokens, layers, size] in a model with per-layer embeddings

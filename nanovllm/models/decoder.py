@@ -58,13 +58,9 @@ class DecoderLayer:
 
     def parts(self) -> "dict[str, Part]":
         """By name in checkpoints."""
-        before, after = self._spec.norm_names
-        return {
-            before: self.input_norm,
-            self._spec.mixer_name: self.mixer,
-            after: self.ffn_norm,
-            self._spec.feed_forward_name: self.feed_forward,
-        }
+        own, (before, after) = self._spec, self._spec.norm_names
+        norms: dict[str, Part] = {before: self.input_norm, after: self.ffn_norm}
+        return norms | {own.mixer_name: self.mixer, own.feed_forward_name: self.feed_forward}
 
 
 class Decoder:

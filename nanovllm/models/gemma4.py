@@ -1,5 +1,5 @@
-"""Gemma 4 (dense): as Gemma 3, with larger heads in layers of full attention, normalized values, a factor after each
-layer and bounded logits. Norms are stored as they are."""
+"""Gemma 4: as Gemma 3, with larger heads in layers of full attention, normalized values, a factor after each layer and
+bounded logits; small ones with per-layer embeddings. Norms are stored as they are."""
 
 import math
 from dataclasses import replace
@@ -13,9 +13,10 @@ from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.layers.value_norm_spec import ValueNormAttentionSpec
 from nanovllm.models.changes import change_attention
 from nanovllm.models.gemma3 import AFTER, BEFORE, SLIDING, check_config, layer_kinds
-from nanovllm.models.post_norm_spec import ScaledSandwichLayerSpec
+from nanovllm.models.gemma4_layer_spec import Gemma4LayerSpec
+from nanovllm.models.per_layer_spec import PerLayerSpec
 from nanovllm.models.scales import Scales
-from nanovllm.models.spec import ModelSpec, llama_shaped, read_rope
+from nanovllm.models.spec import ModelSpec, count, llama_shaped, read_rope
 from nanovllm.models.text_part import text_part
 
 DEFAULTS: dict[str, Any] = {  # which files may leave out
@@ -30,8 +31,9 @@ DEFAULTS: dict[str, Any] = {  # which files may leave out
     "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
 }
-NOT_IMPLEMENTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block")
+NOT_IMPLEMENTED = ("num_kv_shared_layers", "enable_moe_block")
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -61,19 +63,39 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
             values_are_keys=full and same,
         )
 
-    def layer(own: LayerSpec) -> ScaledSandwichLayerSpec:
+    per_layer = _per_layer(raw, model)
+
+    def layer(index: int, own: LayerSpec) -> Gemma4LayerSpec:
         assert isinstance(own.feed_forward, MlpSpec)
         mlp = replace(own.feed_forward, activation="gelu")
-        return ScaledSandwichLayerSpec.of(own, feed_forward=mlp, norm_names=BEFORE, after_names=AFTER)
+        size = 0 if per_layer is None else per_layer.size
+        names: dict[str, Any] = {"norm_names": BEFORE, "after_names": AFTER}
+        return Gemma4LayerSpec.of(own, feed_forward=mlp, index=index, input_size=size, **names)
 
     changed = change_attention(model, attention)
     return replace(
         changed,
-        layers=tuple(map(layer, changed.layers)),
+        layers=tuple(layer(index, own) for index, own in enumerate(changed.layers)),
+        per_layer=per_layer,
         scales=Scales(
             embedding=math.sqrt(model.hidden_size), rounds_embedding=True, logits_cap=raw.get("final_logit_softcapping")
         ),
         file_names=FileNames(((r"\.layer_scalar$", ".layer_scalar.weight"),)),
+    )
+
+
+def _per_layer(raw: dict[str, Any], model: ModelSpec) -> PerLayerSpec | None:
+    if not raw["hidden_size_per_layer_input"]:
+        return None
+    num_tokens = count(raw, "vocab_size_per_layer_input")
+    if num_tokens < model.vocab_size:
+        raise CheckpointError(f"config: vocab_size_per_layer_input={num_tokens} is below vocab_size={model.vocab_size}")
+    return PerLayerSpec(
+        vocab_size=num_tokens,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        size=count(raw, "hidden_size_per_layer_input"),
+        norm_eps=model.norm_eps,
     )
 
 

@@ -12,6 +12,8 @@ def parameters(shard: Shard) -> Iterator[tuple[str, Weight]]:
     model = shard.model
     if shard.has_embedding:
         yield "", model.embedding_weight()
+        if model.per_layer is not None:
+            yield from model.per_layer.weights()
     for index, layer in zip(shard.layers, shard.layer_specs, strict=True):
         for prefix, weight in layer.weights():
             if shard.tensor_rank == 0 or not weight.on_first_rank:

@@ -5,10 +5,8 @@ In a sandwich, each part also gets normed inputs: x + norm(mixer(norm(x))).
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mlp import MLP
@@ -16,7 +14,6 @@ from nanovllm.layers.residual import Residual
 from nanovllm.layers.spec import LayerSpec, norm_weight
 from nanovllm.layers.step import Step
 from nanovllm.models.decoder import DecoderLayer
-from nanovllm.weights.dense import DenseWeight
 
 if TYPE_CHECKING:
     from nanovllm.layers.part import Part
@@ -58,30 +55,3 @@ class SandwichLayer(PostNormLayer):
 
     def parts(self) -> "dict[str, Part]":
         return super().parts() | dict(zip(self._after_names, self._after, strict=True))
-
-
-class Factor:
-    """One learned number."""
-
-    def __init__(self, context: BuildContext) -> None:
-        self.value = torch.ones(1, dtype=context.dtype, device=context.device)
-
-    def slots(self) -> dict[str, Slot]:
-        return slots_of(norm_weight(1), DenseWeight(self.value))
-
-    def finish_loading(self) -> None:
-        """It is used as it was loaded."""
-
-
-class ScaledSandwichLayer(SandwichLayer):
-    def __init__(self, spec: "SandwichLayerSpec", context: BuildContext) -> None:
-        super().__init__(spec, context)
-        self._factor = Factor(context)
-
-    def __call__(self, x: Residual, state: Any, step: Step, wanted: Tensor | None = None) -> Residual:
-        x = super().__call__(x, state, step, wanted)
-        x.rows = x.rows * self._factor.value
-        return x
-
-    def parts(self) -> "dict[str, Part]":
-        return super().parts() | {"layer_scalar": self._factor}

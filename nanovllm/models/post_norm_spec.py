@@ -44,17 +44,3 @@ class SandwichLayerSpec(LayerSpec):
         from nanovllm.models.post_norm import SandwichLayer
 
         return SandwichLayer(self, context)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledSandwichLayerSpec(SandwichLayerSpec):
-    """What the layer gives is multiplied with a learned number."""
-
-    def weights(self) -> Iterator[tuple[str, Weight]]:
-        yield from super().weights()
-        yield "layer_scalar.", norm_weight(1)
-
-    def build(self, context: "BuildContext") -> Any:
-        from nanovllm.models.post_norm import ScaledSandwichLayer
-
-        return ScaledSandwichLayer(self, context)

@@ -14,6 +14,7 @@ from nanovllm.state import StateGroup, state_groups
 
 if TYPE_CHECKING:
     from nanovllm.checkpoint.names import FileNames
+    from nanovllm.models.per_layer_spec import PerLayerSpec
     from nanovllm.models.scales import Scales
     from nanovllm.weights.forms import Packing
 
@@ -33,6 +34,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     norm_offset: float | None = None  # see Weight
     scales: "Scales | None" = None  # of embedded tokens and of logits
+    per_layer: "PerLayerSpec | None" = None  # embeddings that give every layer an input of its own
     packing: "Packing | None" = None  # how a quantized checkpoint stores its linears
     file_names: "FileNames | None" = None  # where those of tensors differ from the ones that the layers state
 
@@ -99,7 +101,6 @@ def llama_shaped(
         qk_norm_eps=eps if qk_norm else None,
     )
     mlp = MlpSpec(hidden_size=hidden_size, intermediate_size=count(raw, "intermediate_size"), bias=mlp_bias)
-
     layer = LayerSpec(hidden_size=hidden_size, mixer=attention, feed_forward=mlp, norm_eps=eps)
     windows = windows or (None,) * num_layers
     return ModelSpec(

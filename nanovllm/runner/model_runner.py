@@ -1,6 +1,7 @@
 """The device side of the engine: builds model, KV cache, request table and sampler, and launches steps."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,10 @@ class ModelRunner:
             deterministic=config.deterministic,
             weight_formats=formats,
         )
-        self.model = Decoder(shard, self._context)
+        decoder = Decoder
+        if model_config.per_layer is not None:
+            from nanovllm.models.per_layer import PerLayerDecoder as decoder
+        self.model = decoder(shard, self._context)
 
     def _build_steps(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
         """Build what runs the steps of the model."""
@@ -165,12 +169,8 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan) -> "PendingStep | GuidedStep":
         positions = plan.sampled_positions()
-        head_size, keeps_row_state = self._head_size(len(positions)), self._keeps_row_state
-        batch = self.table.send(
-            lambda upload: build_batch(
-                plan, self.table, self.backend, upload, head_size=head_size, keeps_row_state=keeps_row_state
-            )
-        )
+        sizes: Any = {"head_size": self._head_size(len(positions)), "keeps_row_state": self._keeps_row_state}
+        batch = self.table.send(partial(build_batch, plan, self.table, self.backend, **sizes))
         x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
         needs_all = any(step.pooling is not None or step.num_prompt_logprobs is not None for step in plan.row_steps)
         hidden = self._stage.forward(x, self.states, batch.step, None if needs_all else batch.logits_rows)

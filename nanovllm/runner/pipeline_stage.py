@@ -34,7 +34,9 @@ class PipelineStage(Stage):
         if self.model.embed_tokens is not None:
             return super().inputs(tokens, rows, positions)
         assert self._pipeline is not None
-        x = torch.empty(len(rows), self.model.spec.hidden_size, dtype=self._dtype, device=self._device)
+        spec = self.model.spec
+        width = spec.hidden_size if spec.per_layer is None else spec.hidden_size + spec.per_layer.width
+        x = torch.empty(len(rows), width, dtype=self._dtype, device=self._device)
         return self._pipeline.receive(x, self._pipeline.rank - 1)
 
     def forward(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor | None:

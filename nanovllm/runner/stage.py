@@ -19,7 +19,7 @@ class Stage:
     def __init__(self, model: Decoder, context: BuildContext) -> None:
         self.model = model
         self.kernels = None
-        if context.kernels and model.embed_tokens is not None and context.group.size == 1:
+        if context.kernels and context.group.size == 1 and model.embed_tokens and model.spec.per_layer is None:
             from nanovllm.runner.kernel_inputs import KernelInputs
 
             self.kernels = KernelInputs(model.embed_tokens, pdl=context.pdl)

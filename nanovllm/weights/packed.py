@@ -21,7 +21,7 @@ def packed_format(packing: Packing, prefix: str, weight: Weight, num_ranks: int,
     """`quantizes`: the format converts dense tensors as well; otherwise it refuses them."""
     if not weight.packable and weight.names != HEAD:
         return DenseFormat()
-    modules = [prefix + name.format(0).removesuffix(".weight") for name in weight.names]
+    modules = [(prefix + name.format(0)).removesuffix(".weight") for name in weight.names]
     forms = [packing.form_of(module) for module in modules]  # that of the first expert is that of all
     ordered = any(isinstance(form, GroupForm) and form.ordered for form in forms)  # each part in its own order
     if len(set(forms)) == 1 and (len(set(modules)) == 1 or not ordered):

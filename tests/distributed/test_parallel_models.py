@@ -32,6 +32,7 @@ FAMILIES = (
         "deepseek-v3",
         "gemma3-even",
         "gemma4-even",
+        "gemma4-e-even",
         "glm4",
         "gpt-oss-even",
         "granite-even",

@@ -19,7 +19,7 @@ PROMPTS = [prompt_of(length, seed=4) for length in (5, 33, 21)]
 MAX_TOKENS = 12
 # The ends of the names of matrices in a layer that stay dense.
 DENSE = (
-    *("mlp.gate.weight", "mlp.router.weight", "shared_expert_gate.weight", "kv_b_proj.weight"),
+    *("mlp.gate.weight", "mlp.router.weight", "router.proj.weight", "shared_expert_gate.weight", "kv_b_proj.weight"),
     *("conv.conv.weight", "conv1d.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight"),
 )
 LOGIT_ERROR = 2e-4  # between two ways to add up float32 products
@@ -31,7 +31,8 @@ def dequantized_reference(name: str) -> transformers.PreTrainedModel:
     model = copy.deepcopy(reference(name))
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
-            in_layer = ".layers." in weight_name and "norm" not in weight_name and not weight_name.endswith("bias")
+            in_layer = ".layers." in weight_name or "per_layer_model_projection" in weight_name
+            in_layer = in_layer and "norm" not in weight_name and not weight_name.endswith("bias")
             if in_layer and not weight_name.endswith(DENSE) and weight.dim() > 1:
                 transposed = model.config.model_type == "gpt_oss" and weight.dim() == 3  # [experts, in, out]
                 rows = weight.transpose(1, 2) if transposed else weight

@@ -1,0 +1,38 @@
+"""Per-layer embeddings: a second table that gives every layer an input of its own for each token; no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nanovllm.layers.spec import Dim, Weight, norm_weight
+
+PROJECTION, NORM = "model.per_layer_model_projection.", "model.per_layer_projection_norm."  # in checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayerSpec:
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    size: int  # of one layer's input
+    norm_eps: float
+
+    @property
+    def width(self) -> int:
+        """Of the inputs of all layers."""
+        return self.num_layers * self.size
+
+    def table(self) -> Weight:
+        vocab = Dim(self.vocab_size, divided="tokens of the vocabulary", pads=True)
+        return Weight(("model.embed_tokens_per_layer.weight",), (vocab,), Dim(self.width))
+
+    def projection(self) -> Weight:
+        """Of the embedded tokens, to what is added to the rows of the table."""
+        return Weight(("weight",), (Dim(self.width),), Dim(self.hidden_size), packable=True)
+
+    def norm(self) -> Weight:
+        """After the projection, of each layer's part."""
+        return norm_weight(self.size)
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """Every parameter with its prefix in checkpoints."""
+        yield from (("", self.table()), (PROJECTION, self.projection()), (NORM, self.norm()))

@@ -1,0 +1,23 @@
+"""Settings of tiny Gemma 4 models for tests/helpers.py."""
+
+from typing import Any
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+ROPE = {
+    SLIDING: {"rope_type": "default", "rope_theta": 500.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+ALL = {"sliding_window": 12, "global_head_dim": 32, "final_logit_softcapping": 20.0}
+DENSE: dict[str, Any] = {
+    **ALL,
+    "layer_types": [SLIDING, SLIDING, FULL],
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+}
+PER_LAYER: dict[str, Any] = {
+    **ALL,
+    "layer_types": [SLIDING, FULL, FULL],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 160,
+}
