@@ -21,6 +21,7 @@ class PagedState:
 
     bytes_per_token: int
     window: int | None = None  # tokens that are read at most, the newest included; None = all. Older ones are freed
+    source: int = 0  # above 0: it is the state of the layer that is this many before, and takes no memory of its own
 
 
 LayerState: TypeAlias = "PagedState | RowState"
@@ -75,23 +76,14 @@ def state_groups(layer_states: Seq[LayerState]) -> tuple[StateGroup, ...]:
 
     Order: full attention, then windows from the largest to the smallest, then states per row.
     """
-    layers: dict[tuple[bool, int | None], list[int]] = {}
+    found: dict[tuple[bool, int | None], dict[int, int]] = {}  # by kind: the bytes of each of its layers
     for layer, state in enumerate(layer_states):
-        key = (True, state.window) if isinstance(state, PagedState) else (False, None)
-        layers.setdefault(key, []).append(layer)
-
-    def num_bytes(layer: int) -> int:
-        state = layer_states[layer]
-        return state.bytes_per_token if isinstance(state, PagedState) else state.bytes_per_row
-
-    return tuple(
-        StateGroup(paged, window, tuple(members), sum(map(num_bytes, members)))
-        for (paged, window), members in sorted(layers.items(), key=lambda item: _order(*item[0]))
-    )
-
-
-def _order(paged: bool, window: int | None) -> tuple[bool, bool, int]:
-    return (not paged, window is not None, -(window or 0))
+        if not isinstance(state, PagedState):
+            found.setdefault((False, None), {})[layer] = state.bytes_per_row
+        elif not state.source:
+            found.setdefault((True, state.window), {})[layer] = state.bytes_per_token
+    kinds = sorted(found, key=lambda kind: (not kind[0], kind[1] is not None, -(kind[1] or 0)))
+    return tuple(StateGroup(*kind, tuple(found[kind]), sum(found[kind].values())) for kind in kinds)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,14 @@ DENSE: dict[str, Any] = {
 }
 PER_LAYER: dict[str, Any] = {
     **ALL,
-    "layer_types": [SLIDING, FULL, FULL],
+    "num_hidden_layers": 5,  # the last two read the keys and values of the third and the second
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 160,
+}
+PER_LAYER_8 = PER_LAYER | {  # of whose two stages the second has all layers that share keys and values
+    "num_hidden_layers": 8,
+    "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
 }

@@ -260,7 +260,7 @@ EVEN_FAMILIES = {
     "gemma4-even": replace(
         FAMILIES["gemma4"], settings=gemma4_settings.DENSE | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
-    "gemma4-e-even": replace(FAMILIES["gemma4-e"], heads=(4, 2)),
+    "gemma4-e-even": replace(FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER_8, heads=(4, 2)),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),
@@ -291,7 +291,6 @@ def reference(name: str) -> transformers.PreTrainedModel:
         family.model_type,
         vocab_size=600 if text else VOCAB_SIZE,
         hidden_size=48 if family.head_dim == 32 else family.heads[0] * family.head_dim,
-        num_hidden_layers=3,
         num_attention_heads=family.heads[0],
         num_key_value_heads=family.heads[1],
         head_dim=family.head_dim,
@@ -301,7 +300,7 @@ def reference(name: str) -> transformers.PreTrainedModel:
         eos_token_id=[2, 0] if text else None,
         bos_token_id=None,
         pad_token_id=None,
-        **{"intermediate_size": 80, **family.settings},
+        **{"num_hidden_layers": 3, "intermediate_size": 80, **family.settings},
     )
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -23,6 +23,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
+from nanovllm.layers.shared_kv_spec import SharedKvAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, Weight
 from nanovllm.models.parameters import parameters
 from nanovllm.models.shard import whole_model
@@ -128,7 +129,10 @@ class Roofline:
 
     @cached_property
     def _attention(self) -> list[AttentionSpec]:
-        return [layer.mixer for layer in self.model.layers if isinstance(layer.mixer, AttentionSpec)]
+        """Of every layer that has attention; one that shares keys and values reads as many as the one that has them."""
+        mixers = [layer.mixer for layer in self.model.layers]
+        mixers = [mixer.attention if isinstance(mixer, SharedKvAttentionSpec) else mixer for mixer in mixers]
+        return [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
 
     def _kv_bytes(self, first: int, last: int) -> int:
         """Bytes of the KV cache that queries with contexts of `first`, ..., `last` tokens read, in all layers; and of

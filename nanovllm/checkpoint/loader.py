@@ -36,7 +36,7 @@ def load_checkpoint(
 ) -> None:
     tensors = checkpoint_tensors(path, load_format, dtype)
     if names is not None:
-        tensors = ((names.in_specs(name), tensor) for name, tensor in tensors)
+        tensors = ((names.in_specs(name), tensor) for name, tensor in tensors if names.is_used(name))
     tensors = text_tensors(tensors, source=str(path))
     if packing is not None and packing.layout != "gguf":
         from nanovllm.checkpoint.packed.tensors import packed_tensors

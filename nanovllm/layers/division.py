@@ -1,8 +1,10 @@
 """How tensor parallel ranks divide a dimension of a weight; no torch."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanovllm.errors import ConfigError
+from nanovllm.state import LayerState, PagedState
 
 if TYPE_CHECKING:
     from nanovllm.layers.spec import Dim
@@ -39,3 +41,16 @@ def stage_layers(num_layers: int, pipeline_rank: int, num_stages: int) -> range:
     counts = [each + (stage in longer) for stage in range(num_stages)]
     first = sum(counts[:pipeline_rank])
     return range(first, first + counts[pipeline_rank])
+
+
+def check_stages(states: Sequence[LayerState], num_stages: int) -> None:
+    """ConfigError if a layer of one stage reads the state of a layer of another. `states`: of all layers."""
+    for stage in range(num_stages):
+        layers = stage_layers(len(states), stage, num_stages)
+        for layer in layers:
+            state = states[layer]
+            if isinstance(state, PagedState) and layer - state.source < layers.start:
+                raise ConfigError(
+                    f"pipeline_parallel_size={num_stages}: layer {layer} reads the KV cache of layer "
+                    f"{layer - state.source}, which another stage has; use fewer stages, or tensor_parallel_size"
+                )

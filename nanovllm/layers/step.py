@@ -1,6 +1,6 @@
 """A step as the layers of the model see it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,4 +11,5 @@ if TYPE_CHECKING:
 class Step:
     attention: Any  # what the attention backend prepared
     sequences: "Sequences | None" = None  # None if no layer of the model keeps a state per row
+    shared_kv: dict[int, Any] = field(default_factory=dict)  # by layer: new keys and values that later layers read too
     layer_inputs: Any = None  # [num_tokens, layers, size] in a model with per-layer embeddings

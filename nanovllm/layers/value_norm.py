@@ -1,5 +1,6 @@
 """Attention whose values are normalized, and may be the keys before these are normalized and rotated."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +19,33 @@ if TYPE_CHECKING:
 
 
 class ValueNormAttention(Attention):
+    """Queries, keys and values are normalized at once, so that the backend has only to rotate them."""
+
     def __init__(self, spec: "ValueNormAttentionSpec", context: BuildContext) -> None:
         super().__init__(spec, context)
-        self._eps = spec.value_norm_eps
+        assert spec.qk_norm_eps is not None
+        self._eps, self._shared_as = spec.qk_norm_eps, spec.shared_as
+        self._values_are_keys = spec.values_are_keys
+        self._layer = replace(self._layer, q_norm=None, k_norm=None, both_norms=None)
+        both = self._norms["both_norms"]
+        self._all_norms = torch.ones(len(both) + self._own.num_kv_heads, spec.head_dim).to(both)  # values: 1
+
+    def finish_loading(self) -> None:
+        super().finish_loading()
+        both = self._norms["both_norms"]
+        self._all_norms[: len(both)] = both
 
     def mix(self, x: Residual, state: LayerCache, step: Step, *, norm: RMSNorm) -> Tensor:
         own = self._own
-        projected = self.qkv_proj(x, norm=norm).view(len(x), -1, own.head_dim)  # the last heads are values, or keys
-        queries_and_keys = projected[:, : own.num_heads + own.num_kv_heads]
-        values = F.rms_norm(projected[:, -own.num_kv_heads :].float(), (own.head_dim,), None, self._eps)
-        qkv = torch.cat([queries_and_keys, values.to(projected.dtype)], dim=1)
+        qkv = self.qkv_proj(x, norm=norm).view(len(x), -1, own.head_dim)
+        if self._values_are_keys:
+            qkv = torch.cat([qkv, qkv[:, -own.num_kv_heads :]], dim=1)
+        qkv = norm_heads(qkv, self._all_norms, self._eps)
+        if self._shared_as is not None:
+            step.shared_kv[self._shared_as] = qkv[:, own.num_heads :].clone()  # the backend may overwrite its input
         return self._backend.forward(qkv, self._layer, state, step.attention)
+
+
+def norm_heads(heads: Tensor, weights: Tensor, eps: float) -> Tensor:
+    """Each of [num_tokens, heads, head_dim] normalized in float32; `weights`: [heads, head_dim] or [head_dim]."""
+    return (F.rms_norm(heads.float(), heads.shape[-1:], None, eps) * weights).to(heads.dtype)

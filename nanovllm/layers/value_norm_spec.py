@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueNormAttentionSpec(AttentionSpec):
-    value_norm_eps: float
+    """Queries and keys are normalized too: `qk_norm_eps` is that of all norms."""
+
     values_are_keys: bool = False  # there is no projection of values
+    shared_as: int | None = None  # the layer's number, if later layers read its keys and values
 
     def weights(self) -> dict[str, Weight]:
         found = super().weights()

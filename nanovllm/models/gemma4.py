@@ -1,7 +1,9 @@
 """Gemma 4: as Gemma 3, with larger heads in layers of full attention, normalized values, a factor after each layer and
-bounded logits; small ones with per-layer embeddings. Norms are stored as they are."""
+bounded logits; small ones with per-layer embeddings and with layers that read the keys and values of earlier ones.
+Norms are stored as they are."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ from nanovllm.checkpoint.names import FileNames
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.refine import refine
 from nanovllm.layers.rope_spec import ListedScaling
+from nanovllm.layers.shared_kv_spec import SharedKvAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.layers.value_norm_spec import ValueNormAttentionSpec
 from nanovllm.models.changes import change_attention
@@ -33,7 +36,7 @@ DEFAULTS: dict[str, Any] = {  # which files may leave out
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
 }
-NOT_IMPLEMENTED = ("num_kv_shared_layers", "enable_moe_block")
+NOT_IMPLEMENTED = ("enable_moe_block",)
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -50,6 +53,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     bias, same = bool(raw.get("attention_bias", False)), bool(raw.get("attention_k_eq_v", False))
     model = llama_shaped(raw, windows=windows, qk_norm=True, qkv_bias=bias, o_bias=bias)
     ropes = raw.get("rope_parameters") or ROPES
+    sources = _kv_sources(raw, kinds)
 
     def attention(index: int, own: AttentionSpec) -> AttentionSpec:
         full = kinds[index] == "full_attention"
@@ -59,8 +63,8 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
         return refine(
             ValueNormAttentionSpec,
             replace(own, rope=rope, scale=1.0),
-            value_norm_eps=model.norm_eps,
             values_are_keys=full and same,
+            shared_as=index if index in sources.values() else None,
         )
 
     per_layer = _per_layer(raw, model)
@@ -68,9 +72,16 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     def layer(index: int, own: LayerSpec) -> Gemma4LayerSpec:
         assert isinstance(own.feed_forward, MlpSpec)
         mlp = replace(own.feed_forward, activation="gelu")
+        mixer: Any = own.mixer
+        if index in sources:
+            source = changed.layers[sources[index]].mixer
+            assert isinstance(source, AttentionSpec)
+            mixer = SharedKvAttentionSpec(attention=source, index=index, source=sources[index])
+            if raw.get("use_double_wide_mlp"):
+                mlp = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
         size = 0 if per_layer is None else per_layer.size
-        names: dict[str, Any] = {"norm_names": BEFORE, "after_names": AFTER}
-        return Gemma4LayerSpec.of(own, feed_forward=mlp, index=index, input_size=size, **names)
+        changes: dict[str, Any] = {"mixer": mixer, "feed_forward": mlp, "norm_names": BEFORE, "after_names": AFTER}
+        return Gemma4LayerSpec.of(own, index=index, input_size=size, **changes)
 
     changed = change_attention(model, attention)
     return replace(
@@ -80,8 +91,24 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
         scales=Scales(
             embedding=math.sqrt(model.hidden_size), rounds_embedding=True, logits_cap=raw.get("final_logit_softcapping")
         ),
-        file_names=FileNames(((r"\.layer_scalar$", ".layer_scalar.weight"),)),
+        file_names=FileNames(((r"\.layer_scalar$", ".layer_scalar.weight"),), unused=_unused(sources)),
     )
+
+
+def _kv_sources(raw: dict[str, Any], kinds: Sequence[str]) -> dict[int, int]:
+    """By layer that has no keys and values: the layer whose it reads, the last of its kind that has them."""
+    num_shared = raw.get("num_kv_shared_layers") or 0
+    own = kinds[: len(kinds) - num_shared]
+    if not set(kinds) <= set(own):
+        raise CheckpointError(f"config: num_kv_shared_layers={num_shared} leaves no layer of every kind to read from")
+    return {index: len(own) - 1 - own[::-1].index(kinds[index]) for index in range(len(own), len(kinds))}
+
+
+def _unused(sources: Mapping[int, int]) -> str | None:
+    """Files have keys and values of these layers as well."""
+    layers = "|".join(map(str, sources))
+    named = r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\."
+    return rf"^(model\.|language_model\.)*layers\.({layers})\.{named}" if sources else None
 
 
 def _per_layer(raw: dict[str, Any], model: ModelSpec) -> PerLayerSpec | None:

@@ -41,8 +41,9 @@ def shard_of(model: ModelSpec, rank: Rank) -> Shard:
     """ConfigError where the model cannot be divided like that."""
     if rank.world_size == 1:
         return whole_model(model)
-    from nanovllm.layers.division import stage_layers
+    from nanovllm.layers.division import check_stages, stage_layers
 
+    check_stages(whole_model(model).layer_states("float32"), rank.pipeline_parallel_size)
     layers = stage_layers(model.num_layers, rank.pipeline_rank, rank.pipeline_parallel_size)
     shard = Shard(model, layers, rank.tensor_rank, rank.tensor_parallel_size)
     for layer in shard.layer_specs:

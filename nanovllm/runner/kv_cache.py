@@ -52,6 +52,12 @@ def size_kv_cache(config: Config, shard: Shard, *, max_model_len: int, dtype: to
 def make_states(
     states: Sequence[LayerState], backend: "AttentionBackend", num_blocks: Mapping[int | None, int], rows: Sequence[Any]
 ) -> list[Any]:
-    """What each layer keeps: the backend's cache, or one of `rows`. `num_blocks`: of each paged group, by window."""
+    """What each layer reads: a cache of the backend, one of `rows`, or an earlier layer's. `num_blocks`: by window."""
     paged, per_row = iter(backend.make_cache(num_blocks)), iter(rows)
-    return [next(paged if isinstance(state, PagedState) else per_row) for state in states]
+    made: list[Any] = []
+    for state in states:
+        if isinstance(state, PagedState) and state.source:
+            made.append(made[-state.source])
+        else:
+            made.append(next(paged if isinstance(state, PagedState) else per_row))
+    return made

@@ -101,7 +101,8 @@ def run_case(case: dict[str, Any], parallel: Parallel) -> Seen:
     seen = Seen(num_blocks=runner.cache_size.num_blocks, returns_result=this.index == sampling_rank(this))
     dense = [slot for slot in runner.model.slots().values() if isinstance(slot.target, DenseWeight)]
     seen.num_weights = sum(slot.target.tensor[index].numel() for slot in dense for index, _ in slot.places)
-    seen.cache_elements = sum(state.kv.numel() for state in runner.states if isinstance(state, LayerCache))
+    caches = {id(state): state for state in runner.states if isinstance(state, LayerCache)}  # some layers share one
+    seen.cache_elements = sum(cache.kv.numel() for cache in caches.values())
     while core.has_work:
         core.step()
         seen.num_steps += 1

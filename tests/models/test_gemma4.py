@@ -35,7 +35,7 @@ def test_both_spellings_of_the_size_of_full_attention() -> None:
             {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100},
             "vocab_size_per_layer_input=100 is below vocab_size=160",
         ),
-        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 is not implemented"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 leaves no layer of every kind"),
         ({"enable_moe_block": True}, "enable_moe_block=True is not implemented"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not implemented"),
         ({"hidden_activation": "relu"}, "hidden_activation='relu'"),
