@@ -28,3 +28,11 @@ PER_LAYER_8 = PER_LAYER | {  # of whose two stages the second has all layers tha
     "num_hidden_layers": 8,
     "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
 }
+EXPERTS: dict[str, Any] = {
+    **DENSE,
+    "layer_types": [SLIDING, FULL, FULL],
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}

@@ -185,6 +185,7 @@ FAMILIES = {
     ),
     "gemma4": Family("gemma4_text", gemma4_settings.DENSE, **GEMMA4),
     "gemma4-e": Family("gemma4_text", gemma4_settings.PER_LAYER, **GEMMA4),
+    "gemma4-moe": Family("gemma4_text", gemma4_settings.EXPERTS, **GEMMA4),
     "glm": Family("glm", {"partial_rotary_factor": 0.5}, heads=(6, 2), head_dim=16),
     "glm4": Family("glm4", {"partial_rotary_factor": 0.5}, head_dim=32, sharded=True, old_spelling=True),
     "phi3": Family("phi3", {"sliding_window": 20}, heads=(6, 2)),
@@ -261,6 +262,9 @@ EVEN_FAMILIES = {
         FAMILIES["gemma4"], settings=gemma4_settings.DENSE | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
     "gemma4-e-even": replace(FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER_8, heads=(4, 2)),
+    "gemma4-moe-even": replace(
+        FAMILIES["gemma4-moe"], settings=gemma4_settings.EXPERTS | {"num_global_key_value_heads": 2}, heads=(4, 2)
+    ),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),

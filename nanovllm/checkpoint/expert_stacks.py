@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.checkpoint.packed.tensor import spans
 from nanovllm.checkpoint.stored import Part, Stored
 
-STACK = re.compile(r"(.*\.mlp\.experts)\.(gate|up|down|gate_up)_proj(?:\.weight|(_bias))?$")
+STACK = re.compile(r"(.*\.(?:mlp|moe)\.experts)\.(gate|up|down|gate_up)_proj(?:\.weight|(_bias))?$")
 
 
 def unstack_experts(

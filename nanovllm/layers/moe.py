@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class MoE:
         self.gate_up = self._empty("gate_up", context)  # [experts, gate's rows then up's, hidden]
         self.down = self._empty("down", context)  # [experts, hidden, intermediate]
         self._biases = {name: self._empty_bias(name, context) for name in self._held_biases()}
-        self._activate = silu_and_mul if spec.activation is None else partial(clamped_glu, form=spec.activation)
+        self._activate, form = activation_of(spec)
         self._arguments: dict[str, Tensor] = {}  # of the kernels
         self._kernels: Callable[..., Tensor] | None = None
         self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
@@ -43,7 +44,6 @@ class MoE:
             from nanovllm.kernels.moe.experts import experts_forward
             from nanovllm.kernels.moe.route import route
 
-            form = {} if spec.activation is None else asdict(spec.activation)
             self._kernels = partial(experts_forward, deterministic=context.deterministic, pdl=context.pdl, **form)
             self._choose = partial(route, pdl=context.pdl)
             if self._dequantizes and context.dtype.itemsize == 2:
@@ -96,14 +96,18 @@ class MoE:
         """Add the experts' sum for norm(x) to x."""
         normed = x.normed(norm)
         rows = x.rows if self.group.rank == 0 else None  # of the ranks that are summed, one adds the residual
-        weights, experts = self._route(normed)
-        if self._kernels is not None:
-            y = self._kernels(normed, **self._kernel_arguments(), weights=weights, experts=experts, residual=rows)
-        else:
-            y = self.forward(normed, weights, experts)
-            y = y if rows is None else rows + y
-        x.rows = self.group.all_reduce(y)
+        x.rows = self.sum_experts(normed, routed_by=normed, residual=rows)
         return x
+
+    def sum_experts(self, x: Tensor, *, routed_by: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The experts' sum of all ranks for x, [tokens, hidden], plus residual. `routed_by`: the router's inputs."""
+        weights, experts = self._route(routed_by)
+        if self._kernels is not None:
+            y = self._kernels(x, **self._kernel_arguments(), weights=weights, experts=experts, residual=residual)
+        else:
+            y = self.forward(x, weights, experts)
+            y = y if residual is None else residual + y
+        return self.group.all_reduce(y)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[num_tokens, hidden] -> weights, of its type, and experts, [num_tokens, k]"""
@@ -132,6 +136,17 @@ class MoE:
 
     def _bias(self, name: str, expert: int) -> Tensor | None:
         return self._biases[name][expert] if name in self._biases else None
+
+
+def activation_of(spec: MoeSpec) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    """What torch makes of gate and up, and the arguments that tell the kernels to do the same."""
+    if isinstance(spec.activation, ClampedGlu):
+        return partial(clamped_glu, form=spec.activation), asdict(spec.activation)
+    if spec.activation == "gelu":
+        from nanovllm.layers.gelu import gelu_and_mul
+
+        return gelu_and_mul, {"gelu": True}
+    return silu_and_mul, {}
 
 
 def clamped_glu(gate_up: Tensor, form: ClampedGlu) -> Tensor:  # [..., 2 * size] -> [..., size]

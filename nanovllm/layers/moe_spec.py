@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.layers.spec import Dim, Weight
+from nanovllm.layers.spec import Activation, Dim, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class MoeSpec:
     num_experts: int
     num_experts_per_token: int
     norm_topk_prob: bool
-    activation: ClampedGlu | None = None  # None = silu(gate) * up
+    activation: ClampedGlu | Activation = "silu"
     bias: bool = False  # of the router and of every expert
     router_name: str = "gate"  # in checkpoints
 

@@ -67,7 +67,7 @@ def layer_kinds(raw: dict[str, Any]) -> list[str]:
     return raw.get("layer_types") or kinds
 
 
-def check_config(raw: dict[str, Any], not_implemented: Sequence[str]) -> None:
+def check_config(raw: dict[str, Any], not_implemented: Sequence[str] = ()) -> None:
     if raw["hidden_activation"] != "gelu_pytorch_tanh":
         raise CheckpointError(f"hidden_activation={raw['hidden_activation']!r}: only gelu_pytorch_tanh is implemented")
     for name in not_implemented:

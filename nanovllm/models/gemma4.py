@@ -1,6 +1,6 @@
 """Gemma 4: as Gemma 3, with larger heads in layers of full attention, normalized values, a factor after each layer and
-bounded logits; small ones with per-layer embeddings and with layers that read the keys and values of earlier ones.
-Norms are stored as they are."""
+bounded logits. Some have per-layer embeddings and layers that read the keys and values of earlier ones, some experts
+beside the MLP. Norms are stored as they are."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.checkpoint.names import FileNames
 from nanovllm.errors import CheckpointError
+from nanovllm.layers.normed_router_spec import NormedRouterMoeSpec
 from nanovllm.layers.refine import refine
 from nanovllm.layers.rope_spec import ListedScaling
 from nanovllm.layers.shared_kv_spec import SharedKvAttentionSpec
@@ -16,7 +17,7 @@ from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.layers.value_norm_spec import ValueNormAttentionSpec
 from nanovllm.models.changes import change_attention
 from nanovllm.models.gemma3 import AFTER, BEFORE, SLIDING, check_config, layer_kinds
-from nanovllm.models.gemma4_layer_spec import Gemma4LayerSpec
+from nanovllm.models.gemma4_layer_spec import EXPERTS, Gemma4LayerSpec
 from nanovllm.models.per_layer_spec import PerLayerSpec
 from nanovllm.models.scales import Scales
 from nanovllm.models.spec import ModelSpec, count, llama_shaped, read_rope
@@ -36,7 +37,10 @@ DEFAULTS: dict[str, Any] = {  # which files may leave out
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
 }
-NOT_IMPLEMENTED = ("enable_moe_block",)
+RENAMED = (
+    (r"\.layer_scalar$", ".layer_scalar.weight"),
+    (r"(\.layers\.\d+)\.(router|experts)\.", rf"\1.{EXPERTS}.\2."),
+)
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -45,7 +49,7 @@ ROPES = {
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
     raw = DEFAULTS | text_part(raw, known=("gemma4_text",))
-    check_config(raw, NOT_IMPLEMENTED)
+    check_config(raw)
     if raw.get("use_bidirectional_attention") == "all":
         raise CheckpointError("config: use_bidirectional_attention='all' is not implemented")
     kinds = [*layer_kinds(raw)[:-1], "full_attention"]
@@ -67,7 +71,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
             shared_as=index if index in sources.values() else None,
         )
 
-    per_layer = _per_layer(raw, model)
+    per_layer, experts = _per_layer(raw, model), _experts(raw, model)
 
     def layer(index: int, own: LayerSpec) -> Gemma4LayerSpec:
         assert isinstance(own.feed_forward, MlpSpec)
@@ -81,7 +85,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
                 mlp = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
         size = 0 if per_layer is None else per_layer.size
         changes: dict[str, Any] = {"mixer": mixer, "feed_forward": mlp, "norm_names": BEFORE, "after_names": AFTER}
-        return Gemma4LayerSpec.of(own, index=index, input_size=size, **changes)
+        return Gemma4LayerSpec.of(own, index=index, input_size=size, experts=experts, **changes)
 
     changed = change_attention(model, attention)
     return replace(
@@ -91,7 +95,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
         scales=Scales(
             embedding=math.sqrt(model.hidden_size), rounds_embedding=True, logits_cap=raw.get("final_logit_softcapping")
         ),
-        file_names=FileNames(((r"\.layer_scalar$", ".layer_scalar.weight"),), unused=_unused(sources)),
+        file_names=FileNames(RENAMED, unused=_unused(sources)),
     )
 
 
@@ -123,6 +127,22 @@ def _per_layer(raw: dict[str, Any], model: ModelSpec) -> PerLayerSpec | None:
         num_layers=model.num_layers,
         size=count(raw, "hidden_size_per_layer_input"),
         norm_eps=model.norm_eps,
+    )
+
+
+def _experts(raw: dict[str, Any], model: ModelSpec) -> NormedRouterMoeSpec | None:
+    if not raw.get("enable_moe_block"):
+        return None
+    num_experts = count(raw, "num_experts")
+    return NormedRouterMoeSpec(
+        hidden_size=model.hidden_size,
+        intermediate_size=count(raw, "moe_intermediate_size"),
+        num_experts=num_experts,
+        num_experts_per_token=count(raw, "top_k_experts", most=num_experts),
+        norm_topk_prob=True,
+        activation="gelu",
+        router_name="router.proj",
+        router_norm_eps=model.norm_eps,
     )
 
 

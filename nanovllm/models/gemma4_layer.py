@@ -1,4 +1,5 @@
-"""A layer of Gemma 4: norms before and after each part, an input of its own for each token, and a factor at the end."""
+"""A layer of Gemma 4: norms before and after each part, experts beside the MLP, an input of its own for each token, and
+a factor at the end."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.normed_router import NormedRouterMoE
 from nanovllm.layers.residual import Residual
 from nanovllm.layers.spec import norm_weight
 from nanovllm.layers.step import Step
@@ -49,10 +51,25 @@ class GatedInput:
         return self._norm(self._projection(gated))
 
 
+class NormedExperts:
+    """norm(experts(norm(x))), and the norm of the MLP beside them; `parts` by name in checkpoints."""
+
+    def __init__(self, spec: "Gemma4LayerSpec", context: BuildContext) -> None:
+        assert spec.experts is not None
+        self._moe = NormedRouterMoE(spec.experts, context.within(f"{spec.experts_name}."))
+        norms = [RMSNorm(norm_weight(spec.hidden_size), context, eps=spec.norm_eps) for _ in spec.expert_norms]
+        self.norm_mlp, self._before, self._after = norms
+        self.parts: dict[str, Part] = {spec.experts_name: self._moe, **dict(zip(spec.expert_norms, norms, strict=True))}
+
+    def __call__(self, x: Tensor) -> Tensor:  # [num_tokens, hidden]
+        return self._after(self._moe.sum_experts(self._before(x), routed_by=x))
+
+
 class Gemma4Layer(SandwichLayer):
     def __init__(self, spec: "Gemma4LayerSpec", context: BuildContext) -> None:
         super().__init__(spec, context)
         self._index = spec.index
+        self._experts = NormedExperts(spec, context) if spec.experts is not None else None
         self._input = GatedInput(spec, context) if spec.input_size else None
         self._factor = Factor(context)
 
@@ -64,6 +81,12 @@ class Gemma4Layer(SandwichLayer):
         x.rows = x.rows * self._factor.value
         return x
 
+    def _fed_forward(self, x: Residual) -> Tensor:
+        mlp = super()._fed_forward(x)
+        return mlp if self._experts is None else self._experts.norm_mlp(mlp) + self._experts(x.rows)
+
     def parts(self) -> "dict[str, Part]":
         found = super().parts() | {"layer_scalar": self._factor}
-        return found if self._input is None else found | self._input.parts
+        for more in (self._experts, self._input):
+            found |= {} if more is None else more.parts
+        return found

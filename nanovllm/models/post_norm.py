@@ -35,14 +35,18 @@ class PostNormLayer(DecoderLayer):
         if not len(x):
             return x
         x.rows = x.rows + self._after[0](mixer.o_proj(mixed))
+        x.rows = x.rows + self._after[1](self._fed_forward(x))
+        return x
+
+    def _fed_forward(self, x: Residual) -> Tensor:
+        """What the feed-forward gives, before the norm after it."""
         mlp, norm = self.feed_forward, self._before[1]
         assert isinstance(mlp, MLP)
         if norm is None:
             gated = mlp.gate_up_proj(x.rows, activation=mlp.activation)
         else:
             gated = mlp.gate_up_proj(x, norm=norm, activation=mlp.activation)
-        x.rows = x.rows + self._after[1](mlp.down_proj(gated))
-        return x
+        return mlp.down_proj(gated)
 
 
 class SandwichLayer(PostNormLayer):

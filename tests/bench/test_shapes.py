@@ -11,6 +11,7 @@ from nanovllm.cli.main import main
 from nanovllm.errors import ConfigError
 from nanovllm.layers.latent_spec import LatentAttentionSpec
 from nanovllm.layers.rope_spec import Llama3Scaling
+from nanovllm.layers.shared_kv_spec import SharedKvAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, RopeSpec
 from nanovllm.models.parameters import num_parameters
 from nanovllm.models.registry import describe, parse_config
@@ -19,6 +20,8 @@ from nanovllm.models.spec import ModelSpec
 NUM_PARAMETERS = {
     "deepseek-v2-lite": 15_706_484_224,
     "gemma-3-12b": 11_766_034_176,
+    "gemma-4-26b-a4b": 25_233_141_790,
+    "gemma-4-e4b": 7_463_013_418,
     "glm-4.7-flash": 29_943_393_920,
     "gpt-oss-20b": 20_914_757_184,
     "lfm2-1.2b": 1_170_340_608,
@@ -65,23 +68,31 @@ def test_transformers_reads_the_same(name: str) -> None:
     theirs = AutoConfig.from_pretrained(shape_folder(name))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs)
-    biases = [buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    assert model.num_parameters() + sum(biases) == NUM_PARAMETERS[name]
+    ends = ("e_score_correction_bias", "layer_scalar")  # of weights that are buffers there
+    buffers = [buffer.numel() for found, buffer in model.named_buffers() if found.endswith(ends)]
+    assert model.num_parameters() + sum(buffers) == NUM_PARAMETERS[name]
     ours, attention = read_shape(name), attention_of(read_shape(name))
     layers = getattr(theirs, "layer_types", None) or ["every layer"] * ours.num_layers
     ropes = (
         theirs.rope_parameters if layers[0] in theirs.rope_parameters else dict.fromkeys(layers, theirs.rope_parameters)
     )
-    for kind, layer in zip(layers, ours.layers, strict=True):
+    for index, (kind, layer) in enumerate(zip(layers, ours.layers, strict=True)):
         if kind in ("conv", "linear_attention"):
             assert not isinstance(layer.mixer, AttentionSpec)
             continue
-        assert layer.mixer == replace(attention, window=layer.mixer.window, rope=layer.mixer.rope)
-        assert layer.mixer.window == (theirs.sliding_window if kind == "sliding_attention" else None)
-        assert layer.mixer.rope.theta == ropes[kind]["rope_theta"]
-        assert getattr(layer.mixer.rope.scaling, "factor", 1.0) == ropes[kind].get("factor", 1.0)
-    kv_heads = 1 if isinstance(attention, LatentAttentionSpec) else theirs.num_key_value_heads
-    assert (theirs.num_attention_heads, kv_heads) == (attention.num_heads, attention.num_kv_heads)
+        mixer = layer.mixer.attention if isinstance(layer.mixer, SharedKvAttentionSpec) else layer.mixer
+        if "gemma-4" in name:
+            own = theirs.per_layer_config[index]
+            assert (mixer.head_dim, mixer.num_kv_heads) == (own.head_dim, own.num_key_value_heads)
+            assert (mixer is not layer.mixer) == (theirs.kv_sharing_modes[index] == "reuse")
+        else:
+            assert mixer == replace(attention, window=mixer.window, rope=mixer.rope)
+            latent = isinstance(attention, LatentAttentionSpec)
+            assert mixer.num_kv_heads == (1 if latent else theirs.num_key_value_heads)
+        assert mixer.window == (theirs.sliding_window if kind == "sliding_attention" else None)
+        assert mixer.rope.theta == ropes[kind]["rope_theta"]
+        assert getattr(mixer.rope.scaling, "factor", 1.0) == ropes[kind].get("factor", 1.0)
+    assert theirs.num_attention_heads == attention.num_heads
     eps = theirs.norm_eps if "lfm2" in name else theirs.rms_norm_eps
     assert (eps, theirs.max_position_embeddings) == (ours.norm_eps, ours.max_position)
 

@@ -33,6 +33,7 @@ FAMILIES = (
         "gemma3-even",
         "gemma4-even",
         "gemma4-e-even",
+        "gemma4-moe-even",
         "glm4",
         "gpt-oss-even",
         "granite-even",

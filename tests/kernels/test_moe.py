@@ -96,6 +96,12 @@ def test_biases_and_the_clamped_activation(num_tokens: int) -> None:
     check(experts_forward(*case, **form), case, **form)
 
 
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_gelu(num_tokens: int) -> None:
+    case = make_case(num_tokens, 2, 6, dtype=torch.float32)
+    check(experts_forward(*case, gelu=True), case, gelu=True)
+
+
 @pytest.mark.parametrize("hidden, size, dtype", [(136, 72, HALF), (264, 20, torch.float32), (20, 264, torch.float32)])
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_sizes_of_several_tiles(num_tokens: int, hidden: int, size: int, dtype: torch.dtype) -> None:

@@ -39,6 +39,8 @@ def test_experts(case: str, num_tokens: int) -> None:
     options: dict[str, Any] = {"residual": random(num_tokens, 128)}
     if case == "mxfp4":  # as in gpt-oss
         options |= {"gate_up_bias": random(5, 256), "down_bias": random(5, 128), "alpha": 1.7, "limit": 2.0}
+    if case == "fp8 blocks":  # as in Gemma 4
+        options |= {"gelu": True}
     choices = torch.rand(num_tokens, 5).argsort(dim=1)[:, :2].to(DEVICE, torch.int32).contiguous()
     choices[-1, 0] = 5  # no expert
     routed = {"weights": random(num_tokens, 2).abs(), "experts": choices}

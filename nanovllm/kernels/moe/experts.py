@@ -6,6 +6,7 @@ token and one of its chosen experts, numbered token * k + choice. For a few toke
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.linear.packed import PackedWords
@@ -30,6 +31,7 @@ def experts_forward(
     down_bias: Tensor | None = None,  # [E, H], of x's type
     alpha: float = 1.0,  # and limit: of the clamped activation
     limit: float = 0.0,  # 0 = silu(gate) * up
+    gelu: bool = False,  # gelu(gate) * up, in its approximation with tanh
     out: Tensor | None = None,  # [T, H]
     residual: Tensor | None = None,  # [T, H], added to the result; updated in place unless `out` is given
     deterministic: bool = False,  # a token's bits do not depend on the rest of the batch
@@ -44,14 +46,14 @@ def experts_forward(
         from nanovllm.kernels.moe.packed import PackedExperts, packed_experts_forward
 
         assert isinstance(gate_up, PackedWords) and isinstance(down, PackedWords)
-        packed = PackedExperts(gate_up, down, gate_up_bias, down_bias, alpha, limit)
+        packed = PackedExperts(gate_up, down, gate_up_bias, down_bias, alpha, limit, gelu)
         return packed_experts_forward(x, packed, weights, experts, out, residual, deterministic=deterministic, pdl=pdl)
     assert all(t.is_contiguous() for t in (x, gate_up, down, weights, experts, out))
     optional = (residual, gate_up_scale, down_scale, gate_up_bias, down_bias)
     assert all(t is None or t.is_contiguous() for t in optional)
     for weight, scale in ((gate_up, gate_up_scale), (down, down_scale)):
         assert weight.dtype == (x.dtype if scale is None else torch.int8)
-    layer = ExpertWeights(gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, alpha, limit)
+    layer = ExpertWeights(gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, alpha, limit, gelu)
     if x.shape[0] <= ROW_TOKENS and not deterministic:
         return rows_forward(x, layer, weights, experts, out, residual, *row_tiles(x.dtype), pdl=pdl)
     tiles = choose_tiles(experts.numel() / gate_up.shape[0], x.dtype, deterministic=deterministic)
@@ -71,6 +73,7 @@ def experts_forward_reference(
     down_bias: Tensor | None = None,  # [E, H]
     alpha: float = 1.0,
     limit: float = 0.0,
+    gelu: bool = False,
     residual: Tensor | None = None,  # [T, H]
 ) -> Tensor:
     """One token and one expert at a time, in float64."""
@@ -87,6 +90,6 @@ def experts_forward_reference(
                 gate, up = both.chunk(2)
                 if limit:
                     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-                hidden = gate * torch.sigmoid(alpha * gate) * up
+                hidden = (F.gelu(gate, approximate="tanh") if gelu else gate * torch.sigmoid(alpha * gate)) * up
                 out[token] += weight * (down[expert] @ hidden + (0 if down_bias is None else down_bias[expert]))
     return out.to(x.dtype)

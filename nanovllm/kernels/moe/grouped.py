@@ -129,6 +129,7 @@ def _experts_kernel(
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -170,7 +171,7 @@ def _experts_kernel(
         if GATED:
             up = _biased(up, bias_ptrs + SIZE_N, WEIGHT_LEFT)
     if GATED:
-        acc = gated(acc, up, ALPHA, LIMIT)
+        acc = gated(acc, up, ALPHA, LIMIT, GELU)
     else:
         routing = tl.load(routing_ptr + pair, mask=valid, other=0.0).to(tl.float32)
         acc = acc * (routing[None, :] if WEIGHT_LEFT else routing[:, None])
@@ -262,6 +263,7 @@ def grouped_forward(
             GATED=is_gated,
             ALPHA=layer.alpha,
             LIMIT=layer.limit,
+            GELU=layer.gelu,
             BLOCK_M=tiles.block_m,
             WEIGHT_LEFT=tile.weight_left,
             **tile.options,

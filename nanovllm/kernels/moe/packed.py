@@ -27,6 +27,7 @@ class PackedExperts(NamedTuple):
     down_bias: Tensor | None = None  # [E, H]
     alpha: float = 1.0  # and limit: of the clamped activation
     limit: float = 0.0  # 0 = silu(gate) * up
+    gelu: bool = False  # gelu(gate) * up, in its approximation with tanh
 
 
 DETERMINISTIC = PackedTile(64, 64, most_stages=3)
@@ -70,6 +71,7 @@ def _packed_experts_kernel(
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -131,7 +133,7 @@ def _packed_experts_kernel(
         y += tl.load(bias + expert * ROWS + w_rows).to(tl.float32)[:, None]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (WIDTH // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
-        y = tl.reshape(gated(gate, up, ALPHA, LIMIT), (WIDTH, BLOCK_M))
+        y = tl.reshape(gated(gate, up, ALPHA, LIMIT, GELU), (WIDTH, BLOCK_M))
     else:
         y *= tl.load(routing + pair, mask=valid, other=0.0).to(tl.float32)[None, :]
     n = first_n + tl.arange(0, WIDTH)
@@ -158,7 +160,7 @@ def packed_experts_forward(
     pairs, block_experts = group(experts, num_experts, block_m=tile.block_m, pdl=pdl)
     hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
-    activation: dict[str, Any] = {"ALPHA": layer.alpha, "LIMIT": layer.limit}
+    activation: dict[str, Any] = {"ALPHA": layer.alpha, "LIMIT": layer.limit, "GELU": layer.gelu}
 
     def multiply(
         x: Tensor, weight: PackedWords, bias: Tensor | None, out: Tensor, *, shared: int, is_gated: bool

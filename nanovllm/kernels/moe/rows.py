@@ -30,6 +30,7 @@ def _gate_up_row_kernel(
     TOP_K: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -67,7 +68,7 @@ def _gate_up_row_kernel(
         bias_ptrs = bias_ptr + expert * (2 * SIZE_N) + tl.minimum(n, SIZE_N - 1)
         gate_sum += tl.load(bias_ptrs).to(tl.float32)
         up_sum += tl.load(bias_ptrs + SIZE_N).to(tl.float32)
-    hidden = gated(gate_sum, up_sum, ALPHA, LIMIT)
+    hidden = gated(gate_sum, up_sum, ALPHA, LIMIT, GELU)
     tl.store(hidden_ptr + pair * SIZE_N + n, hidden.to(hidden_ptr.dtype.element_ty), mask=n < SIZE_N)
 
 
@@ -159,6 +160,7 @@ def rows_forward(
         SIZE_K=hidden_size,
         ALPHA=layer.alpha,
         LIMIT=layer.limit,
+        GELU=layer.gelu,
         **tile.options,
         **options,
     )

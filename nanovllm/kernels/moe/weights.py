@@ -16,3 +16,4 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None = None  # [E, H]
     alpha: float = 1.0  # and limit: of the clamped activation
     limit: float = 0.0  # 0 = silu(gate) * up
+    gelu: bool = False  # gelu(gate) * up, in its approximation with tanh
