@@ -23,6 +23,7 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", 
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
 _ZIG_AVX2 = "x86_64+avx2+fma+f16c+bmi+bmi2"
+_TUNED = "-mtune=neoverse-n1"  # the order of instructions, not which; a tenth faster than without
 _ZIG_ARM = "generic+v8_2a+dotprod+fullfp16"
 
 # The best first.
@@ -31,10 +32,10 @@ LEVELS = (
         "aarch64-i8mm",
         "aarch64",
         _ARM | {"i8mm"},
-        ("-march=armv8.2-a+dotprod+fp16+i8mm",),
+        ("-march=armv8.2-a+dotprod+fp16+i8mm", _TUNED),
         f"{_ZIG_ARM}+i8mm",
     ),
-    CpuLevel("aarch64-dotprod", "aarch64", _ARM, ("-march=armv8.2-a+dotprod+fp16",), _ZIG_ARM),
+    CpuLevel("aarch64-dotprod", "aarch64", _ARM, ("-march=armv8.2-a+dotprod+fp16", _TUNED), _ZIG_ARM),
     CpuLevel(
         "x86_64-avx512vnni",
         "x86_64",

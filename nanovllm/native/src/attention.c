@@ -4,60 +4,99 @@
 
 #if HAVE_SIMD
 
-enum { PART = 16 }; /* positions whose scores are computed before their values are added; divides a block */
+enum { PART = 16, MOST_HEADS = 4 }; /* positions, which divide a block, and query heads of one KV head, at a time */
 
 static float *partial_of(const Attention *a, int token, int segment, int head) {
     const int64_t index = (int64_t)(a->first_segments[token] + segment) * a->num_heads + head;
     return a->partial + index * (a->head_dim + 2);
 }
 
-/* The scores of PART or fewer positions; the rest are 0. */
-INLINE void scores_of(const float *query, const void *keys, int64_t at, int count, int head_dim, float scale, const int type,
-                      float *scores) {
+/* The scores of PART or fewer positions, whose keys begin at `at`, for each of `heads` queries; the rest are 0. */
+INLINE void scores_of(const Attention *a, const float *const queries[], const int heads, int64_t at, int count,
+                      const int type, float scores[][PART]) {
+    const int dim = a->head_dim;
+    const f32x4 scale = splat(a->scale);
     for (int p = 0; p < PART; p += 4) {
-        f32x4 sum[4] = {splat(0), splat(0), splat(0), splat(0)};
+        f32x4 sum[MOST_HEADS][4];
         int64_t key[4];
-        for (int j = 0; j < 4; j++) key[j] = at + (int64_t)(p + j < count ? p + j : 0) * head_dim;
-        if (p < count)
-            for (int d = 0; d < head_dim; d += 4) {
-                const f32x4 q = load(query + d);
+        for (int h = 0; h < heads; h++)
+            for (int j = 0; j < 4; j++) sum[h][j] = splat(0);
+        for (int j = 0; j < 4; j++) key[j] = at + (int64_t)(p + j < count ? p + j : 0) * dim;
+        for (int d = 0; p < count && d < dim; d += 4) {
+            f32x4 keys[4];
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) sum[j] = multiply_add(sum[j], q, load_as(keys, key[j] + d, type));
+            for (int j = 0; j < 4; j++) keys[j] = load_as(a->keys, key[j] + d, type);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) {
+                const f32x4 query = load(queries[h] + d);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) sum[h][j] = multiply_add(sum[h][j], query, keys[j]);
             }
-        for (int j = 0; j < 4; j++) scores[p + j] = sum_of(sum[j]) * scale;
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++)
+            store(scores[h] + p, sums_of(sum[h][0], sum[h][1], sum[h][2], sum[h][3]) * scale);
     }
 }
 
-/* Add PART or fewer positions, whose keys and values begin at `at`, to a head's weighted values, largest score and sum. */
-INLINE void add_part(const Attention *a, const float *query, int64_t at, int count, const int type, float *state) {
-    const int head_dim = a->head_dim;
-    float scores[PART];
-    scores_of(query, a->keys, at, count, head_dim, a->scale, type, scores);
-    float most = state[head_dim];
-    for (int p = 0; p < count; p++) most = scores[p] > most ? scores[p] : most;
+/* Turn scores into weights relative to the largest score so far; what the sums so far are multiplied with. */
+INLINE float weights_of(float scores[PART], int count, float *most, float *total) {
+    const float before = *most;
+    for (int p = 0; p < count; p++) *most = scores[p] > *most ? scores[p] : *most;
     for (int p = count; p < PART; p++) scores[p] = -INFINITY;
-    f32x4 total = splat(0);
-    for (int p = 0; p < PART; p += 4) {
-        f32x4 weight = exponential(load(scores + p) - splat(most));
-        store(scores + p, weight);
-    }
+    for (int p = 0; p < PART; p += 4) store(scores + p, exponential(load(scores + p) - splat(*most)));
     for (int p = count; p < PART; p++) scores[p] = 0;
-    for (int p = 0; p < PART; p += 4) total += load(scores + p);
-    const float decay = exponential(splat(state[head_dim] - most))[0];
-    state[head_dim + 1] = state[head_dim + 1] * decay + sum_of(total);
-    state[head_dim] = most;
-    for (int d = 0; d < head_dim; d += 16) {
-        f32x4 sum[4];
+    f32x4 sum = splat(0);
+    for (int p = 0; p < PART; p += 4) sum += load(scores + p);
+    const float decay = exponential(splat(before - *most))[0];
+    *total = *total * decay + sum_of(sum);
+    return decay;
+}
+
+/* Add PART or fewer positions to the weighted values, largest scores and sums of `heads` query heads. */
+INLINE void add_part(const Attention *a, const float *const queries[], float *const states[], const int heads, int64_t at,
+                     int count, const int type) {
+    const int dim = a->head_dim;
+    float weights[MOST_HEADS][PART], decay[MOST_HEADS];
+    scores_of(a, queries, heads, at, count, type, weights);
+    for (int h = 0; h < heads; h++) decay[h] = weights_of(weights[h], count, states[h] + dim, states[h] + dim + 1);
+    for (int d = 0; d < dim; d += 16) {
+        f32x4 sum[MOST_HEADS][4];
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) sum[j] = load(state + d + 4 * j) * splat(decay);
+        for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sum[h][j] = load(states[h] + d + 4 * j) * splat(decay[h]);
         for (int p = 0; p < count; p++) {
-            const f32x4 weight = splat(scores[p]);
+            f32x4 values[4];
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++)
-                sum[j] = multiply_add(sum[j], weight, load_as(a->values, at + (int64_t)p * head_dim + d + 4 * j, type));
+            for (int j = 0; j < 4; j++) values[j] = load_as(a->values, at + (int64_t)p * dim + d + 4 * j, type);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) sum[h][j] = multiply_add(sum[h][j], splat(weights[h][p]), values[j]);
         }
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) store(state + d + 4 * j, sum[j]);
+        for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) store(states[h] + d + 4 * j, sum[h][j]);
+    }
+}
+
+/* Compiled for each number of heads and each type of KV cache. */
+#define BY_HEADS(type)                                                              \
+    switch (heads) {                                                                \
+        case 1: add_part(a, queries, states, 1, at, count, type); break;            \
+        case 2: add_part(a, queries, states, 2, at, count, type); break;            \
+        case 3: add_part(a, queries, states, 3, at, count, type); break;            \
+        default: add_part(a, queries, states, 4, at, count, type);                  \
+    }
+
+static void add_heads(const Attention *a, const float *const queries[], float *const states[], int heads, int64_t at,
+                      int count) {
+    switch (a->type) {
+        case FLOAT32: BY_HEADS(FLOAT32) break;
+        case BFLOAT16: BY_HEADS(BFLOAT16) break;
+        default: BY_HEADS(FLOAT16)
     }
 }
 
@@ -78,13 +117,16 @@ void attend_segment(const Attention *a, int token, int kv_head, int segment) {
         const int64_t at = ((block * a->num_kv_heads + kv_head) * size + position % size) * dim;
         count = PART - position % PART;
         if (count > end - position) count = end - position;
-        for (int h = 0; h < heads; h++) {
-            const int head = kv_head * heads + h;
-            const float *query = a->queries + token * a->query_stride + (int64_t)head * dim;
-            float *state = partial_of(a, token, segment, head);
-            if (a->type == FLOAT32) add_part(a, query, at, count, FLOAT32, state);
-            if (a->type == BFLOAT16) add_part(a, query, at, count, BFLOAT16, state);
-            if (a->type == FLOAT16) add_part(a, query, at, count, FLOAT16, state);
+        for (int first = 0; first < heads; first += MOST_HEADS) {
+            const int here = heads - first < MOST_HEADS ? heads - first : MOST_HEADS;
+            const float *queries[MOST_HEADS];
+            float *states[MOST_HEADS];
+            for (int h = 0; h < here; h++) {
+                const int head = kv_head * heads + first + h;
+                queries[h] = a->queries + token * a->query_stride + (int64_t)head * dim;
+                states[h] = partial_of(a, token, segment, head);
+            }
+            add_heads(a, queries, states, here, at, count);
         }
     }
 }

@@ -35,14 +35,15 @@ INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, 
     const float *x_scales = in->scales + (int64_t)first * groups, *x_sums = in->sums + (int64_t)first * groups;
     int64_t at = (int64_t)tile * (groups / groups_per_scale) * scale_step;
     int left = groups_per_scale; /* groups with the scale at `at` */
-    f32x4 sum[4] = {splat(0), splat(0), splat(0), splat(0)};
+    f32x4 sum[MOST_ROWS];
+    for (int m = 0; m < count; m++) sum[m] = splat(0);
     for (int g = 0; g < groups; g++, codes += code_bytes, x += GROUP) {
         s8x16 part[8];
         unpack_group(codes, type, part);
         f32x4 scale = load_scales(w->scales, at, half_scales), second = scale, minimum = splat(0);
         if (type == INT8_BY_16) second = load_scales(w->scales, at + TILE, half_scales);
         if (has_minima) minimum = load_scales(w->minima, at, half_scales);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int m = 0; m < count; m++) {
             const s8x16 low = load_bytes(x + (int64_t)m * in->columns), high = load_bytes(x + (int64_t)m * in->columns + 16);
             const f32x4 x_scale = splat(x_scales[m * groups + g]);
@@ -93,7 +94,7 @@ INLINE void dense_tile(const Matrix *w, const Inputs *in, int tile, int first, c
     }
 #pragma GCC unroll 4
     for (int m = 0; m < count; m++)
-        for (int r = 0; r < TILE; r++) y[m][r] = sum_of(sum[m][r]);
+        store(y[m], sums_of(sum[m][0], sum[m][1], sum[m][2], sum[m][3]));
 }
 
 #define BY_COUNT(function, ...)                                          \
@@ -103,22 +104,30 @@ INLINE void dense_tile(const Matrix *w, const Inputs *in, int tile, int first, c
         case 3: function(w, in, tile, first, 3, __VA_ARGS__, y); break;  \
         default: function(w, in, tile, first, 4, __VA_ARGS__, y);        \
     }
+#define PACKED(...)                                                                           \
+    if (count == MOST_ROWS) packed_tile(w, in, tile, first, MOST_ROWS, __VA_ARGS__, y);       \
+    else BY_COUNT(packed_tile, __VA_ARGS__)
 
 /* Compiled for each number of rows, with and without minima, and for both types of scales. */
 #define BY_SCALES(type)                                                                       \
-    if (w->minima && w->half_scales) { BY_COUNT(packed_tile, type, 1, 1) }                    \
-    else if (w->minima) { BY_COUNT(packed_tile, type, 1, 0) }                                 \
-    else if (w->half_scales) { BY_COUNT(packed_tile, type, 0, 1) }                            \
-    else { BY_COUNT(packed_tile, type, 0, 0) }
+    if (w->minima && w->half_scales) { PACKED(type, 1, 1) }                                   \
+    else if (w->minima) { PACKED(type, 1, 0) }                                                \
+    else if (w->half_scales) { PACKED(type, 0, 1) }                                           \
+    else { PACKED(type, 0, 0) }
 
 void product_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]) {
+    if (count == MOST_ROWS && !is_packed(w)) { /* there are registers for 16 sums */
+        product_tile(w, in, tile, first, MOST_ROWS / 2, y);
+        product_tile(w, in, tile, first + MOST_ROWS / 2, MOST_ROWS / 2, y + MOST_ROWS / 2);
+        return;
+    }
     switch (w->type) {
         case FLOAT32: BY_COUNT(dense_tile, FLOAT32) break;
         case BFLOAT16: BY_COUNT(dense_tile, BFLOAT16) break;
         case FLOAT16: BY_COUNT(dense_tile, FLOAT16) break;
         case INT4: BY_SCALES(INT4) break;
         case INT8: BY_SCALES(INT8) break;
-        default: BY_COUNT(packed_tile, INT8_BY_16, 0, 0) /* of Q6_K alone */
+        default: PACKED(INT8_BY_16, 0, 0) /* of Q6_K alone */
     }
     if (w->bias == NULL) return;
     for (int m = 0; m < count; m++)
@@ -135,7 +144,8 @@ void round_row(const float *x, int columns, int8_t *codes, float *scales, float 
         for (int i = 0; i < GROUP; i += 4) {
             s32x4 code = round_to_int(load(x + i) * inverse);
             total += code;
-            for (int j = 0; j < 4; j++) codes[i + j] = (int8_t)code[j];
+            const s8x4 small = __builtin_convertvector(code, s8x4);
+            memcpy(codes + i, &small, 4);
         }
         scales[g] = size / 127.0f;
         sums[g] = scales[g] * (float)(total[0] + total[1] + total[2] + total[3]);

@@ -6,6 +6,7 @@
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t s32x4 __attribute__((vector_size(16)));
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef int8_t s8x4 __attribute__((vector_size(4)));
 typedef int8_t s8x16 __attribute__((vector_size(16)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
@@ -21,6 +22,10 @@ INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)vmaxq_f32((float32x4_t)a, 
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)vabsq_f32((float32x4_t)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vld1_f16((const __fp16 *)p)); }
 INLINE void store_halves(uint16_t *p, f32x4 x) { vst1_f16((__fp16 *)p, vcvt_f16_f32((float32x4_t)x)); }
+/* The sums of four vectors. */
+INLINE f32x4 sums_of(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
+    return (f32x4)vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d));
+}
 /* sum[i] += the products of w[4 i .. 4 i + 3] and x[4 lane .. 4 lane + 3] */
 #define DOT_LANE(sum, w, x, lane) ((s32x4)vdotq_laneq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x), lane))
 
@@ -34,6 +39,9 @@ INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)_mm_max_ps((__m128)a, (__m
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)_mm_andnot_ps(_mm_set1_ps(-0.0f), (__m128)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
 INLINE void store_halves(uint16_t *p, f32x4 x) { _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT)); }
+INLINE f32x4 sums_of(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
+    return (f32x4)_mm_hadd_ps(_mm_hadd_ps((__m128)a, (__m128)b), _mm_hadd_ps((__m128)c, (__m128)d));
+}
 INLINE s32x4 dot_bytes(s32x4 sum, s8x16 w, __m128i x) {
     /* the instructions multiply unsigned with signed bytes: the sign of w goes to x */
     __m128i size = _mm_abs_epi8((__m128i)w), other = _mm_sign_epi8(x, (__m128i)w);
@@ -61,7 +69,7 @@ INLINE void store_bfloat16(uint16_t *p, f32x4 x) {
     const u32x4 kept = (rounded & ~nan) | (((bits >> 16) | 0x40) & nan);
     for (int i = 0; i < 4; i++) p[i] = (uint16_t)kept[i];
 }
-INLINE float sum_of(f32x4 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+INLINE float sum_of(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 INLINE float largest_of(f32x4 v) {
     float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
     return a > b ? a : b;

@@ -168,10 +168,9 @@ static void norm_chunk(void *argument, int row) {
 
 /* --- products ----------------------------------------------------------------------------------------------------- */
 
-enum { STORE, ADD, GATE, PAIRS };
+enum { STORE, ADD, GATE };
 
-/* y[i] = x W[i]^T. With ADD it is added to y, with GATE y[0] = silu(x W[0]^T) * (x W[1]^T), and with PAIRS the results
- * of rows 2 i and 2 i + 1 are added together. */
+/* y[i] = x W[i]^T. With ADD it is added to y, and with GATE y[0] = silu(x W[0]^T) * (x W[1]^T). */
 typedef struct {
     const Matrix *matrices[MOST_OUTPUTS];
     float *outputs[MOST_OUTPUTS];
@@ -183,10 +182,6 @@ typedef struct {
 static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE], float up[][TILE]) {
     const int rows = job->matrices[which]->rows, at = tile * TILE;
     const int width = rows - at < TILE ? rows - at : TILE;
-    if (job->mode == PAIRS) {
-        first /= 2, count /= 2;
-        for (int m = 0; m < count; m++) store(y[m], load(y[2 * m]) + load(y[2 * m + 1]));
-    }
     for (int m = 0; m < count; m++) {
         float *out = job->outputs[which] + (first + m) * job->stride + at;
         if (job->mode == GATE) activate(y[m], up[m]);
@@ -197,13 +192,14 @@ static void finish_tile(const Product *job, int which, int tile, int first, int 
 static void product_chunk(void *argument, int chunk) {
     const Product *job = argument;
     const int num_outputs = job->mode == GATE ? 1 : job->num_outputs;
-    for (int first = 0; first < job->in.rows; first += 4) {
-        const int count = job->in.rows - first < 4 ? job->in.rows - first : 4;
+    for (int first = 0, count; first < job->in.rows; first += count) {
+        const int left = job->in.rows - first;
+        count = left >= MOST_ROWS ? MOST_ROWS : left < 4 ? left : 4;
         int which = 0, tile = chunk * job->tiles_per_chunk;
         for (int i = 0; i < job->tiles_per_chunk; i++, tile++) {
             while (which < num_outputs && tile >= num_tiles(job->matrices[which])) tile -= num_tiles(job->matrices[which++]);
             if (which == num_outputs) break;
-            float y[4][TILE], up[4][TILE];
+            float y[MOST_ROWS][TILE], up[MOST_ROWS][TILE];
             product_tile(job->matrices[which], &job->in, tile, first, count, y);
             if (job->mode == GATE) product_tile(job->matrices[1], &job->in, tile, first, count, up);
             finish_tile(job, which, tile, first, count, y, up);
@@ -442,27 +438,13 @@ static int begin_pass(Pass *p, const Step *step, int first) {
     return count;
 }
 
-/* The norm before a packed head, whose inputs have 16 bits: row 2 i is rounded to 8 bits, row 2 i + 1 is what is left. */
-static void head_norm_chunk(void *argument, int row) {
-    const Norm *job = argument;
-    float *x = job->out.x + 2 * (int64_t)row * job->size, *left = x + job->size;
-    norm_row(job->x + (int64_t)row * job->size, job->weight, job->size, job->eps, x);
-    round_inputs(&job->out, 2 * row, job->size);
-    const int8_t *codes = job->out.codes + 2 * (int64_t)row * job->size;
-    const float *scales = job->out.scales + 2 * (int64_t)row * (job->size / GROUP);
-    for (int i = 0; i < job->size; i++) left[i] = x[i] - (float)codes[i] * scales[i / GROUP];
-    round_inputs(&job->out, 2 * row + 1, job->size);
-}
-
 void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) {
     const Model *m = &e->model;
-    const int inputs = is_packed(&m->head) ? 2 : 1; /* rows for each row of logits */
-    for (int first = 0; first < num_rows; first += PASS_ROWS / inputs) {
-        const int count = num_rows - first < PASS_ROWS / inputs ? num_rows - first : PASS_ROWS / inputs;
-        Norm norm = {hidden + (int64_t)first * m->hidden, m->last_norm, m->hidden, 0, m->last_norm_eps, e->normed};
-        run(e, NORMS, inputs == 2 ? head_norm_chunk : norm_chunk, &norm, count);
-        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, inputs == 2 ? PAIRS : STORE, 0,
-                        inputs_of(&e->normed, inputs * count, m->hidden)};
+    for (int first = 0; first < num_rows; first += PASS_ROWS) {
+        const int count = num_rows - first < PASS_ROWS ? num_rows - first : PASS_ROWS;
+        norm_rows(e, hidden + (int64_t)first * m->hidden, count, m->last_norm, m->last_norm_eps, is_packed(&m->head));
+        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, STORE, 0,
+                        inputs_of(&e->normed, count, m->hidden)};
         run_product(e, HEAD, &head);
     }
 }
