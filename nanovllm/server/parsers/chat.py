@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.errors import ConfigError
 from nanovllm.server.parsers.call_format import FORCED_CALL, CallFormat, Tools
 from nanovllm.server.parsers.choice import ToolChoice, call_format, known_tools, resolve_choice
-from nanovllm.server.parsers.events import ContentDelta, Event, ParsedMessage, ReasoningDelta, collect
+from nanovllm.server.parsers.events import ContentDelta, Event, ParsedMessage, ReasoningDelta, ToolCallStart, collect
 from nanovllm.server.parsers.harmony import HARMONY, HarmonyParser
 from nanovllm.server.parsers.reasoning import (
     REASONING_FORMATS,
@@ -39,8 +39,15 @@ class ChatParser:
         self._starts_in_reasoning = starts_in_reasoning
         self._call_format = call_format
         self._tools = tools
-        self._reasoning = ReasoningSplitter(reasoning, starts_in_reasoning=starts_in_reasoning) if reasoning else None
         self._calls = CallSplitter(call_format, tools) if call_format else None
+        self._reasoning = None
+        if reasoning is not None:
+            self._reasoning = ReasoningSplitter(
+                reasoning,
+                starts_in_reasoning=starts_in_reasoning,
+                call_opener=call_format.opener if call_format else "",
+                has_call=self._has_call,
+            )
 
     def feed(self, delta: str, *, finished: bool = False) -> list[Event]:
         """The events that the delta makes certain. The last call has finished=True and also returns held back text."""
@@ -49,6 +56,11 @@ class ChatParser:
         if self._calls:
             return events + self._calls.feed(rest, finished=finished)
         return [*events, ContentDelta(rest)] if rest else events
+
+    def _has_call(self, text: str) -> bool:
+        """Whether a complete text has a tool call."""
+        events = CallSplitter(self._call_format, self._tools).feed(text, finished=True) if self._call_format else []
+        return any(isinstance(event, ToolCallStart) for event in events)
 
     @property
     def rest_is_content(self) -> bool:

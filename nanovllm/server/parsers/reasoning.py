@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -60,11 +60,20 @@ class _Stage(Enum):
 class ReasoningSplitter:
     """Splits a stream into reasoning and content. Newlines next to the tags are dropped.
 
-    Without a closing tag, everything after the opening tag is reasoning.
+    Without a closing tag, everything after the opening tag is reasoning, except tool calls: some models forget to close
+    the reasoning before they call. So text from `call_opener` on is held back until this is decided.
     """
 
-    def __init__(self, format: ReasoningFormat, *, starts_in_reasoning: bool) -> None:
+    def __init__(
+        self,
+        format: ReasoningFormat,
+        *,
+        starts_in_reasoning: bool,
+        call_opener: str = "",  # "" = calls have no opener
+        has_call: Callable[[str], bool] = lambda text: False,
+    ) -> None:
         self._format = format
+        self._call_opener, self._has_call = call_opener, has_call
         self._starts_in_reasoning = starts_in_reasoning
         self._stage = _Stage.OPENING
         self._tail = ""  # text that is held back because its meaning is not certain
@@ -98,16 +107,21 @@ class ReasoningSplitter:
     def _read_reasoning(self, finished: bool) -> str:
         if not self._has_reasoning:
             self._tail = self._tail.lstrip("\n")
-        tag = self._format.close
+        tag, opener = self._format.close, self._call_opener
         end = self._tail.find(tag)
+        call = self._tail.find(opener) if opener else -1
         if end >= 0:
             reasoning = self._take(end).rstrip("\n")
             self._take(len(tag))
             self._stage = _Stage.GAP
+        elif finished and call >= 0 and self._has_call(self._tail[call:]):
+            reasoning = self._take(call).rstrip("\n")
+            self._stage = _Stage.CONTENT
         elif finished:
             reasoning = self._take(len(self._tail))
         else:
-            certain = self._tail[: len(self._tail) - partial_tag_length(self._tail, tag)].rstrip("\n")
+            held = max(partial_tag_length(self._tail, tag), partial_tag_length(self._tail, opener))
+            certain = self._tail[: call if call >= 0 else len(self._tail) - held].rstrip("\n")
             reasoning = self._take(len(certain))
         self._has_reasoning = self._has_reasoning or bool(reasoning)
         return reasoning

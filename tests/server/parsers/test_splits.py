@@ -44,6 +44,7 @@ def without_ids(message: ParsedMessage) -> tuple[Any, ...]:
 )
 @example(text=f"{CALL}; <|python_tag|>{CALL};", places=[], finish_with_last=True)
 @example(text=f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_", places=[], finish_with_last=False)
+@example(text=f"<think>a\n\n<tool_call>\n{CALL}", places=[9, 12], finish_with_last=False)
 @settings(deadline=None)
 @given(text=texts, places=st.lists(st.integers(0, 400), max_size=8), finish_with_last=st.booleans())
 def test_any_split_gives_the_same_message(

@@ -159,6 +159,23 @@ def test_calls_follow_the_reasoning_and_are_ignored_inside_it() -> None:
     assert (message.content, len(message.tool_calls)) == ("So:", 1)
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "num_calls"),
+    [
+        (f"<think>\nI call.\n<tool_call>\n{CALL}\n</tool_call>", "I call.", None, 1),
+        (f"<think><tool_call>{CALL}</tool_call><tool_call>{CALL}", None, None, 2),
+        (f"<think>I call.\n<tool_call>{CALL[:-1]}", f"I call.\n<tool_call>{CALL[:-1]}", "", 0),
+        ("<think>I could <tool_call>.\n", "I could <tool_call>.\n", "", 0),
+        (f"<think>I <tool_call>{CALL}</tool_call></think>No.", f"I <tool_call>{CALL}</tool_call>", "No.", 0),
+    ],
+)
+def test_calls_after_reasoning_that_is_not_closed(
+    text: str, reasoning: str | None, content: str | None, num_calls: int
+) -> None:
+    message = parser("hermes", "qwen3").parse(text)
+    assert (message.reasoning, message.content, len(message.tool_calls)) == (reasoning, content, num_calls)
+
+
 def test_ids_are_new_each_time() -> None:
     text = f"<tool_call>{CALL}</tool_call>" * 2
     ids = [call.id for _ in range(2) for call in parser("hermes").parse(text).tool_calls]
