@@ -275,6 +275,8 @@ SLOW_TO_COMPILE = (
     "_packed_tiled_kernel",
     "_few_rows_kernel",
     "_tiled_kernel",
+    "_chunk_factors_kernel",
+    "_chunk_states_kernel",
 )
 
 

@@ -1,7 +1,8 @@
 """The gated delta net with our kernels, between a layer's projections.
 
-Sequences that decode, and all with few new tokens, are computed token by token in one launch. Longer chunks of prompts
-take five: two of the convolution, two of the chunks, and the norm. With `deterministic` all is computed token by token.
+Sequences that decode, and all with few new tokens, are computed token by token in two launches. Longer chunks of
+prompts take five: two of the convolution, two of the chunks, and the norm. With `deterministic` all is computed token
+by token.
 """
 
 from collections.abc import Mapping

@@ -78,7 +78,7 @@ OURS = {
     ],
     "delta net, convolution": [
         *("_chunk_factors_kernel", "_chunk_states_kernel", "_conv_steps_kernel", "_conv_tokens_kernel"),
-        *("_norm_heads_kernel", "_recurrent_kernel"),
+        *("_finish_recurrent_kernel", "_norm_heads_kernel", "_recurrent_kernel"),
     ],
     "sampling": ["_cut_kernel", "_sample_kernel"],
     "norm, rotation, activation": [

@@ -34,10 +34,10 @@ def chunk(row: int, start: int, num_new: int) -> Part:
 
 PADDING = decode(0, -1)
 STEPS = {
-    "decodes": [decode(3, 5), decode(1, 1), PADDING, decode(5, 40), PADDING],
-    "few tokens": [decode(2, 9), chunk(4, 3, 2), chunk(1, 0, 1), chunk(3, 1, 5)],
+    "decodes": [decode(3, 5), decode(1, 1), PADDING, PADDING],
+    "few tokens": [decode(2, 9), chunk(4, 3, 2), chunk(1, 0, 4)],
     "a prompt": [chunk(2, 0, 63)],
-    "prompts": [chunk(4, 64, 64), chunk(1, 0, 1), chunk(2, 3, 130), chunk(5, 0, 2)],
+    "prompts": [chunk(4, 64, 64), chunk(1, 0, 1), chunk(2, 3, 130)],
     "decodes and prompts": [decode(2, 9), decode(5, 1), chunk(1, 32, 65), chunk(3, 0, 9)],
 }
 
