@@ -19,7 +19,6 @@ from tests.test_windows import PROMPTS as LONG_PROMPTS
 
 pytestmark = pytest.mark.gpu
 
-ON_TORCH = ("deepseek-v2", "deepseek-v3", "glm-4.7-flash")  # families whose attention our kernels do not compute
 MIXED_PARAMS = [
     SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True),
@@ -40,10 +39,9 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) 
 @pytest.mark.parametrize(("overlap", "prefix_cache", "chunked", "tight"), PAIRS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: int, tight: int, how: str) -> None:
-    kernels = "auto" if family in ON_TORCH else "triton"
     llm = open_on_gpu(
         family,
-        attention_backend="sdpa" if how == "sdpa" else kernels,
+        attention_backend="sdpa" if how == "sdpa" else "triton",
         enforce_eager=how == "eager",
         overlap=bool(overlap),
         enable_prefix_caching=bool(prefix_cache),

@@ -17,47 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
-from nanovllm.attention.rotation import rotary_table, rotate
+from nanovllm.attention.rotation import rotate
 from nanovllm.attention.sdpa import Pages, Part, SdpaBackend, SdpaStep, zeros
-from nanovllm.config import Config
-from nanovllm.errors import ConfigError
-from nanovllm.layers.spec import AttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentLayer(LayerAttention):
     kv_b: Tensor  # [heads, plain_size + value_size, latent_size]: of each head up_k, then up_v
-
-
-def make_latent_backend(
-    config: Config,
-    layers: Sequence[AttentionSpec],  # with one KV head: the latent and the rotated key
-    *,
-    latent_size: int,
-    plain_size: int,  # numbers of a head's query that are not rotated
-    max_position: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    device: torch.device,
-) -> "LatentBackend":
-    for option, value in (("attention_backend", "triton"), ("deterministic", True), ("kv_cache_dtype", "fp8")):
-        if getattr(config, option) == value:
-            raise ConfigError(f"{option}={value!r}: only torch computes latent attention (MLA), which cannot do this")
-    first = layers[0]
-    shape = CacheShape(
-        num_heads=first.num_heads,
-        num_kv_heads=1,
-        head_dim=first.head_dim,
-        block_size=config.kv_cache_block_size,
-        windows=(None,) * len(layers),
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        device=device,
-    )
-    rotated_size = first.head_dim - latent_size
-    ropes = dict.fromkeys(layer.rope for layer in layers)
-    tables = [rotary_table(rope, head_dim=rotated_size, max_position=max_position, device=device) for rope in ropes]
-    return LatentBackend(shape, tables, latent_size=latent_size, plain_size=plain_size)
 
 
 class KeyRotation:

@@ -73,6 +73,6 @@ class LatentAttentionSpec(AttentionSpec):
 
     def make_backend(self, config: Any, layers: Sequence[AttentionSpec], **settings: Any) -> Any:
         """The backend of a model with such layers; see attention/select.py."""
-        from nanovllm.attention.latent import make_latent_backend
+        from nanovllm.attention.select_latent import make_latent_backend
 
         return make_latent_backend(config, layers, latent_size=self.latent_size, plain_size=self.plain_size, **settings)
