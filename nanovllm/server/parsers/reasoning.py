@@ -77,6 +77,7 @@ class ReasoningSplitter:
         self._starts_in_reasoning = starts_in_reasoning
         self._stage = _Stage.OPENING
         self._tail = ""  # text that is held back because its meaning is not certain
+        self._searched = 0  # the closing tag does not begin before this position of the tail
         self._has_reasoning = False  # some reasoning has been returned
 
     @property
@@ -106,9 +107,10 @@ class ReasoningSplitter:
 
     def _read_reasoning(self, finished: bool) -> str:
         if not self._has_reasoning:
-            self._tail = self._tail.lstrip("\n")
+            self._take(len(self._tail) - len(self._tail.lstrip("\n")))
         tag, opener = self._format.close, self._call_opener
-        end = self._tail.find(tag)
+        end = self._tail.find(tag, self._searched)
+        self._searched = max(self._searched, len(self._tail) - len(tag) + 1)
         call = self._tail.find(opener) if opener else -1
         if end >= 0:
             reasoning = self._take(end).rstrip("\n")
@@ -133,6 +135,7 @@ class ReasoningSplitter:
 
     def _take(self, count: int) -> str:
         taken, self._tail = self._tail[:count], self._tail[count:]
+        self._searched = max(0, self._searched - count)
         return taken
 
 
