@@ -281,10 +281,11 @@ class NativeModel:
         for group, num_blocks in self._num_blocks.items():
             check_range("block", tables[group], num_blocks)
         check_range("wanted token", kept, len(tokens))
-        if not len(tokens) == len(positions) == len(sequences) or (np.diff(kept) <= 0).any():
+        if not len(tokens) == len(positions) == len(sequences) or (len(kept) > 1 and (kept[1:] <= kept[:-1]).any()):
             raise IndexError("the arrays of a step do not fit together")
 
 
 def check_range(what: str, values: np.ndarray, size: int) -> None:
-    if len(values) and not (values.min() >= 0 and values.max() < size):
+    """`values`: int32."""
+    if values.size and values.view(np.uint32).max() >= size:  # a negative number is a very large one
         raise IndexError(f"a {what} is outside of 0 to {size - 1}: {values.min()} to {values.max()}")

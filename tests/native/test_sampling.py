@@ -32,14 +32,26 @@ def test_the_token_is_that_of_torch(vocab: int, temperature: float, spread: floa
     assert scores.max() - scores[token] <= 1e-5 * max(1.0, abs(float(scores.max())))
 
 
+@given(vocab=st.integers(1, 200), seed=st.integers(0, 1000), few=st.booleans())
+def test_the_most_likely_token(vocab: int, seed: int, few: bool) -> None:
+    """The first of equal ones; `few` different logits."""
+    assert LIBRARY is not None
+    LIBRARY.most_likely_token.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+    logits = logits.round() if few else logits
+    logits[vocab // 3] = float("-inf")
+    assert LIBRARY.most_likely_token(logits.data_ptr(), vocab) == int(logits.argmax())
+
+
 def test_an_engine_draws_what_torch_draws() -> None:
-    """Plain rows, and batches of plain, cut and greedy ones."""
+    """Plain rows, batches of plain, cut and greedy ones, and of plain and greedy ones."""
     batches = [
         [SamplingParams(temperature=t, seed=i, max_tokens=8, ignore_eos=True) for i, t in enumerate((0.7, 1.0, 3.0))],
         [
             SamplingParams(temperature=t, top_k=k, seed=5, max_tokens=8, ignore_eos=True)
             for t, k in ((0, 0), (1, 3), (1, 0))
         ],
+        [SamplingParams(temperature=t, seed=5, max_tokens=8, ignore_eos=True) for t in (0, 1, 0)],
     ]
     found = []
     for kernels in ("native", "torch"):

@@ -16,6 +16,21 @@ static float gumbel(uint32_t key, uint32_t token) {
     return -logf(-log1pf(((float)(x & 0x7FFFFFFF) + 0.5f) * (-below_one / 0x1p31f)));
 }
 
+int32_t most_likely_token(const float *logits, int32_t vocab) {
+    f32x4 most[4];
+    int32_t i = 0;
+    float best = -INFINITY;
+    for (int j = 0; j < 4; j++) most[j] = splat(-INFINITY);
+    for (; i + 16 <= vocab; i += 16)
+        for (int j = 0; j < 4; j++) most[j] = larger(most[j], load(logits + i + 4 * j));
+    for (; i < vocab; i++) best = logits[i] > best ? logits[i] : best;
+    const float rest = largest_of(larger(larger(most[0], most[1]), larger(most[2], most[3])));
+    best = rest > best ? rest : best;
+    for (i = 0; i < vocab; i++)
+        if (logits[i] == best) return i;
+    return 0;
+}
+
 int32_t draw_token(const float *logits, int32_t vocab, float temperature, uint32_t key) {
     float best = -INFINITY;
     int32_t token = 0;
