@@ -321,6 +321,8 @@ def _randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: floa
                 weight.uniform_(0.5 - norm_offset, 1.5 - norm_offset, generator=generator)
             elif name.endswith("bias"):
                 weight.normal_(0.0, 0.5, generator=generator)
+            elif name.endswith("router.scale"):  # of Gemma 4, which divides by about 10 afterwards
+                weight.uniform_(5.0, 15.0, generator=generator)
             else:
                 weight.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5, generator=generator)
         for name, buffer in model.named_buffers():

@@ -43,7 +43,7 @@ class PerLayerEmbedding(Embedding):
         x = self._tokens(token_ids)
         looked_up = self._table_scales.embedded(self._table(token_ids))
         projected = self.projection(self._scales.embedded(x)) * self._own.hidden_size**-0.5
-        projected = self.norm(projected.view(-1, self._own.size)).view(looked_up.shape)
+        projected = self.norm(projected.view(-1, self._own.size)).reshape(looked_up.shape)
         return torch.cat([x, (projected + looked_up) * 2**-0.5], dim=1)
 
 

@@ -16,7 +16,16 @@ from nanovllm.layers.spec import MlpSpec
 from nanovllm.models.registry import describe, parse_config
 from nanovllm.models.shard import shard_of
 from nanovllm.runner.memory_budget import cache_bytes
-from tests.helpers import assert_greedy, copy_of, edit_config, greedy_params, model_dir, open_llm, prompt_of
+from tests.helpers import (
+    assert_greedy,
+    copy_of,
+    edit_config,
+    greedy_params,
+    model_dir,
+    open_llm,
+    prompt_of,
+    reference_logprobs,
+)
 
 
 def raw_config(**changes: Any) -> dict[str, Any]:
@@ -53,6 +62,21 @@ def test_both_spellings_of_the_size_of_full_attention() -> None:
 def test_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         parse_config(raw_config(**changes))
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bfloat16 arithmetic
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-e", "gemma4-moe"])
+def test_16_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many tokens as the norms of a CPU have a path of their own for, and with more."""
+    monkeypatch.setattr("nanovllm.runner.device.cpu_has_bfloat16", lambda: True)
+    prompts = [prompt_of(4), prompt_of(40)]
+    with open_llm(name, dtype="bfloat16") as llm:
+        outputs = llm.generate(prompts, greedy_params(2, logprobs=1), use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference_logprobs(name, prompt + output["token_ids"])[len(prompt) - 1 :]
+        for position, entries in enumerate(output.outputs[0].logprobs or []):
+            for token, entry in entries.items():
+                assert abs(entry.logprob - expected[position, token].item()) < 0.3
 
 
 # --- layers that share keys and values --------------------------------------------------------------------------------
