@@ -83,24 +83,29 @@ class LatentBackend(SdpaBackend):
         new = torch.cat([latents, turned[:, -1]], dim=-1)  # [num_tokens, head_dim]
         cache.kv.view(-1, s.head_dim).index_copy_(0, step.slots[None], new.to(s.cache_dtype))
         parts = step.parts[None]
-        if len(parts) == 1:
-            return self._attend_part(queries, new, cache.kv, parts[0], layer)
-        outs = [self._attend_part(queries[part.tokens], new[part.tokens], cache.kv, part, layer) for part in parts]
-        out = outs[0].new_empty(len(qkv), outs[0].shape[1])
-        for part, own in zip(parts, outs, strict=True):
-            out[part.tokens] = own
-        return out
+        # of all chunks that start at position 0 at once
+        made = self._keys_and_values(new, layer) if any(part.pages is None for part in parts) else None
+        value_size = layer.kv_b.shape[1] - self._plain_size
+        out = torch.empty(len(qkv), s.num_heads, value_size, dtype=qkv.dtype, device=qkv.device)
+        for part in parts:
+            if part.pages is not None:
+                cached, _ = self._gather(cache.kv, part.pages)
+                out[part.tokens] = self._absorbed(queries[part.tokens], cached, part, layer)
+                continue
+            assert made is not None
+            q, k, v = (each[part.tokens].transpose(0, 1).unsqueeze(0) for each in (queries, *made))
+            own = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale)
+            out[part.tokens] = own[0, ..., :value_size].transpose(0, 1)
+        return out.flatten(1)
 
     @property
     def _rotated_size(self) -> int:
         return self.shape.head_dim - self._latent_size
 
-    def _attend_part(self, queries: Tensor, new: Tensor, kv: Tensor, part: Part, layer: LatentLayer) -> Tensor:
-        if part.pages is None:
-            return self._with_own_keys(queries, new, layer)
-        cached, _ = self._gather(kv, part.pages)  # [seqs, 1, length, head_dim]
-        up_k, up_v = layer.kv_b.split([self._plain_size, layer.kv_b.shape[1] - self._plain_size], dim=1)
-        plain, turned = queries.split([self._plain_size, self._rotated_size], dim=-1)
+    def _absorbed(self, queries: Tensor, cached: Tensor, part: Part, layer: LatentLayer) -> Tensor:
+        """[num_tokens, heads, value_size]. `cached`: [seqs, 1, length, head_dim]"""
+        up_k, up_v = layer.kv_b.tensor_split((self._plain_size,), dim=1)
+        plain, turned = queries.tensor_split((self._plain_size,), dim=-1)
         absorbed = torch.bmm(plain.transpose(0, 1), up_k).transpose(0, 1)  # [num_tokens, heads, latent_size]
         absorbed = torch.cat([absorbed, turned], dim=-1)
         if part.num_new == 1:
@@ -112,19 +117,16 @@ class LatentBackend(SdpaBackend):
                 absorbed.transpose(0, 1).unsqueeze(0), shared, shared, attn_mask=part.mask, scale=layer.scale
             )[0].transpose(0, 1)
         out = out[..., : self._latent_size]  # [num_tokens, heads, latent_size]
-        return torch.bmm(out.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return torch.bmm(out.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
 
-    def _with_own_keys(self, queries: Tensor, new: Tensor, layer: LatentLayer) -> Tensor:
-        """For a chunk that starts at position 0."""
+    def _keys_and_values(self, new: Tensor, layer: LatentLayer) -> tuple[Tensor, Tensor]:
+        """Those of all heads, [num_tokens, heads, query_size]; values are padded to the length of keys, if shorter."""
         num_heads = self.shape.num_heads
-        latents, turned = new.split([self._latent_size, self._rotated_size], dim=-1)
+        latents, turned = new.tensor_split((self._latent_size,), dim=-1)
         up = F.linear(latents, layer.kv_b.flatten(0, 1)).unflatten(1, (num_heads, -1))
-        plain, values = up.split([self._plain_size, layer.kv_b.shape[1] - self._plain_size], dim=-1)
+        plain, values = up.tensor_split((self._plain_size,), dim=-1)
         keys = torch.cat([plain, turned.unsqueeze(1).expand(-1, num_heads, -1)], dim=-1)
-        padding = max(self._query_size - values.shape[-1], 0)  # see above
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, F.pad(values, (0, padding))))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale)[0].transpose(0, 1)
-        return out[..., : values.shape[-1]].flatten(1)
+        return keys, F.pad(values, (0, max(self._query_size - values.shape[-1], 0)))
 
 
 def attend_rows(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> Tensor:
