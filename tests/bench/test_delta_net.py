@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from nanovllm.bench.delta_net import DECODES, NUM_ROWS, PROMPTS, make_layer, measure, qwen3_5_9b
 
 CPU = torch.device("cpu")
+
+# from Triton 3.6's interpreter, for a loop whose bound is an argument
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 
 def test_every_case_is_run_and_reported() -> None:

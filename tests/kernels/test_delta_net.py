@@ -30,6 +30,9 @@ FULL = replace(SMALL, num_key_heads=1, num_value_heads=2, key_dim=128, value_dim
 HALVES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4}
 
+# from Triton 3.6's interpreter, for a loop whose bound is an argument
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
 
 class Layer:
     """The plain form and the kernels of one layer, with random weights, inputs and states."""

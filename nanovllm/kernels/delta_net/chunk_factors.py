@@ -82,6 +82,7 @@ def _chunk_factors_kernel(
     KEY_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     KEY_PADDED: tl.constexpr,
+    SCALE: tl.constexpr,  # of queries
     CHUNK: tl.constexpr,
     DOT_TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -104,7 +105,7 @@ def _chunk_factors_kernel(
     at = (first + token)[:, None] * CHANNELS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key[None, :]
     q = tl.load(x + at, mask=inside, other=0.0)
     k = tl.load(x + at + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
-    q_scale = inverse_length(q.to(tl.float32), AXIS=1) * KEY_DIM**-0.5
+    q_scale = inverse_length(q.to(tl.float32), AXIS=1) * SCALE
     k_scale = inverse_length(k.to(tl.float32), AXIS=1)
     gate = gates + (first + token) * (2 * VALUE_HEADS) + head
     beta = tl.where(used, tl.sigmoid(tl.load(gate, mask=used, other=0.0).to(tl.float32)), 0.0)
@@ -165,9 +166,10 @@ def chunk_factors(
         KEY_DIM=shape.key_dim,
         CHANNELS=shape.channels,
         KEY_PADDED=max(SHORTEST_DOT, next_power_of_2(shape.key_dim)),
+        SCALE=shape.key_dim**-0.5,
         CHUNK=CHUNK,
         DOT_TYPE=DOT_TYPES[x.dtype],
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=4,
         num_stages=1,

@@ -134,9 +134,9 @@ def chunk_states(
         TILE=tile,
         CHUNK=CHUNK,
         DOT_TYPE=DOT_TYPES[x.dtype],
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=4,
-        num_stages=1 if x.dtype == torch.float32 else 2,  # two would not fit into shared memory
+        num_stages=1 if x.dtype == torch.float32 else 2,
         pdl=pdl,
     )

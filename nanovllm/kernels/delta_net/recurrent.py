@@ -47,6 +47,7 @@ def _recurrent_kernel(
     VALUE_DIM: tl.constexpr,
     KERNEL: tl.constexpr,
     KEY_PADDED: tl.constexpr,
+    SCALE: tl.constexpr,  # of queries
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -88,7 +89,7 @@ def _recurrent_kernel(
         q = q * tl.sigmoid(q)
         k = k * tl.sigmoid(k)
         v = v * tl.sigmoid(v)
-        q = q * (inverse_length(q, AXIS=0) * KEY_DIM**-0.5)
+        q = q * (inverse_length(q, AXIS=0) * SCALE)
         k = k * inverse_length(k, AXIS=0)
         token = first + number
         beta = tl.sigmoid(tl.load(gates + token * (2 * VALUE_HEADS) + head).to(tl.float32))
@@ -154,11 +155,11 @@ def _finish_recurrent_kernel(
     store_newest_inputs(x, x, before, first, num, channel, value_inside, start, x_stride, CHANNELS, KERNEL, TAPS, False)
     if head % PER_KEY == 0:  # one of a key head's programs has its channels
         key = tl.arange(0, KEY_PADDED)
-        channel = head // PER_KEY * KEY_DIM + key
-        inside = key < KEY_DIM
-        store_newest_inputs(x, x, before, first, num, channel, inside, start, x_stride, CHANNELS, KERNEL, TAPS, False)
-        channel = KEYS + channel
-        store_newest_inputs(x, x, before, first, num, channel, inside, start, x_stride, CHANNELS, KERNEL, TAPS, False)
+        q_channel = head // PER_KEY * KEY_DIM + key
+        k_channel = KEYS + q_channel
+        known = key < KEY_DIM
+        store_newest_inputs(x, x, before, first, num, q_channel, known, start, x_stride, CHANNELS, KERNEL, TAPS, False)
+        store_newest_inputs(x, x, before, first, num, k_channel, known, start, x_stride, CHANNELS, KERNEL, TAPS, False)
 
 
 def recurrent(
@@ -202,6 +203,7 @@ def recurrent(
         *ranges,
         x.stride(0),
         state.stride(0),
+        SCALE=shape.key_dim**-0.5,
         TILE=tile,
         **options,
     )
