@@ -157,3 +157,15 @@ def test_measured_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e8 < machine.bytes_per_second < 1e13
     assert 1e7 < machine.flops_per_second < 1e15
     assert machine.row()["copy_gigabytes_per_second"] == machine.bytes_per_second / 1e9
+
+
+def test_layers_that_share_a_cache_read_it_and_only_rows_of_the_second_embedding_are_read() -> None:
+    """Gemma 4 E4B: 42 layers, seven of them of full attention, and 24 with a cache of their own."""
+    model = describe(shape_folder("gemma-4-e4b")).config
+    windowed, full = 2 * 2 * 256 * 2, 2 * 2 * 512 * 2  # bytes of one token in one layer
+    reading = of_tiny(model, bandwidth=1.0)
+    embedding, table = 262144 * 2560, 262144 * 42 * 256
+    weights = 2 * (num_parameters(model) - table)  # those of the embedding are read as the head
+    assert reading.step_seconds(1, 600) == weights + 600 * 7 * full + 512 * 35 * windowed
+    assert reading.head_seconds(1) == 2 * embedding
+    assert sum(group.num_bytes for group in model.state_groups("bfloat16")) == 4 * full + 20 * windowed
