@@ -122,7 +122,7 @@ def test_compare_transformers(cli: Cli, tiny_model: Path, weights: str) -> None:
 
 
 def test_compare_llamacpp(cli: Cli, default_model_path: Path) -> None:
-    command = ["bench", "compare-llamacpp", "--rounds", "1", "--scale", "64", *SMALL, "--json"]
+    command = ["bench", "compare-llamacpp", "--peer", "xllamacpp", "--rounds", "1", "--scale", "64", *SMALL, "--json"]
     results = document(cli(*command), "compare-llamacpp")["results"]
     cases = ["stream", "batch", "first 128", "first 512"]
     assert [(row["case"], row["round"]) for row in results] == [(case, n) for n in ("1", "median") for case in cases]
