@@ -1,6 +1,8 @@
 """The mixture of experts of DeepSeek: experts are chosen among those of the best groups."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +30,20 @@ class GroupedMoE(SharedExpertMoE):
         self._bias_of_choice: Tensor | None = None
         if "choice_bias" in self._weights:
             self._bias_of_choice = torch.empty(spec.num_experts, dtype=torch.float32, device=context.device)
+        self._in_one_launch: Callable[..., tuple[Tensor, Tensor]] | None = None
+        if context.kernels:
+            from nanovllm.kernels.moe.route_groups import route_in_groups
+
+            self._in_one_launch = partial(
+                route_in_groups,
+                top_k=spec.num_experts_per_token,
+                num_groups=spec.num_groups,
+                num_chosen_groups=spec.num_chosen_groups,
+                normalize=spec.norm_topk_prob,
+                scaling=spec.scaling,
+                dtype=context.dtype,
+                pdl=context.pdl,
+            )
 
     def slots(self) -> dict[str, Slot]:
         found = super().slots()
@@ -36,12 +52,18 @@ class GroupedMoE(SharedExpertMoE):
         return found
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, experts = choose_in_groups(self.router(x.float()), self._spec, self._bias_of_choice)
+        logits = self.router(x.float())
+        if self._in_one_launch is not None:
+            return self._in_one_launch(logits, self._bias_of_choice)
+        weights, experts = choose_in_groups(logits, self._spec, self._bias_of_choice)
         return weights.to(x.dtype), experts.int()
 
 
 def choose_in_groups(logits: Tensor, spec: "GroupedMoeSpec", bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[num_tokens, experts] -> weights and experts, [num_tokens, k]. `bias`: [experts], for the choice."""
+    """[num_tokens, experts] -> weights and experts, [num_tokens, k]. `bias`: [experts], for the choice.
+
+    kernels/moe/route_groups.py does it in one launch.
+    """
     scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(dim=-1)
     ranking = scores if bias is None else scores + bias
     if spec.num_groups > 1:

@@ -135,7 +135,8 @@ def test_backend() -> None:
 
 COMPILE = """
 from nanovllm.kernels.attention import latent_decode as module
-module.launch = compile
+from nanovllm.kernels.moe import route_groups
+module.launch = route_groups.launch = compile
 def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype)
 numbers = empty(8, dtype=torch.int32)
@@ -144,10 +145,14 @@ same["cos_sin"] = empty(4096, 64, dtype=torch.float32)
 cache, queries = empty(64, 32, 576), empty(8, 20, 256)
 module.latent_decode(empty(20, 8, 512), queries[..., 192:], cache, scale=0.1, splits=8, **same)
 module.latent_store(empty(8, 576), cache, **same)
+logits, bias = empty(8, 256, dtype=torch.float32), empty(256, dtype=torch.float32)
+how = dict(top_k=8, num_groups=8, num_chosen_groups=4, normalize=True, scaling=2.5)
+route_groups.route_in_groups(logits, bias, dtype=torch.bfloat16, pdl=True, **how)
 """
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
-    """With the sizes of GLM-4.7-Flash."""
-    found = compile_for_hopper(COMPILE, tmp_path)
-    assert [one.kernel for one in found] == ["_latent_decode_kernel", "_latent_merge_kernel", "_latent_store_kernel"]
+    """Attention with the sizes of GLM-4.7-Flash, the router with those of DeepSeek-V3."""
+    found = [one.kernel for one in compile_for_hopper(COMPILE, tmp_path)]
+    attention = ["_latent_decode_kernel", "_latent_merge_kernel", "_latent_store_kernel"]
+    assert found == [*attention, "_route_groups_kernel"]
