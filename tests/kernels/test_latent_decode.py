@@ -1,16 +1,11 @@
-"""Decode attention over latents against plain torch: output, writes to the cache, and the backend that uses it."""
+"""Decode attention over latents against plain torch: output, and writes to the cache."""
 
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.backend import CacheShape
-from nanovllm.attention.interface import Lengths
-from nanovllm.attention.latent import LatentBackend, LatentLayer
-from nanovllm.attention.latent_kernels import LatentKernelBackend
 from nanovllm.kernels.attention.latent_decode import (
     MAX_SPLITS,
     latent_decode,
@@ -19,14 +14,13 @@ from nanovllm.kernels.attention.latent_decode import (
     latent_store_reference,
     num_splits,
 )
-from tests.attention.test_backends import as_int32, geometry_of
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.support import DEVICE
 
 # from Triton 3.6's interpreter, for a loop whose bound is an argument
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
-LENGTHS = (1, 0, 17, 70, 48)  # the newest token included; 0 = padding
+LENGTHS = (1, 0, 17, 50)  # the newest token included; 0 = padding
 ROTATED, PLAIN, MAX_POSITION, BLOCK_SIZE = 16, 12, 128, 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
 
@@ -62,11 +56,7 @@ class Inputs:
 
 @pytest.mark.parametrize(
     ("heads", "latent", "block_size", "dtype", "splits"),
-    [
-        (4, 32, 16, torch.float32, 1),
-        (20, 24, 32, torch.float16, 4),
-        (40, 24, 48, torch.float32, 2),
-    ],
+    [(4, 32, 16, torch.float32, 1), (40, 24, 48, torch.float16, 4)],
 )
 def test_decode(heads: int, latent: int, block_size: int, dtype: torch.dtype, splits: int) -> None:
     inputs = Inputs(heads, latent, dtype, block_size)
@@ -93,44 +83,6 @@ def test_splits() -> None:
     assert num_splits(64, 20, num_sms=132) == 8
     assert num_splits(264, 16, num_sms=132) == 1
     assert num_splits(66, 128, num_sms=132) == 1
-
-
-def test_backend() -> None:
-    """A step of decodes that the device plans equals the same step planned on the host."""
-    heads, latent, value = 4, 24, 20
-    shape = CacheShape(
-        num_heads=heads,
-        num_kv_heads=1,
-        head_dim=latent + ROTATED,
-        block_size=BLOCK_SIZE,
-        windows=(None,),
-        dtype=torch.float32,
-        cache_dtype=torch.float32,
-        device=torch.device(DEVICE),
-    )
-    inputs = Inputs(heads, latent, torch.float32)
-    kv_b = torch.randn(heads, PLAIN + value, latent, device=DEVICE)
-    layer = LatentLayer(scale=0.2, kv_b=kv_b)
-    lengths = [length for length in LENGTHS if length]
-    qkv = torch.randn(len(lengths), heads * (PLAIN + ROTATED) + latent + ROTATED, device=DEVICE)
-    rows = inputs.rows[inputs.rows > 0]
-    blocks = {None: inputs.blocks}
-    found = []
-    for kind in (LatentBackend, LatentKernelBackend):
-        backend = kind(shape, [inputs.cos_sin], latent_size=latent, plain_size=PLAIN)
-        (cache,) = backend.make_cache({None: len(inputs.cache)})
-        cache.kv.view(inputs.cache.shape).copy_(inputs.cache.nan_to_num())
-        if isinstance(backend, LatentKernelBackend):
-            positions = as_int32(np.array(lengths) - 1)
-            step = backend.decode_step(
-                rows, positions, blocks=blocks, lengths=inputs.positions + 1, kind=Lengths.SIMILAR
-            )
-        else:
-            tables = inputs.blocks[rows.long()].cpu().numpy()
-            step = backend.prepare(geometry_of([(length - 1, 1) for length in lengths], tables, None), as_int32)
-        found.append((backend.forward(qkv, layer, cache, step), cache.kv))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 COMPILE = """
