@@ -27,7 +27,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("project", deadline=None)  # how long an example takes is the machine's business
-hypothesis.settings.load_profile("project")
+hypothesis.settings.register_profile("few", deadline=None, max_examples=5)  # for tests that run under a sanitizer
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
 EXPECTED_SKIPS = ("needs a GPU", "needs the Qwen3 tokenizer", "needs litellm", "needs instructor")
 

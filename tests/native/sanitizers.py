@@ -43,11 +43,28 @@ def sanitized_environment(sanitizers: str, cache: Path) -> dict[str, str]:
     preload = subprocess.check_output(["cc", f"-print-file-name={runtime}"], text=True).strip()
     return {
         **os.environ,
-        "CC": " ".join(["cc", "-g", *_flags(sanitizers)]),
+        "CC": str(_compiler(sanitizers, cache / "cc")),
         "LD_PRELOAD": preload,
         **OPTIONS,
         "NANOVLLM_CACHE": str(cache),
     }
+
+
+def _compiler(sanitizers: str, path: Path) -> Path:
+    """A program that compiles with sanitizers, and with -O1 instead of -O3: a quarter of the time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = " ".join(_flags(sanitizers))
+    path.write_text(
+        f"""#!/bin/sh
+for argument; do
+    shift
+    [ "$argument" = -O3 ] || set -- "$@" "$argument"
+done
+exec cc -g -O1 {flags} "$@"
+"""
+    )
+    path.chmod(0o755)
+    return path
 
 
 @functools.cache

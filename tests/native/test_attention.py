@@ -53,7 +53,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: i
     return out
 
 
-@settings(max_examples=25)
+@settings(max_examples=min(25, settings().max_examples))
 @given(
     length=st.one_of(st.integers(1, 40), st.integers(250, 530)),
     window=st.sampled_from([0, 1, 7, 100, 300]),

@@ -92,7 +92,7 @@ def multiply(weight: NativeWeight, x: Tensor, *, at_once: int = 4) -> Tensor:
     return y[:, :outputs]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=min(20, settings().max_examples))
 @given(rows=st.integers(1, 9), outputs=st.integers(1, 11), size=st.integers(1, 3), seed=st.integers(0, 1000))
 @pytest.mark.parametrize("kind", FORMS)
 def test_packed_products(kind: str, rows: int, outputs: int, size: int, seed: int) -> None:
@@ -110,7 +110,7 @@ def test_packed_products(kind: str, rows: int, outputs: int, size: int, seed: in
         assert torch.equal(multiply(weight, x, at_once=at_once), y)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=min(20, settings().max_examples))
 @given(rows=st.integers(1, 9), outputs=st.integers(1, 11), size=st.integers(1, 40), seed=st.integers(0, 1000))
 @pytest.mark.parametrize("dtype", DENSE)
 def test_dense_products(dtype: torch.dtype, rows: int, outputs: int, size: int, seed: int) -> None:

@@ -302,12 +302,10 @@ def test_where_it_is_chosen(machine: str, kernels: str, kind: type, monkeypatch:
 
 
 def test_no_access_out_of_bounds(tmp_path: Path) -> None:
-    """The products and a step with the address and undefined-behaviour sanitizers."""
-    tests = [
-        "tests/native/test_products.py",
-        "tests/native/test_step.py::test_results_do_not_depend_on_the_batch",
-    ]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
-    environment = sanitized_environment("address,undefined", cache=tmp_path)
+    """Products, attention and steps with the address and undefined-behaviour sanitizers."""
+    files = [f"tests/native/test_{name}.py" for name in ("products", "attention", "step")]
+    chosen = "products or test_attention or (depend_on_the_batch and True)"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
+    environment = sanitized_environment("address,undefined", cache=tmp_path) | {"HYPOTHESIS_PROFILE": "few"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
