@@ -32,7 +32,7 @@ KNOWN: dict[type, set[str]] = {
 }
 FORMS_MADE: dict[str, Form] = {"int4": INT4, "int8": Int8Form()}  # while loading, by the option `quantization`
 GROUP = 32  # columns that share a scale of the activations: src/products.h
-MAX_POSITIONS = 1 << 19  # of a sequence: src/step.c, PASS_SEGMENTS segments
+MAX_POSITIONS = 1 << 18  # of a sequence: src/step.c, PASS_SEGMENTS segments
 
 
 def reason_against(config: Config, model: ModelSpec, *, max_model_len: int) -> str | None:

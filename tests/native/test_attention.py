@@ -13,7 +13,7 @@ from nanovllm.native.weights import DENSE, pointer
 
 LIBRARY = library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no native library on this machine")
-SEGMENT, BLOCK, HEAD_DIM, KV_HEADS = 256, 16, 32, 2
+SEGMENT, BLOCK, HEAD_DIM, KV_HEADS = 128, 16, 32, 2
 
 
 class Attention(ctypes.Structure):

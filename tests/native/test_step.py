@@ -190,7 +190,7 @@ def test_results_do_not_depend_on_the_batch(packed: bool, kv_dtype: str, packed_
 
 
 def test_long_prompts_in_several_segments() -> None:
-    """Attention reads 256 positions at a time, and a step has parts of 256 tokens."""
+    """Attention reads 128 positions at a time, and a step has parts of 256 tokens."""
     prompt, small = prompt_of(480), {"max_model_len": 512}
     with open_llm("llama", cpu_kernels="native", **small) as native:
         whole = scores(native, [prompt])

@@ -4,7 +4,7 @@
 
 #if HAVE_SIMD
 
-enum { PART = 16, MOST_HEADS = 4 }; /* positions, which divide a block, and query heads of one KV head, at a time */
+enum { PART = 32, MOST_HEADS = 4 }; /* positions of a block, and query heads of one KV head, at a time */
 
 static float *partial_of(const Attention *a, int token, int segment, int head) {
     const int64_t index = (int64_t)(a->first_segments[token] + segment) * a->num_heads + head;
@@ -41,14 +41,15 @@ INLINE void scores_of(const Attention *a, const float *const queries[], const in
 
 /* Turn scores into weights relative to the largest score so far; what the sums so far are multiplied with. */
 INLINE float weights_of(float scores[PART], int count, float *most, float *total) {
-    const float before = *most;
-    for (int p = 0; p < count; p++) *most = scores[p] > *most ? scores[p] : *most;
     for (int p = count; p < PART; p++) scores[p] = -INFINITY;
-    for (int p = 0; p < PART; p += 4) store(scores + p, exponential(load(scores + p) - splat(*most)));
+    f32x4 largest = splat(*most), sum = splat(0);
+    for (int p = 0; p < PART; p += 4) largest = larger(largest, load(scores + p));
+    const float before = *most, now = largest_of(largest);
+    for (int p = 0; p < PART; p += 4) store(scores + p, exponential(load(scores + p) - splat(now)));
     for (int p = count; p < PART; p++) scores[p] = 0;
-    f32x4 sum = splat(0);
     for (int p = 0; p < PART; p += 4) sum += load(scores + p);
-    const float decay = exponential(splat(before - *most))[0];
+    const float decay = exponential(splat(before - now))[0];
+    *most = now;
     *total = *total * decay + sum_of(sum);
     return decay;
 }
@@ -116,6 +117,7 @@ void attend_segment(const Attention *a, int token, int kv_head, int segment) {
         const int64_t block = blocks[position / size];
         const int64_t at = ((block * a->num_kv_heads + kv_head) * size + position % size) * dim;
         count = PART - position % PART;
+        if (count > size - position % size) count = size - position % size;
         if (count > end - position) count = end - position;
         for (int first = 0; first < heads; first += MOST_HEADS) {
             const int here = heads - first < MOST_HEADS ? heads - first : MOST_HEADS;

@@ -2,7 +2,7 @@
 #pragma once
 #include "floats.h"
 
-enum { SEGMENT = 256 }; /* positions that one chunk of work reads: a fixed number, so that results do not depend on the batch */
+enum { SEGMENT = 128 }; /* positions that one chunk of work reads: a fixed number, so that results do not depend on the batch */
 
 typedef struct {
     int num_heads, num_kv_heads, head_dim, block_size;

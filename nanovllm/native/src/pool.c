@@ -1,9 +1,10 @@
-// A pool of threads. The chunks of a run are handed out by an atomic counter and counted when they are finished. No
-// thread waits for a thread that has no chunk: a worker that the system does not schedule delays nobody, and finds
-// nothing to do when it comes late.
+// A pool of threads. The chunks of a run are divided into one range for each thread, in which it takes one chunk after
+// the other: neighbours in memory, which the CPU loads ahead of time. A thread whose range is done takes from those of
+// others. Chunks are counted when they are finished. No thread waits for a thread that has no chunk: a worker that the
+// system does not schedule delays nobody, and finds nothing to do when it comes late.
 //
-// The job (`work`, `arg`, `num_chunks`) needs no lock. It is written only when no chunk is left unfinished, before
-// `remaining` is set; and read only after a chunk was taken from `remaining`, which keeps the run unfinished.
+// The job (`work`, `arg`, `num_chunks`) needs no lock. It is written only when no chunk is left unfinished, before any
+// `remaining` is set; and read only after a chunk was taken from a `remaining`, which keeps the run unfinished.
 #define _POSIX_C_SOURCE 200809L
 #include "pool.h"
 
@@ -17,11 +18,16 @@
 // How long a thread waits awake before it sleeps. Longer than the gaps between the runs of one step.
 enum { SPIN_NANOSECONDS = 50 * 1000, CACHE_LINE = 64 };
 
+typedef struct {
+    _Alignas(CACHE_LINE) atomic_int remaining;  // chunks of its range that nobody has taken; at most 0: none
+    struct Pool *pool;
+    pthread_t thread;
+} Thread;
+
 struct Pool {
     void (*work)(void *arg, int chunk);
     void *arg;
     int num_chunks;
-    _Alignas(CACHE_LINE) atomic_int remaining;   // chunks that nobody has taken; at most 0: none
     _Alignas(CACHE_LINE) atomic_int unfinished;  // chunks whose call has not returned
     // Each sleeper announces itself before it looks at its counter a last time; who changes the counter looks for
     // sleepers afterwards. All four are sequentially consistent, so that one of the two sees the other.
@@ -31,8 +37,9 @@ struct Pool {
     pthread_mutex_t mutex;
     pthread_cond_t work_arrived;
     pthread_cond_t work_finished;
-    int num_workers;
-    pthread_t workers[];
+    int num_threads;   // the caller, who is the first, and the workers that were asked for
+    int num_workers;   // that could be started
+    Thread threads[];
 };
 
 static long long nanoseconds(void) {
@@ -49,7 +56,11 @@ static void relax(void) {
 #endif
 }
 
-static bool has_work(Pool *pool) { return atomic_load(&pool->remaining) > 0 || atomic_load(&pool->stop); }
+static bool has_work(Pool *pool) {
+    for (int i = 0; i < pool->num_threads; i++)
+        if (atomic_load(&pool->threads[i].remaining) > 0) return true;
+    return atomic_load(&pool->stop);
+}
 
 static bool has_finished(Pool *pool) { return atomic_load(&pool->unfinished) == 0; }
 
@@ -70,15 +81,26 @@ static void wake(Pool *pool, pthread_cond_t *sleepers) {
     pthread_mutex_unlock(&pool->mutex);
 }
 
-// Take chunks and work on them until none is left.
-static void work_on_chunks(Pool *pool) {
-    while (atomic_load(&pool->remaining) > 0) {
-        int left = atomic_fetch_sub(&pool->remaining, 1);
+// The first chunk of a range.
+static int range_begin(const Pool *pool, int range) {
+    return (int)((long long)pool->num_chunks * range / pool->num_threads);
+}
+
+// Work on the chunks of a range until none is left.
+static void work_on_range(Pool *pool, int range) {
+    atomic_int *remaining = &pool->threads[range].remaining;
+    while (atomic_load(remaining) > 0) {
+        int left = atomic_fetch_sub(remaining, 1);
         if (left <= 0) return;
-        pool->work(pool->arg, pool->num_chunks - left);
+        pool->work(pool->arg, range_begin(pool, range + 1) - left);
         bool last = atomic_fetch_sub(&pool->unfinished, 1) == 1;
         if (last && atomic_load(&pool->sleeping_caller)) wake(pool, &pool->work_finished);
     }
+}
+
+// Work on the own range first, then on all others.
+static void work_on_chunks(Pool *pool, int own) {
+    for (int i = 0; i < pool->num_threads; i++) work_on_range(pool, (own + i) % pool->num_threads);
 }
 
 static void sleep_until_work(Pool *pool) {
@@ -98,28 +120,31 @@ static void sleep_until_finished(Pool *pool) {
 }
 
 static void *worker(void *argument) {
-    Pool *pool = argument;
+    Thread *self = argument;
+    Pool *pool = self->pool;
     while (!atomic_load(&pool->stop)) {
-        work_on_chunks(pool);
+        work_on_chunks(pool, (int)(self - pool->threads));
         if (!spin_until(has_work, pool)) sleep_until_work(pool);
     }
     return NULL;
 }
 
 Pool *pool_create(int num_threads) {
-    int num_workers = num_threads > 1 ? num_threads - 1 : 0;
-    size_t size = sizeof(Pool) + (size_t)num_workers * sizeof(pthread_t);
+    if (num_threads < 1) num_threads = 1;
+    size_t size = sizeof(Pool) + (size_t)num_threads * sizeof(Thread);
     Pool *pool = aligned_alloc(CACHE_LINE, (size + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE);
     if (!pool) return NULL;
-    *pool = (Pool){.num_workers = 0};
+    *pool = (Pool){.num_threads = num_threads};
+    for (int i = 0; i < num_threads; i++) pool->threads[i] = (Thread){.pool = pool};
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->work_arrived, NULL);
     pthread_cond_init(&pool->work_finished, NULL);
     sigset_t all, before;  // workers block all signals, so that Ctrl-C interrupts the main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (pool->num_workers < num_workers) {
-        if (pthread_create(&pool->workers[pool->num_workers], NULL, worker, pool) != 0) break;
+    while (pool->num_workers < num_threads - 1) {
+        Thread *next = &pool->threads[pool->num_workers + 1];
+        if (pthread_create(&next->thread, NULL, worker, next) != 0) break;
         pool->num_workers++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -137,16 +162,17 @@ void pool_run(Pool *pool, void (*work)(void *arg, int chunk), void *arg, int num
     pool->arg = arg;
     pool->num_chunks = num_chunks;
     atomic_store(&pool->unfinished, num_chunks);
-    atomic_store(&pool->remaining, num_chunks);
+    for (int i = 0; i < pool->num_threads; i++)
+        atomic_store(&pool->threads[i].remaining, range_begin(pool, i + 1) - range_begin(pool, i));
     if (atomic_load(&pool->sleeping_workers) > 0) wake(pool, &pool->work_arrived);
-    work_on_chunks(pool);
+    work_on_chunks(pool, 0);
     if (!spin_until(has_finished, pool)) sleep_until_finished(pool);
 }
 
 void pool_destroy(Pool *pool) {
     atomic_store(&pool->stop, true);
     wake(pool, &pool->work_arrived);
-    for (int i = 0; i < pool->num_workers; i++) pthread_join(pool->workers[i], NULL);
+    for (int i = 1; i <= pool->num_workers; i++) pthread_join(pool->threads[i].thread, NULL);
     pthread_cond_destroy(&pool->work_finished);
     pthread_cond_destroy(&pool->work_arrived);
     pthread_mutex_destroy(&pool->mutex);

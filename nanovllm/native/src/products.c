@@ -36,6 +36,7 @@ INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, 
     int64_t at = (int64_t)tile * (groups / groups_per_scale) * scale_step;
     int left = groups_per_scale; /* groups with the scale at `at` */
     f32x4 sum[MOST_ROWS];
+#pragma GCC unroll 8
     for (int m = 0; m < count; m++) sum[m] = splat(0);
     for (int g = 0; g < groups; g++, codes += code_bytes, x += GROUP) {
         s8x16 part[8];
@@ -60,9 +61,11 @@ INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, 
             if (type == INT8_BY_16) sum[m] = multiply_add(sum[m], as_floats(dot), scale * x_scale);
             sum[m] = multiply_add(sum[m], as_floats(other), second * x_scale);
             if (has_minima) sum[m] = multiply_add(sum[m], -minimum, splat(x_sums[m * groups + g]));
+            if (m % 4 == 3) __asm__ volatile("" ::: "memory"); /* more rows at the same time would need more registers */
         }
         if (--left == 0) left = groups_per_scale, at += scale_step;
     }
+#pragma GCC unroll 8
     for (int m = 0; m < count; m++) store(y[m], sum[m]);
 }
 
