@@ -55,8 +55,8 @@ INLINE float weights_of(float scores[PART], int count, float *most, float *total
 }
 
 /* Add PART or fewer positions to the weighted values, largest scores and sums of `heads` query heads. */
-INLINE void add_part(const Attention *a, const float *const queries[], float *const states[], const int heads, int64_t at,
-                     int count, const int type) {
+INLINE void add_part(const Attention *a, const float *const queries[], float *const states[], const int heads,
+                     int64_t at, int count, const int type) {
     const int dim = a->head_dim;
     float weights[MOST_HEADS][PART], decay[MOST_HEADS];
     scores_of(a, queries, heads, at, count, type, weights);
@@ -143,7 +143,8 @@ void attend_merge(const Attention *a, int token, float *out) {
             const float *state = partial_of(a, token, s, head);
             const float weight = exponential(splat(state[dim] - most))[0];
             total = fmaf(state[dim + 1], weight, total);
-            for (int d = 0; d < dim; d += 4) store(out + d, multiply_add(load(out + d), load(state + d), splat(weight)));
+            for (int d = 0; d < dim; d += 4)
+                store(out + d, multiply_add(load(out + d), load(state + d), splat(weight)));
         }
         const f32x4 inverse = splat(1.0f / total);
         for (int d = 0; d < dim; d += 4) store(out + d, load(out + d) * inverse);

@@ -2,7 +2,8 @@
 #pragma once
 #include "floats.h"
 
-enum { SEGMENT = 128 }; /* positions that one chunk of work reads: a fixed number, so that results do not depend on the batch */
+/* Positions that one chunk of work reads: a fixed number, so that results do not depend on the batch. */
+enum { SEGMENT = 128 };
 
 typedef struct {
     int num_heads, num_kv_heads, head_dim, block_size;

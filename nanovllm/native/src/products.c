@@ -46,7 +46,8 @@ INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, 
         if (has_minima) minimum = load_scales(w->minima, at, half_scales);
 #pragma GCC unroll 8
         for (int m = 0; m < count; m++) {
-            const s8x16 low = load_bytes(x + (int64_t)m * in->columns), high = load_bytes(x + (int64_t)m * in->columns + 16);
+            const int8_t *row = x + (int64_t)m * in->columns;
+            const s8x16 low = load_bytes(row), high = load_bytes(row + 16);
             const f32x4 x_scale = splat(x_scales[m * groups + g]);
             s32x4 dot = start(), other = start();
             dot = DOT_LANE(dot, part[0], low, 0);
@@ -61,7 +62,7 @@ INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, 
             if (type == INT8_BY_16) sum[m] = multiply_add(sum[m], as_floats(dot), scale * x_scale);
             sum[m] = multiply_add(sum[m], as_floats(other), second * x_scale);
             if (has_minima) sum[m] = multiply_add(sum[m], -minimum, splat(x_sums[m * groups + g]));
-            if (m % 4 == 3) __asm__ volatile("" ::: "memory"); /* more rows at the same time would need more registers */
+            if (m % 4 == 3) __asm__ volatile("" ::: "memory"); /* there are no registers for more rows at once */
         }
         if (--left == 0) left = groups_per_scale, at += scale_step;
     }

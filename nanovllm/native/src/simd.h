@@ -1,4 +1,4 @@
-/* Vectors of 128 bits: four floats, four 32-bit integers, sixteen bytes. On Arm with dotprod, and x86 with AVX2 and FMA. */
+/* Vectors of 128 bits: four floats, four 32-bit integers, sixteen bytes. On Arm with dotprod, x86 with AVX2 and FMA. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -16,7 +16,9 @@ typedef uint8_t u8x16 __attribute__((vector_size(16)));
 #include <arm_neon.h>
 #define HAVE_SIMD 1
 
-INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) { return (f32x4)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b); }
+INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) {
+    return (f32x4)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+}
 INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)vcvtnq_s32_f32((float32x4_t)x); }
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)vabsq_f32((float32x4_t)a); }
@@ -33,12 +35,16 @@ INLINE f32x4 sums_of(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
 #include <immintrin.h>
 #define HAVE_SIMD 1
 
-INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) { return (f32x4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)sum); }
+INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) {
+    return (f32x4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)sum);
+}
 INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)_mm_cvtps_epi32((__m128)x); }
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)_mm_max_ps((__m128)a, (__m128)b); }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)_mm_andnot_ps(_mm_set1_ps(-0.0f), (__m128)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
-INLINE void store_halves(uint16_t *p, f32x4 x) { _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT)); }
+INLINE void store_halves(uint16_t *p, f32x4 x) {
+    _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT));
+}
 INLINE f32x4 sums_of(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
     return (f32x4)_mm_hadd_ps(_mm_hadd_ps((__m128)a, (__m128)b), _mm_hadd_ps((__m128)c, (__m128)d));
 }

@@ -179,7 +179,8 @@ typedef struct {
     Inputs in;
 } Product;
 
-static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE], float up[][TILE]) {
+static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE],
+                        float up[][TILE]) {
     const int rows = job->matrices[which]->rows, at = tile * TILE;
     const int width = rows - at < TILE ? rows - at : TILE;
     for (int m = 0; m < count; m++) {
@@ -197,7 +198,8 @@ static void product_chunk(void *argument, int chunk) {
         count = left >= MOST_ROWS ? MOST_ROWS : left < 4 ? left : 4;
         int which = 0, tile = chunk * job->tiles_per_chunk;
         for (int i = 0; i < job->tiles_per_chunk; i++, tile++) {
-            while (which < num_outputs && tile >= num_tiles(job->matrices[which])) tile -= num_tiles(job->matrices[which++]);
+            while (which < num_outputs && tile >= num_tiles(job->matrices[which]))
+                tile -= num_tiles(job->matrices[which++]);
             if (which == num_outputs) break;
             float y[MOST_ROWS][TILE], up[MOST_ROWS][TILE];
             product_tile(job->matrices[which], &job->in, tile, first, count, y);
@@ -280,7 +282,8 @@ static void merge_chunk(void *argument, int row) {
     attend_merge(&p->attention, token, p->e->mixed.x + (int64_t)row * size);
     if (is_packed(&p->layer->o)) round_inputs(&p->e->mixed, row, size);
     if (p->wanted)
-        memcpy(p->x + (int64_t)row * m->hidden, p->e->residual + (int64_t)token * m->hidden, (size_t)m->hidden * sizeof(float));
+        memcpy(p->x + (int64_t)row * m->hidden, p->e->residual + (int64_t)token * m->hidden,
+               (size_t)m->hidden * sizeof(float));
 }
 
 static void round_activated(void *argument, int row) {
@@ -307,7 +310,8 @@ static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *i
 static void run_mlp(Pass *p) {
     const Layer *layer = p->layer;
     const Matrix *const weights[] = {&layer->gate, &layer->up, &layer->down};
-    norm_rows(p->e, p->x, p->num_rows, layer->ffn_norm, p->e->model.eps, is_packed(&layer->gate) || is_packed(&layer->up));
+    const int rounds = is_packed(&layer->gate) || is_packed(&layer->up);
+    norm_rows(p->e, p->x, p->num_rows, layer->ffn_norm, p->e->model.eps, rounds);
     gated_product(p, weights, &p->e->normed, p->num_rows, p->x, ADD);
 }
 
@@ -370,7 +374,8 @@ static void run_experts(Pass *p) {
     const Layer *layer = p->layer;
     const Model *m = &e->model;
     norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, 1);
-    Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE, 0, inputs_of(&e->normed, p->num_rows, m->hidden)};
+    Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE, 0,
+                      inputs_of(&e->normed, p->num_rows, m->hidden)};
     run_product(e, ROUTING, &router);
     run(e, ROUTING, route_chunk, p, p->num_rows);
     for (int expert = 0; expert < m->num_experts; expert++) {
@@ -391,8 +396,8 @@ static void run_layer(Pass *p) {
     const int rounds = is_packed(&layer->q) || is_packed(&layer->k) || is_packed(&layer->v);
 
     norm_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, rounds);
-    Product qkv = {{&layer->q, &layer->k, &layer->v}, {e->qkv, e->qkv + heads, e->qkv + heads + keys}, qkv_size(m), 3, STORE, 0,
-                   inputs_of(&e->normed, p->num_tokens, m->hidden)};
+    Product qkv = {{&layer->q, &layer->k, &layer->v}, {e->qkv, e->qkv + heads, e->qkv + heads + keys}, qkv_size(m), 3,
+                   STORE, 0, inputs_of(&e->normed, p->num_tokens, m->hidden)};
     run_product(e, QKV, &qkv);
     p->attention.keys = layer->keys;
     p->attention.values = layer->values;
@@ -431,8 +436,9 @@ static int begin_pass(Pass *p, const Step *step, int first) {
     p->num_tokens = count;
     p->num_segments = segments;
     p->attention = (Attention){
-        .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads, .head_dim = m->head_dim, .block_size = m->block_size,
-        .scale = m->scale, .type = m->kv_type, .queries = e->qkv, .query_stride = qkv_size(m), .positions = p->positions,
+        .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads, .head_dim = m->head_dim,
+        .block_size = m->block_size, .scale = m->scale, .type = m->kv_type,
+        .queries = e->qkv, .query_stride = qkv_size(m), .positions = p->positions,
         .tables = e->tables, .first_segments = e->first_segments, .partial = e->partial,
     };
     return count;
@@ -471,7 +477,8 @@ void engine_step(Engine *e, const Step *step) {
             }
             run_layer(&pass);
         }
-        memcpy(step->hidden + (int64_t)num_done * m->hidden, e->last, (size_t)pass.num_rows * m->hidden * sizeof(float));
+        memcpy(step->hidden + (int64_t)num_done * m->hidden, e->last,
+               (size_t)pass.num_rows * m->hidden * sizeof(float));
         num_done += pass.num_rows;
         first += count;
     }
