@@ -40,7 +40,7 @@ NAME_WIDTH = 60
 # A kernel is of the first kind whose pattern matches its name.
 KINDS = {
     "copy": r"memcpy|memset",
-    "attention": r"attention|attn|flash|fmha|decode|prefill|_plan_kernel",
+    "attention": r"attention|attn|flash|fmha|decode|prefill|latent|_plan_kernel",
     "linear": "|".join(["gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitk", *linear_symbols()]),
     "delta net, convolution": r"_recurrent_kernel|_conv_\w+_kernel|_chunk_\w+_kernel|_norm_heads_kernel",
     "sampling": r"sample|_cut_kernel|argmax|logit",

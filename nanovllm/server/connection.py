@@ -104,8 +104,11 @@ class Connection(H11Protocol):
 
     def _has_unread_data(self) -> bool:
         """Whether the socket has data, or its end, that the event loop has not read yet."""
+        socket = self.transport.get_extra_info("socket")
+        if socket is None:  # a TLS connection that was lost, which the event loop will report
+            return False
         poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        poll.register(socket.fileno(), select.POLLIN)
         return bool(poll.poll(0))
 
     def _start_keep_alive_timer(self) -> None:

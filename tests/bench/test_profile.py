@@ -66,6 +66,7 @@ OURS = {
     "attention": [
         "_decode_kernel",
         "_decode_tables_kernel",
+        *("_latent_decode_kernel", "_latent_merge_kernel", "_latent_store_kernel"),
         "_long_prefill_kernel",
         "_plan_kernel",
         "_prefill_kernel",
@@ -83,7 +84,7 @@ OURS = {
     "sampling": ["_cut_kernel", "_sample_kernel"],
     "norm, rotation, activation": [
         *("_embed_kernel", "_group_kernel", "_rms_norm_kernel", "_rope_store_kernel", "_round_inputs_kernel"),
-        *("_route_kernel", "_scatter_kernel", "_silu_and_mul_kernel", "_sum_kernel"),
+        *("_route_groups_kernel", "_route_kernel", "_scatter_kernel", "_silu_and_mul_kernel", "_sum_kernel"),
     ],
 }
 

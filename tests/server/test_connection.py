@@ -1,9 +1,14 @@
-"""The bytes of a response are those that h11 would write, for all kinds of requests."""
+"""The bytes of a response are those that h11 would write, for all kinds of requests; a connection that was lost."""
+
+import asyncio
+from typing import Any
 
 import h11
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
-from nanovllm.server.connection import ChunkedSender
+from nanovllm.server.connection import ChunkedSender, Connection
 
 REQUESTS = {
     "GET": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -48,3 +53,32 @@ def test_errors_are_those_of_h11() -> None:
     connection = ChunkedSender(h11.SERVER)
     with pytest.raises(h11.LocalProtocolError):
         connection.send(h11.Data(data=b"before there is a request"))
+
+
+class LostTransport(asyncio.Transport):
+    """As that of a TLS connection that was lost: it has no socket, and does not say that it is closed."""
+
+    closed = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_lost_tls_connection_does_not_disturb_the_shutdown() -> None:
+    async def shut_down() -> bool:
+        config = uvicorn.Config(lambda scope: None, lifespan="off")
+        config.load()
+        connection = Connection(config, ServerState(), {}, header_timeout=5.0, max_head_bytes=1 << 16)
+        transport = LostTransport()
+        connection.connection_made(transport)
+        connection.shutdown()
+        connection.connection_lost(None)
+        return transport.closed
+
+    assert asyncio.run(shut_down())
