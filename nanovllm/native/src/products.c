@@ -183,21 +183,24 @@ void matrix_row(const Matrix *w, int row, float *out) {
     }
 }
 
+/* A group of a row: 4 bytes for each 4 columns, or with 4 bits 4 bytes for 4 columns and those 16 columns later. */
+static void pack_group(const uint8_t *from, int bits, uint8_t *to) {
+    uint8_t halves[16];
+    for (int i = 0; bits == 4 && i < 8; i++) { /* byte i has columns 2 i and 2 i + 1 */
+        halves[2 * i] = (uint8_t)((from[i] & 15) | from[i + 8] << 4);
+        halves[2 * i + 1] = (uint8_t)(from[i] >> 4 | (from[i + 8] & 0xF0));
+    }
+    const uint8_t *bytes = bits == 4 ? halves : from;
+    for (int i = 0; i < GROUP * bits / 8; i += 4) memcpy(to + i * TILE, bytes + i, 4);
+}
+
 void pack_codes(const uint8_t *codes, int rows, int columns, int bits, uint8_t *out) {
-    const int64_t row_bytes = (int64_t)columns * bits / 8;
-    memset(out, 0, (size_t)((rows + TILE - 1) / TILE * TILE * row_bytes));
+    const int64_t row_bytes = (int64_t)columns * bits / 8, group_bytes = GROUP * bits / 8;
+    memset(out + rows / TILE * TILE * row_bytes, 0, rows % TILE ? (size_t)(TILE * row_bytes) : 0);
     for (int row = 0; row < rows; row++) {
         const uint8_t *from = codes + row * row_bytes;
         uint8_t *tile = out + row / TILE * TILE * row_bytes + row % TILE * 4;
-        for (int c = 0; c < columns; c++) {
-            const int i = c % GROUP;
-            if (bits == 4) {
-                const int code = c % 2 ? from[c / 2] >> 4 : from[c / 2] & 15;
-                tile[c / GROUP * 64 + i % 16 / 4 * 16 + i % 4] |= (uint8_t)(i < 16 ? code : code << 4);
-            } else {
-                tile[c / GROUP * 128 + i / 4 * 16 + i % 4] = from[c];
-            }
-        }
+        for (int64_t at = 0; at < row_bytes; at += group_bytes) pack_group(from + at, bits, tile + at * TILE);
     }
 }
 
