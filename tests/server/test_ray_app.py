@@ -102,14 +102,14 @@ def served() -> Iterator[Application]:
 
 def test_it_responds_as_the_engine_does(served: Application) -> None:
     with open_llm(TEXT_MODEL, **OPTIONS) as llm:
-        params = SamplingParams(temperature=0, max_tokens=12)
+        params = SamplingParams(temperature=0, max_tokens=32)
         expected = llm.chat(HELLO["messages"], params, use_tqdm=False)[0]["text"]
     with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
-        whole = client.chat.completions.create(model="tiny", max_tokens=12, **HELLO)
-        parts = list(client.chat.completions.create(model="tiny", max_tokens=12, stream=True, **HELLO))
+        whole = client.chat.completions.create(model="tiny", max_tokens=32, **HELLO)
+        parts = list(client.chat.completions.create(model="tiny", max_tokens=32, stream=True, **HELLO))
         assert whole.choices[0].message.content == expected
-        assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == expected
-        assert len(parts) > 5
+        texts = [part.choices[0].delta.content for part in parts if part.choices and part.choices[0].delta.content]
+        assert "".join(texts) == expected and len(texts) > 1  # a slow reader gets several tokens at once
         several = client.completions.create(model="tiny", prompt=["a b", "c d", "e f"] * 4, max_tokens=5)
         assert len(several.choices) == 12
         vectors = client.embeddings.create(model="tiny", input=["one", "two"]).data
