@@ -129,7 +129,7 @@ class Roofline:
 
     @cached_property
     def _attention(self) -> list[AttentionSpec]:
-        """Of every layer that has attention; one that shares keys and values reads as many as the one that has them."""
+        """The attention of every layer that has one. A layer that shares the KV of an earlier one reads as much."""
         mixers = [layer.mixer for layer in self.model.layers]
         mixers = [mixer.attention if isinstance(mixer, SharedKvAttentionSpec) else mixer for mixer in mixers]
         return [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]

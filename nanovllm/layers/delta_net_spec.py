@@ -50,7 +50,7 @@ class DeltaNetSpec:
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: all queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def weights(self) -> dict[str, Weight]:

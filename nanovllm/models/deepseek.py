@@ -77,7 +77,7 @@ def _attention(raw: dict[str, Any], own: AttentionSpec) -> LatentAttentionSpec:
 
 
 def _score_factor(raw: dict[str, Any]) -> float:
-    """Of the scores, in a model whose context was extended."""
+    """What YaRN multiplies the attention scores with; 1 in a model whose context was not extended."""
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     weight = rope.get("mscale_all_dim")
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not weight:

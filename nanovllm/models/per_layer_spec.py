@@ -18,7 +18,7 @@ class PerLayerSpec:
 
     @property
     def width(self) -> int:
-        """Of the inputs of all layers."""
+        """Columns of the table: the inputs of all layers, side by side."""
         return self.num_layers * self.size
 
     def table(self) -> Weight:
@@ -26,11 +26,11 @@ class PerLayerSpec:
         return Weight(("model.embed_tokens_per_layer.weight",), (vocab,), Dim(self.width))
 
     def projection(self) -> Weight:
-        """Of the embedded tokens, to what is added to the rows of the table."""
+        """Projects an embedded token to as many numbers, which are added to its row of the table."""
         return Weight(("weight",), (Dim(self.width),), Dim(self.hidden_size), packable=True)
 
     def norm(self) -> Weight:
-        """After the projection, of each layer's part."""
+        """The norm after the projection, of one layer's part at a time."""
         return norm_weight(self.size)
 
     def weights(self) -> Iterator[tuple[str, Weight]]:

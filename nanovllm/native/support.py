@@ -8,6 +8,7 @@ from nanovllm.config import Config
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.models.spec import ModelSpec
+from nanovllm.native import GROUP
 from nanovllm.weights.forms import INT4, Form, GroupForm, Int8Form
 
 # The fields of specs that the step knows, or that do not concern it. Where another one is not at its default, the model
@@ -31,7 +32,6 @@ KNOWN: dict[type, set[str]] = {
     },
 }
 FORMS_MADE: dict[str, Form] = {"int4": INT4, "int8": Int8Form()}  # while loading, by the option `quantization`
-GROUP = 32  # columns that share a scale of the activations: src/products.h
 MAX_POSITIONS = 1 << 18  # of a sequence: src/step.c, PASS_SEGMENTS segments
 
 

@@ -10,11 +10,11 @@ from nanovllm.checkpoint.packed.groups import quantize_groups
 from nanovllm.checkpoint.packed.int8 import Int8Tensor
 from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.checkpoint.stored import Index, Part, Stored
+from nanovllm.native import GROUP
 from nanovllm.weights.forms import Form, GroupForm
 from nanovllm.weights.int8 import quantize_rows
 
 TILE = 4  # rows of a packed weight that are interleaved
-GROUP = 32  # columns that share a scale of the activations
 DENSE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT4, INT8, INT8_BY_16 = 3, 4, 5
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ class DeltaNetShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: all queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
