@@ -272,6 +272,8 @@ EVEN_FAMILIES = {
     "gpt-oss-wide": replace(
         FAMILIES["gpt-oss"], settings={**GPT_OSS, "intermediate_size": 64}, heads=(4, 2), sharded=False
     ),
+    # With 64 columns and a multiple of them, which the words of packed weights fill.
+    "qwen3-wide": Family("qwen3", {"intermediate_size": 128}),
     # With experts of 64 rows and columns, which groups of 32 divide.
     "qwen3-moe-wide": Family("qwen3_moe", {**MOE, "moe_intermediate_size": 64, "norm_topk_prob": True}),
 }

@@ -166,9 +166,16 @@ def packed_kernels_serve(*weights: StoredWeight) -> bool:
     return all(served)
 
 
-def choose_experts(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """[num_tokens, experts] -> weights and experts, [num_tokens, top_k]; kernels/moe/route.py does it in one launch."""
+def choose_experts(
+    logits: Tensor, top_k: int, *, normalize: bool, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """[num_tokens, experts] -> weights and experts, [num_tokens, top_k]; kernels/moe/route.py does it in one launch.
+
+    `factors`: [experts], multiplied with the weights at the end.
+    """
     weights, experts = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if factors is not None:
+        weights = weights * factors.float()[experts]
     return weights.to(logits.dtype), experts

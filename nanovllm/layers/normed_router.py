@@ -31,5 +31,5 @@ class NormedRouterMoE(MoE):
         self._norm.finish_loading()
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, experts = super()._route(self._norm(x) * self._scale)
-        return weights * self._factors[experts], experts
+        logits = self.router(self._norm(x) * self._scale)
+        return self._choose(logits, self.num_experts_per_token, normalize=self.norm_topk_prob, factors=self._factors)

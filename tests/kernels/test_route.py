@@ -1,5 +1,7 @@
 """The MoE router in one launch against sorting all experts."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,9 +11,9 @@ from tests.kernels.support import DEVICE
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-def check(logits: torch.Tensor, top_k: int, *, normalize: bool, pdl: bool = False) -> None:
-    weights, experts = route(logits, top_k, normalize=normalize, pdl=pdl)
-    expected_weights, expected_experts = route_reference(logits, top_k, normalize=normalize)
+def check(logits: torch.Tensor, top_k: int, *, pdl: bool = False, **options: Any) -> None:
+    weights, experts = route(logits, top_k, pdl=pdl, **options)
+    expected_weights, expected_experts = route_reference(logits, top_k, **options)
     assert torch.equal(experts.long(), expected_experts)
     assert weights.dtype == logits.dtype
     torch.testing.assert_close(weights, expected_weights, rtol=TOLERANCE[logits.dtype], atol=1e-7)
@@ -26,6 +28,8 @@ def test_against_sorting(num_tokens: int, num_experts: int, top_k: int, normaliz
     generator = torch.Generator().manual_seed(num_experts)
     logits = (torch.randn(num_tokens, num_experts, generator=generator) * 3).to(dtype).to(DEVICE)
     check(logits, top_k, normalize=normalize)
+    factors = torch.randn(num_experts, generator=generator).to(dtype).to(DEVICE)
+    check(logits, top_k, normalize=normalize, factors=factors)
 
 
 def test_of_equals_the_first_comes_first() -> None:

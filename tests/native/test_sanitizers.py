@@ -17,6 +17,7 @@ int main(void) {
     pthread_create(&thread, NULL, add, NULL);
     x++;
     pthread_join(thread, NULL);
+    return x - 2; /* a variable that is never read could be left out */
 }
 """
 OUT_OF_BOUNDS = """

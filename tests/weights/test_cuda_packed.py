@@ -60,7 +60,7 @@ def test_a_packed_gguf_file(tmp_path: Path) -> None:
 
 
 def test_deterministic(tmp_path: Path) -> None:
-    files = write("awq", tmp_path)
+    files = test_groups.write("awq", tmp_path, "qwen3-wide")
     with open_llm(files.packed, device="cuda", deterministic=True, dtype="bfloat16") as llm:
         together = llm.generate(PROMPTS, greedy_params(10), use_tqdm=False)
         alone = [llm.generate([prompt], greedy_params(10), use_tqdm=False)[0] for prompt in PROMPTS]
@@ -69,5 +69,5 @@ def test_deterministic(tmp_path: Path) -> None:
 
 def test_deterministic_is_refused(tmp_path: Path) -> None:
     files = write("gptq ordered", tmp_path)
-    with pytest.raises(ConfigError, match="deterministic=True: no deterministic kernel computes int4_groups weights"):
+    with pytest.raises(ConfigError, match="deterministic=True: no deterministic kernel computes stacked weights"):
         open_llm(files.packed, device="cuda", deterministic=True, dtype="bfloat16")

@@ -8,19 +8,27 @@ from torch import Tensor
 from nanovllm.kernels.launch import launch, next_power_of_2
 
 
-def route_reference(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Weights and experts [T, top_k], the most likely first; among equals the lowest expert first."""
+def route_reference(
+    logits: Tensor, top_k: int, *, normalize: bool, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights and experts [T, top_k], the most likely first; among equals the lowest expert first.
+
+    `factors`: [experts], multiplied with the weights at the end.
+    """
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices
     experts = order[:, :top_k]
     weights = logits.float().softmax(dim=-1).gather(1, experts)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if factors is not None:
+        weights = weights * factors.float()[experts]
     return weights.to(logits.dtype), experts
 
 
 @triton.jit
 def _route_kernel(
     logits_ptr,  # [T, NUM_EXPERTS]
+    factors_ptr,  # [NUM_EXPERTS], or None
     weights_ptr,  # [T, TOP_K]
     experts_ptr,  # [T, TOP_K]
     NUM_EXPERTS: tl.constexpr,
@@ -48,12 +56,17 @@ def _route_kernel(
         logits = tl.where(expert == index, float("-inf"), logits)
     if NORMALIZE:
         weights = weights / tl.sum(weights, 0)
+    if factors_ptr is not None:
+        known = (chosen >= 0) & (chosen < NUM_EXPERTS)  # not so for logits that are no numbers
+        weights *= tl.load(factors_ptr + chosen, mask=known, other=0.0).to(tl.float32)
     offsets = token * TOP_K + choice
     tl.store(weights_ptr + offsets, weights.to(weights_ptr.dtype.element_ty), mask=choice < TOP_K)
     tl.store(experts_ptr + offsets, chosen, mask=choice < TOP_K)
 
 
-def route(logits: Tensor, top_k: int, *, normalize: bool, pdl: bool = False) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, top_k: int, *, normalize: bool, factors: Tensor | None = None, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
     """Weights of logits' type and experts as int32, both [T, top_k]; see the reference."""
     num_tokens, num_experts = logits.shape
     assert logits.is_contiguous() and top_k <= num_experts
@@ -64,6 +77,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool, pdl: bool = False) -> 
             _route_kernel,
             (num_tokens,),
             logits,
+            factors,
             weights,
             experts,
             NUM_EXPERTS=num_experts,
