@@ -310,6 +310,9 @@ def reference(name: str) -> transformers.PreTrainedModel:
     )
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for module in model.modules():
+        if hasattr(module, "limit"):  # of gpt-oss; older versions of transformers do not read it from the config
+            module.limit = config.swiglu_limit
     _randomize(model, seed=family.seed, norm_offset=family.norm_offset)
     return model
 

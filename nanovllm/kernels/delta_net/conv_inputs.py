@@ -75,7 +75,8 @@ def convolved(
             KERNEL=KERNEL,
             GATED=GATED,
         )
-        y += tl.load(weight + channel * KERNEL + tap, mask=known, other=0.0).to(tl.float32) * value
+        factor = tl.load(weight + channel * KERNEL + tap, mask=known, other=0.0).to(tl.float32)
+        y = tl.fma(factor, value, y)  # stated, so that every compilation rounds alike
     return y
 
 

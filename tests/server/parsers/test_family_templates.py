@@ -59,7 +59,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 
 
 def arguments(texts: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]]:
-    """Arguments of the declared types."""
+    """Arguments of the declared types. transformers reads what is declared as a number as a float."""
     nested = st.recursive(
         scalars | texts,
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
@@ -68,7 +68,7 @@ def arguments(texts: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]
     values = {
         "s": texts,
         "i": st.integers(),
-        "x": st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+        "x": st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False),
         "b": st.booleans(),
         "l": st.lists(nested, max_size=3),
         "o": st.dictionaries(st.sampled_from("abc"), nested, max_size=3),
