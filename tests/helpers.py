@@ -310,11 +310,16 @@ def reference(name: str) -> transformers.PreTrainedModel:
     )
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for module in model.modules():
-        if hasattr(module, "limit"):  # of gpt-oss; older versions of transformers do not read it from the config
-            module.limit = config.swiglu_limit
+    set_limit(model)
     _randomize(model, seed=family.seed, norm_offset=family.norm_offset)
     return model
+
+
+def set_limit(model: transformers.PreTrainedModel) -> None:
+    """The limit of gpt-oss's activation, which older versions of transformers do not read from the config."""
+    for module in model.modules():
+        if hasattr(module, "limit"):
+            module.limit = model.config.swiglu_limit
 
 
 def _randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: float) -> None:

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     batch_sizes = args.batch_sizes or (GPU_BATCH_SIZES if on_gpu else CPU_BATCH_SIZES)
     input_len = args.input_len or (GPU_INPUT_LEN if on_gpu else CPU_INPUT_LEN)
     timings = {}
-    with LLM(**{"skip_tokenizer_init": True, **engine}) as llm:  # no text is needed
+    # no text is needed; a model with a state per sequence might have room for fewer by default
+    with LLM(**{"skip_tokenizer_init": True, "max_num_seqs": max(batch_sizes), **engine}) as llm:
         facts = environment(llm)
         warm_up(llm)
         for batch_size in batch_sizes:

@@ -24,6 +24,7 @@ from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.packed_dequantize import packed_dequantize
 from nanovllm.kernels.linear.packed_rows import RowTile, packed_rows_linear, row_tile
 from nanovllm.kernels.linear.packed_tiled import PackedTile, packed_split_k_linear, packed_tile, packed_tiled_linear
+from nanovllm.kernels.select import LinearCase, select_linear
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 FORMATS = ("int4", "int8", "fp8", "fp8_block", "mxfp4")
@@ -93,32 +94,61 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
     norm = torch.ones(shape.inputs, dtype=x.dtype, device=x.device) if shape.normed else None
     pdl = x.device.type == "cuda"
     near = [tile for tile in TILES if m / 4 <= tile.block_m < 2 * max(m, 16) or (m > 128 and tile.block_m == 128)]
+    own = chosen_kernel(shape, weight, m)
 
-    def tiled(name: str, linear: Any, split_k: Any, own: PackedTile) -> Iterator[Candidate]:
-        for tile in dict.fromkeys((own, *near)):
-            label = f"{name} {tile.block_m}x{tile.block_n} {tile.num_warps} warps"
+    def tiled(name: str, kernels: Sequence[str], linear: Any, split_k: Any, best: PackedTile) -> Iterator[Candidate]:
+        for tile in dict.fromkeys((best, *near)):
+            label, chosen = f"{name} {tile.block_m}x{tile.block_n} {tile.num_warps} warps", tile == best
             if shape.added and m <= MOST_SPLIT_ROWS:
-                yield Candidate(f"{label}, split K", partial(split_k, x, pdl=pdl, tile=tile), tile == own)
+                run = partial(split_k, x, pdl=pdl, tile=tile)
+                yield Candidate(f"{label}, split K", run, chosen and own in kernels)
             else:
-                yield Candidate(label, partial(linear, x, gated=shape.gated, pdl=pdl, tile=tile), tile == own)
+                yield Candidate(
+                    label, partial(linear, x, gated=shape.gated, pdl=pdl, tile=tile), chosen and own in kernels
+                )
 
     if m <= MOST_ROW_ROWS:
         options: dict[str, Any] = {"norm_weight": norm, "eps": 1e-6, "residual": residual, "gated": shape.gated}
-        own = row_tile(m, shape.outputs, shape.inputs)
-        for tile in dict.fromkeys((own, *ROW_TILES)):
+        best = row_tile(m, shape.outputs, shape.inputs, weight.bits)
+        for tile in dict.fromkeys((best, *ROW_TILES)):
             label = f"rows {16 * tile.sixteens} {tile.num_warps} warps {tile.num_ahead} ahead"
             run = partial(packed_rows_linear, x, pdl=pdl, tile=tile, **options)
-            yield Candidate(label, run, tile == own)
-    if 8 <= m <= MOST_TILED_ROWS:
-        own_tile = packed_tile(m, shape.outputs)
-        for one in tiled("tiled", packed_tiled_linear, packed_split_k_linear, own_tile):
-            yield one if m > MOST_ROW_ROWS and not weight.rounds_inputs else Candidate(one.name, one.run, False)
+            yield Candidate(label, run, tile == best and own == "packed_rows")
+    if m <= MOST_TILED_ROWS:
+        names, tile_of = ("packed_tiled", "packed_split_k"), packed_tile(m, shape.outputs, weight.bits)
+        yield from tiled("tiled", names, packed_tiled_linear, packed_split_k_linear, tile_of)
     if m > MOST_ROW_ROWS and weight.rounds_inputs:
-        yield from tiled("fp8", fp8_linear, fp8_split_k_linear, fp8_tile(m))
+        names, tile_of = ("fp8", "fp8_split_k"), fp8_tile(m, shape.outputs)
+        yield from tiled("fp8", names, fp8_linear, fp8_split_k_linear, tile_of)
         if weight.scale.shape[-1] == 1 and not shape.gated:
             yield Candidate("torch._scaled_mm", partial(_scaled_mm, x), False)
-    if m > MOST_TILED_ROWS:
-        yield Candidate("unpacked, cuBLAS", partial(_unpacked, x, pdl=pdl), not weight.rounds_inputs)
+    if m > MOST_SPLIT_ROWS:
+        yield Candidate("unpacked, cuBLAS", partial(_unpacked, x, pdl=pdl), own == "packed_dequantized")
+
+
+def chosen_kernel(shape: Shape, weight: PackedWords, rows: int) -> str:
+    """What the engine runs."""
+    kernel = select_linear(
+        LinearCase(
+            format={"int4": "int4_groups", "int8": "int8_groups", "fp4": "mxfp4"}.get(weight.kind, weight.kind),
+            rows=rows,
+            outputs=shape.outputs,
+            inputs=shape.inputs,
+            half=True,
+            bfloat16=True,
+            bias=False,
+            gated=shape.gated,
+            added=shape.added,
+            whole=True,
+            deterministic=False,
+            gluon=True,
+            distance=weight.distance,
+            group=shape.inputs // weight.scale.shape[-1],
+            rounds_inputs=weight.rounds_inputs,
+        )
+    )
+    assert kernel is not None
+    return kernel.name
 
 
 def _unpacked(x: Tensor, weight: PackedWords, *, pdl: bool) -> Tensor:

@@ -25,6 +25,7 @@ LARGEST_DELTA_NET_HEAD = 128
 LONGEST_INPUTS = 32768  # of a kernel whose loop over the inputs is unrolled
 
 PACKED = ("int4_groups", "int8_groups", "fp8", "fp8_block", "mxfp4", "nvfp4")
+FOUR_BITS = ("int4_groups", "mxfp4", "nvfp4")
 FP8 = ("fp8", "fp8_block")
 FP8_GROUP = 128  # columns that have one scale, or a multiple of it
 SHORTEST_DISTANCE = 32  # between the pairs of a word, so that those of a thread have one scale
@@ -100,6 +101,8 @@ def _many_rows(case: LinearCase) -> bool:
 
 
 def _packed_rows(case: LinearCase) -> bool:
+    if case.format in FP8 and case.gated and case.rows > 1:  # `packed_tiled` is faster
+        return False
     return case.half and case.distance >= SHORTEST_DISTANCE and case.inputs <= LONGEST_INPUTS
 
 
@@ -107,13 +110,24 @@ def _packed_tiles(case: LinearCase) -> bool:
     return case.half and case.distance > 0
 
 
+def _packed_tiled(case: LinearCase) -> bool:
+    most = HUNDREDS_OF_ROWS // 2 if case.format in FOUR_BITS else HUNDREDS_OF_ROWS
+    return _packed_tiles(case) and not case.deterministic and case.rows <= most
+
+
+def _packed_dequantized(case: LinearCase) -> bool:
+    return case.distance > 0 and not case.deterministic and (case.half or not case.rounds_inputs)
+
+
 def _fp8(case: LinearCase) -> bool:
+    most = HUNDREDS_OF_ROWS if case.gated else HUNDREDS_OF_ROWS // 2
     return (
         case.rounds_inputs
         and case.distance > 0
         and case.half
         and not case.deterministic
         and case.group % FP8_GROUP == 0
+        and FEW_ROWS < case.rows <= most
     )
 
 
@@ -210,14 +224,14 @@ LINEAR_KERNELS = (
         PACKED,
         max_rows=HUNDREDS_OF_ROWS,
         gate=True,
-        serves=lambda case: not case.deterministic and _packed_tiles(case),
+        serves=_packed_tiled,
         compiled_for=TILE_ROWS,
         symbol="_packed_tiled_kernel",
     ),
     LinearKernel(  # to the model's dtype, then cuBLAS
         "packed_dequantized",
         PACKED,
-        serves=lambda case: not case.deterministic and case.distance > 0 and not case.rounds_inputs,
+        serves=_packed_dequantized,
         symbol="_packed_dequantize_kernel",
     ),
 )

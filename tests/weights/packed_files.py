@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm import LLM
-from tests.helpers import edit_config, greedy_params, model_dir, open_llm, prompt_of
+from tests.helpers import edit_config, greedy_params, model_dir, open_llm, prompt_of, set_limit
 
 PROMPTS = [prompt_of(length, seed=4) for length in (5, 33, 21)]
 MAX_TOKENS = 12
@@ -69,7 +69,9 @@ def write_packed(name: str | Path, folder: Path, pack: Pack, config: dict[str, A
 
 @functools.cache
 def dense_model(folder: Path) -> transformers.PreTrainedModel:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    set_limit(model)
+    return model
 
 
 def generate(folder: Path, **options: Any) -> list[list[int]]:

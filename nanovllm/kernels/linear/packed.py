@@ -35,8 +35,12 @@ class PackedWords(NamedTuple):
         return *self.words.shape[:-1], self.words.shape[-1] * 2 * self.num_pairs
 
     @property
+    def bits(self) -> int:
+        return 4 if self.kind in ("int4", "fp4") else 8
+
+    @property
     def num_pairs(self) -> int:
-        return 4 if self.kind in ("int4", "fp4") else 2
+        return 16 // self.bits
 
     @property
     def pointers(self) -> tuple[Tensor | None, ...]:

@@ -20,9 +20,11 @@ from nanovllm.kernels.linear.few_rows import _replaced
 from nanovllm.kernels.linear.fragments import halves, in_mma_order, operand, rows_of, word, words_of
 from nanovllm.kernels.linear.one_row import weight_rows
 from nanovllm.kernels.linear.packed import PackedWords, interpreted, numbers, scales, times2, zeros_of
+from nanovllm.kernels.select import ENOUGH_OUTPUTS
 
 MAX_ROWS = 16
 MIN_DISTANCE = 32  # a thread's words must belong to one group
+LONG_INPUTS = 8192
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,15 @@ class RowTile:
     num_ahead: int  # spans per warp that are loaded ahead
 
 
-def row_tile(m: int, num_weight_rows: int, k: int) -> RowTile:
-    """Chosen by reasoning, not measured yet: bench/packed_kernels.py measures the alternatives."""
-    num_warps = 8 if k > 8192 else 4
-    return RowTile(1, num_warps, 4) if m <= 2 else RowTile(2, num_warps, 2)
+def row_tile(m: int, num_weight_rows: int, k: int, bits: int) -> RowTile:
+    """The fastest at 1 and 8 rows of Qwen3-8B's linears on an H200, of those that bench/packed_kernels.py measures."""
+    if num_weight_rows >= ENOUGH_OUTPUTS:
+        return RowTile(2, 4, 2 if bits == 4 else 1)
+    if bits == 8:
+        return RowTile(1, 4, 4)
+    if k > LONG_INPUTS:
+        return RowTile(1 if m <= 2 else 2, 8, 2)
+    return RowTile(1, 4, 4) if m <= 2 else RowTile(1, 8, 2)
 
 
 @triton.jit
@@ -260,7 +267,7 @@ def packed_rows_linear(
     out = residual if residual is not None else x.new_empty(m, n)
     assert out.shape == (m, n) and out.is_contiguous()
     assert out.data_ptr() != x.data_ptr()  # some programs still read x when others write
-    tile = tile or row_tile(m, num_weight_rows, k)
+    tile = tile or row_tile(m, num_weight_rows, k, weight.bits)
     launch(
         _packed_rows_kernel,
         (cdiv(num_weight_rows, 16 * tile.sixteens),),

@@ -18,6 +18,7 @@ from nanovllm.kernels.launch import cdiv, launch
 from nanovllm.kernels.linear.one_row import weight_rows
 from nanovllm.kernels.linear.packed import PackedWords, interpreted, loaded, numbers, scales, zeros_of
 from nanovllm.kernels.linear.tiled import _device_limits, _silu_and_mul, num_sms
+from nanovllm.kernels.select import ENOUGH_OUTPUTS, MANY_OUTPUTS
 
 MAX_ROWS = 256
 MAX_SPLITS = 4
@@ -34,15 +35,17 @@ class PackedTile:
 DETERMINISTIC = PackedTile(64, 64, most_stages=3)
 
 
-def packed_tile(m: int, num_weight_rows: int) -> PackedTile:
-    """Chosen by reasoning, not measured yet: bench/packed_kernels.py measures the alternatives."""
-    if m <= 16:
-        return PackedTile(16, 64)
+def packed_tile(m: int, num_weight_rows: int, bits: int) -> PackedTile:
+    """The fastest at 8, 64 and 256 rows of Qwen3-8B's linears on an H200, of those that bench/packed_kernels.py
+    measures."""
     if m <= 32:
-        return PackedTile(32, 64)
-    if m <= 64:
-        return PackedTile(64, 64)
-    return PackedTile(64, 128, num_warps=8)  # 128 rows would spill registers and leave room for one stage
+        return PackedTile(16 if m <= 16 else 32, 64)
+    wide = PackedTile(64, 128, num_warps=8)
+    if m > 64:
+        return PackedTile(64, 64) if bits == 8 and num_weight_rows < ENOUGH_OUTPUTS else wide
+    if num_weight_rows < ENOUGH_OUTPUTS:
+        return wide
+    return PackedTile(64 if num_weight_rows >= MANY_OUTPUTS else 32, 64)
 
 
 @triton.jit
@@ -192,7 +195,7 @@ def packed_tiled_linear(
 ) -> Tensor:  # [M, N], or [M, N / 2] if gated
     m, num_weight_rows = x.shape[0], weight.shape[0]
     out = x.new_empty(m, num_weight_rows // 2 if gated else num_weight_rows)
-    _launch(x, weight, bias, out, tile or packed_tile(m, num_weight_rows), splits=1, gated=gated, pdl=pdl)
+    _launch(x, weight, bias, out, tile or packed_tile(m, num_weight_rows, weight.bits), splits=1, gated=gated, pdl=pdl)
     return out
 
 
@@ -206,7 +209,7 @@ def packed_split_k_linear(
     splits: int | None = None,
 ) -> Tensor:  # [splits, M, N] float32
     m, n = x.shape[0], weight.shape[0]
-    tile = tile or packed_tile(m, n)
+    tile = tile or packed_tile(m, n, weight.bits)
     if splits is None:
         tiles, splits = cdiv(n, tile.block_n) * cdiv(m, tile.block_m), MAX_SPLITS
         while splits > 1 and 4 * tiles * splits > 5 * num_sms():
