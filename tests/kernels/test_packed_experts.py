@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.linear.packed import PackedWords, dequantize_reference
+from nanovllm.kernels.moe import packed
 from nanovllm.kernels.moe.experts import experts_forward, experts_forward_reference
 from tests.kernels.packed_weights import CASES, random_packed
 from tests.kernels.support import DEVICE
@@ -24,8 +25,11 @@ def check(actual: Tensor, expected: Tensor) -> None:
     assert (actual.double() - expected.double()).abs().max() / expected.double().abs().max() < TOLERANCE
 
 
-def weights_of(case: str, hidden: int, size: int) -> tuple[PackedWords, PackedWords, dict[str, Any]]:
-    gate_up, down = (random_packed(5, *shape, **CASES[case]) for shape in ((2 * size, hidden), (hidden, size)))
+def weights_of(
+    case: str, hidden: int, size: int, num_experts: int = 5
+) -> tuple[PackedWords, PackedWords, dict[str, Any]]:
+    shapes = (2 * size, hidden), (hidden, size)
+    gate_up, down = (random_packed(num_experts, *shape, **CASES[case]) for shape in shapes)
     return gate_up, down, {"gate_up": dequantize_reference(gate_up), "down": dequantize_reference(down)}
 
 
@@ -47,6 +51,19 @@ def test_experts(case: str, num_tokens: int) -> None:
     x = random(num_tokens, 128)
     expected = experts_forward_reference(x, **dense, **routed, **options)
     check(experts_forward(x, gate_up, down, **routed, **options), expected)
+
+
+def test_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many tokens."""
+    monkeypatch.setattr(packed, "UNPACKED_PAIRS", 0)
+    monkeypatch.setattr(packed, "_packed_experts_kernel", None)
+    gate_up, down, dense = weights_of("mxfp4", 64, 64, num_experts=2)
+    biases = {"gate_up_bias": random(2, 128), "down_bias": random(2, 64), "alpha": 1.7, "limit": 2.0}
+    experts = torch.tensor([[0, 1], [1, 2], [1, 0]]).to(DEVICE, torch.int32)
+    routed = {"weights": random(3, 2).abs(), "experts": experts}
+    x, residual = random(3, 64), random(3, 64)
+    expected = experts_forward_reference(x, **dense, **routed, **biases, residual=residual)
+    check(experts_forward(x, gate_up, down, **routed, **biases, residual=residual), expected)
 
 
 def test_deterministic() -> None:
