@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.packed.groups import quantize_groups
+from nanovllm.checkpoint.packed.groups import Pieces, quantize_groups
 from nanovllm.checkpoint.packed.int8 import Int8Tensor
 from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.checkpoint.stored import Index, Part, Stored
@@ -17,6 +17,7 @@ from nanovllm.weights.int8 import quantize_rows
 TILE = 4  # rows of a packed weight that are interleaved
 DENSE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT4, INT8, INT8_BY_16 = 3, 4, 5
+IN_TILE_ORDER = ("Q4_0", "Q4_1", "Q8_0")  # GGUF types whose blocks have the codes in the order of a tile
 CPU = torch.device("cpu")
 
 
@@ -71,33 +72,55 @@ class NativeWeight:
     def _store_codes(self, codes: Tensor, bits: int) -> None:
         rows, columns = self.shape
         codes = codes.contiguous()
-        self.data = torch.empty(-(-rows // TILE) * TILE, codes.shape[1], dtype=torch.uint8)
+        self.data = self._in_whole_tiles(columns * bits // 8, torch.uint8)
         self._library.pack_codes(pointer(codes), rows, columns, bits, pointer(self.data))
+
+    def _in_whole_tiles(self, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(-(-self.shape[0] // TILE) * TILE, columns, dtype=dtype)
 
     def _keep_groups(self, tensor: Any) -> None:
         form: GroupForm = tensor.form
         sizes = form.sizes_in(self.shape[1])
-        pieces = tensor.pieces((), sizes, CPU)
+        if getattr(tensor, "type_name", None) in IN_TILE_ORDER:
+            scale, minimum = self._store_blocks(tensor.blocks(())[0], form)
+        else:
+            scale, minimum = self._store_pieces(tensor.pieces((), sizes, CPU), form, sizes)
+        if form.bits == 4 and minimum is None:
+            minimum = 8 * scale  # 8 stands for 0
+            if not torch.isfinite(minimum).all():
+                scale, minimum = scale.float(), 8 * scale.float()
+        self.scales, self.minima = scale, minimum
+        self._type = INT4 if form.bits == 4 else INT8 if sizes[0] % GROUP == 0 else INT8_BY_16
+        self._groups_per_scale = max(sizes[0] // GROUP, 1)
+
+    def _store_blocks(self, blocks: Tensor, form: GroupForm) -> tuple[Tensor, Tensor | None]:
+        """Store the codes of a file's blocks, and return scales and minima in tiles."""
+        rows, columns = self.shape
+        self.data = self._in_whole_tiles(columns * form.bits // 8, torch.uint8)
+        scale = self._in_whole_tiles(columns // GROUP, torch.float16)
+        minimum = torch.empty_like(scale) if form.minimum else None
+        outputs = pointer(self.data), pointer(scale), None if minimum is None else pointer(minimum)
+        if not self._library.pack_blocks(pointer(blocks), rows, columns, form.bits, *outputs):
+            raise ValueError("a scale is infinite or NaN")
+        return scale, minimum
+
+    def _store_pieces(self, pieces: Pieces, form: GroupForm, sizes: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+        """Store the codes, and return scales and minima in tiles. `sizes`: columns per scale and per unit."""
         self._store_codes(pieces.codes, form.bits)
         scale, minimum = pieces.scale, pieces.minimum
         if scale.dtype != torch.float16:
             scale = scale.float()
         if form.unit_size:
+            assert pieces.scale_unit is not None
             per_unit = sizes[1] // sizes[0]
             scale = scale.float() * pieces.scale_unit.float().repeat_interleave(per_unit, dim=-1)
             if minimum is not None:
+                assert pieces.minimum_unit is not None
                 minimum = minimum.float() * pieces.minimum_unit.float().repeat_interleave(per_unit, dim=-1)
         elif pieces.zero is not None:
             scale = scale.float()
             minimum = scale * pieces.zero.float()
-        elif form.bits == 4 and minimum is None:
-            minimum = 8 * scale  # 8 stands for 0
-            if not torch.isfinite(minimum).all():
-                scale, minimum = scale.float(), 8 * scale.float()
-        self.scales = in_tiles(scale)
-        self.minima = None if minimum is None else in_tiles(minimum)
-        self._type = INT4 if form.bits == 4 else INT8 if sizes[0] % GROUP == 0 else INT8_BY_16
-        self._groups_per_scale = max(sizes[0] // GROUP, 1)
+        return in_tiles(scale), None if minimum is None else in_tiles(minimum)
 
     @property
     def is_packed(self) -> bool:

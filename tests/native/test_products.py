@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from nanovllm.checkpoint.packed.gguf import unpack_blocks
 from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.native.build import library
-from nanovllm.native.weights import GROUP, TILE, NativeWeight, pointer
+from nanovllm.native.weights import GROUP, IN_TILE_ORDER, TILE, NativeWeight, pointer
 from tests.weights.test_gguf_groups import random_blocks
 
 LIBRARY = library()
@@ -38,20 +39,23 @@ class Inputs(ctypes.Structure):
 class Blocks:
     """A tensor of a GGUF file."""
 
-    kind: str
+    type_name: str
     raw: np.ndarray
     shape: tuple[int, int]
 
     @property
     def form(self) -> Any:
-        return FORMS[self.kind]
+        return FORMS[self.type_name]
 
     def read(self, part: Any = ()) -> Tensor:
-        return torch.from_numpy(dequantize(self.raw, GGMLQuantizationType[self.kind]))
+        return torch.from_numpy(dequantize(self.raw, GGMLQuantizationType[self.type_name]))
+
+    def blocks(self, part: Any) -> tuple[Tensor, range]:
+        raw = torch.from_numpy(self.raw).view(self.shape[0], -1, BLOCKS[self.type_name][1])
+        return raw, range(self.shape[1])
 
     def pieces(self, part: Any, sizes: tuple[int, int], device: torch.device) -> Any:
-        rows, size = self.shape[0], BLOCKS[self.kind][1]
-        return unpack_blocks(torch.from_numpy(self.raw).view(rows, -1, size), self.kind)
+        return unpack_blocks(self.blocks(part)[0], self.type_name)
 
 
 def blocks(kind: str, rows: int, columns: int) -> Blocks:
@@ -135,6 +139,28 @@ def test_rows_of_a_packed_matrix_are_those_of_the_file(kind: str) -> None:
     for index in range(7):
         LIBRARY.matrix_row(ctypes.byref(weight.matrix()), index, pointer(row))
         torch.testing.assert_close(row, tensor.read()[index], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+@pytest.mark.parametrize("kind", IN_TILE_ORDER)
+def test_blocks_are_packed_as_their_pieces_are(kind: str, rows: int) -> None:
+    tensor = blocks(kind, rows, 96)
+    by_pieces = loaded(SimpleNamespace(form=tensor.form, shape=tensor.shape, pieces=tensor.pieces))
+    weight = loaded(tensor)
+    assert torch.equal(weight.data.flatten(), by_pieces.data.flatten())
+    assert torch.equal(weight.scales.flatten(), by_pieces.scales.flatten())
+    assert (weight.minima is None) == (by_pieces.minima is None)
+    if weight.minima is not None and by_pieces.minima is not None:
+        assert torch.equal(weight.minima.flatten(), by_pieces.minima.flatten())
+
+
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(("kind", "first"), [("Q4_0", 0), ("Q4_1", 0), ("Q4_1", 2), ("Q8_0", 0)])
+def test_blocks_with_infinite_scales_are_refused(kind: str, first: int, number: float) -> None:
+    tensor = blocks(kind, 5, 64)
+    tensor.raw[4, first : first + 2] = np.array([number], np.float16).view(np.uint8)
+    with pytest.raises(ValueError, match="infinite or NaN"):
+        loaded(tensor)
 
 
 def test_activations_are_rounded_to_the_nearest_code() -> None:

@@ -204,4 +204,35 @@ void pack_codes(const uint8_t *codes, int rows, int columns, int bits, uint8_t *
     }
 }
 
+static int is_finite_half(uint16_t half) { return (half & 0x7C00) != 0x7C00; }
+
+int pack_blocks(const uint8_t *blocks, int rows, int columns, int bits, uint8_t *codes, uint16_t *scales,
+                uint16_t *minima) {
+    const int groups = columns / GROUP, code_bytes = GROUP * bits / 8;
+    int all_finite = 1;
+    if (rows % TILE) {
+        const int64_t last = (int64_t)(rows / TILE) * groups * TILE;
+        memset(codes + last * code_bytes, 0, (size_t)(groups * TILE * code_bytes));
+        memset(scales + last, 0, (size_t)(groups * TILE) * sizeof *scales);
+        if (minima) memset(minima + last, 0, (size_t)(groups * TILE) * sizeof *minima);
+    }
+    for (int row = 0; row < rows; row++) {
+        int64_t at = (int64_t)(row / TILE) * groups * TILE + row % TILE; /* the scale of the row's first group */
+        uint8_t *to = codes + (int64_t)(row / TILE) * groups * TILE * code_bytes + row % TILE * 4;
+        for (int g = 0; g < groups; g++, at += TILE, to += TILE * code_bytes, blocks += code_bytes) {
+            memcpy(scales + at, blocks, 2);
+            all_finite &= is_finite_half(scales[at]);
+            blocks += 2;
+            if (minima) {
+                memcpy(minima + at, blocks, 2);
+                all_finite &= is_finite_half(minima[at]);
+                minima[at] ^= 0x8000; /* what the file adds, a minimum subtracts */
+                blocks += 2;
+            }
+            for (int i = 0; i < code_bytes; i += 4) memcpy(to + i * TILE, blocks + i, 4);
+        }
+    }
+    return all_finite;
+}
+
 #endif

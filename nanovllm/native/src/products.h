@@ -39,5 +39,11 @@ void matrix_row(const Matrix *w, int row, float *out);
  * group are the low halves of the bytes that hold columns 16 to 31. Missing rows of the last tile are 0. */
 void pack_codes(const uint8_t *codes, int rows, int columns, int bits, uint8_t *out);
 
+/* The same from blocks of a GGUF file, [rows][columns / GROUP], that have the codes in this order after one float16
+ * number, the scale, or with `minima` two, which become scales and minima of a Matrix. Returns whether all of them are
+ * finite. */
+int pack_blocks(const uint8_t *blocks, int rows, int columns, int bits, uint8_t *codes, uint16_t *scales,
+                uint16_t *minima);
+
 static inline int is_packed(const Matrix *w) { return w->type >= INT4; }
 static inline int num_tiles(const Matrix *w) { return (w->rows + TILE - 1) / TILE; }
