@@ -1,5 +1,6 @@
 """Requests in, outputs out: tokenizes prompts, queues requests, runs steps and makes text."""
 
+import gc
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -46,15 +47,15 @@ class LLMEngine:
         self._cause: Exception | None = None  # the failure that closed the engine, if one did
         self.config = Config.from_options(None if model is None else str(model), options)
         path = resolve_model(self.config.model)
+        if self.config.device != "cpu" or self.config.load_format != "dummy":
+            from nanovllm.executor.head_start import head_start
+
+            head_start(self.config, path)
         description = describe(path)
         if description.config.keeps_row_state:
             from nanovllm.engine.row_state_options import with_row_states
 
             self.config = with_row_states(self.config, description.config, options, proposer)
-        if self.config.device != "cpu" or self.config.load_format != "dummy":
-            from nanovllm.executor.head_start import head_start
-
-            head_start(self.config, path)
         self.model_config = description.config
         self.max_model_len = min(self.config.max_model_len, self.model_config.max_position)
         self.eos_token_ids = frozenset(self.model_config.eos_token_ids)
@@ -84,11 +85,8 @@ class LLMEngine:
             from nanovllm.executor.make import make_executor
 
             executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
+            gc.freeze()  # until the engine is closed: scanning all of torch's objects takes as long as several steps
         self.startup_seconds = executor.startup_seconds
-        if executor.runs_beside_host:
-            from nanovllm.utils.frozen_objects import freeze_objects
-
-            freeze_objects()  # a collection would take as long as several steps
         overlap = executor.runs_beside_host if self.config.overlap is None else self.config.overlap
         layout = self.config.cache_layout(windows=self.model_config.windows, max_model_len=self.max_model_len)
         sizes = self.config.scheduler_config(
@@ -255,10 +253,7 @@ class LLMEngine:
         finally:
             if self.text_params is not None:
                 self.text_params.close()
-            if self._core.executor.runs_beside_host:
-                from nanovllm.utils.frozen_objects import unfreeze_objects
-
-                unfreeze_objects()
+            gc.unfreeze()
             del self._core
 
     def check_health(self) -> None:

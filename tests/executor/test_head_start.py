@@ -101,6 +101,34 @@ def test_no_driver_is_no_error(monkeypatch: pytest.MonkeyPatch, begun: list[str]
     assert begun == []
 
 
+LOADED = """
+import sys
+from pathlib import Path
+from nanovllm.config import Config
+from nanovllm.executor import head_start as module
+begun = []
+module._begin = begun.append
+module._torch_has_cuda = lambda: len(sys.argv) > 1
+module.head_start(Config(load_format="dummy", device="cpu"), Path())
+for task in begun:
+    task()
+assert "torch" not in sys.modules
+print("libtorch_cpu.so" in Path("/proc/self/maps").read_text())
+import torch
+torch.ones(3) @ torch.ones(3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libraries are loaded early on Linux only")
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_library_of_torch_is_loaded_early_if_it_is_one_for_cpus(has_cuda: bool) -> None:
+    if module._torch_has_cuda():
+        pytest.skip("this torch is built for CUDA")
+    command = [sys.executable, "-c", LOADED, *(["cuda"] if has_cuda else [])]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert printed.split() == [str(not has_cuda)]
+
+
 def test_files_are_asked_for_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / name for name in ("a", "missing", "b", "c")]
     for file in (files[0], files[2], files[3]):
