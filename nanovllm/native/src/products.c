@@ -3,6 +3,8 @@
 
 #if HAVE_SIMD
 
+enum { BLOCK_ROWS = 4, PACKED_ROWS = 8 }; /* rows of x whose sums are in registers: of dense, and of packed weights */
+enum { PANEL = 768 };                     /* columns of a dense tile that are widened at a time, for the L1 cache */
 enum { INT_ZERO = 0x4B400000 }; /* as a float 1.5 * 2^23: a float with this exponent holds an integer in its low bits */
 
 INLINE f32x4 load_scales(const void *scales, int64_t index, int half_scales) {
@@ -26,7 +28,7 @@ INLINE void unpack_group(const uint8_t *codes, int type, s8x16 part[8]) {
     }
 }
 
-INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, const int count, const int type,
+INLINE void packed_tile(const int count, const Matrix *w, const Inputs *in, int tile, int first, const int type,
                         const int has_minima, const int half_scales, float y[][TILE]) {
     const int groups = w->columns / GROUP, code_bytes = type == INT4 ? 64 : 128;
     const int scale_step = type == INT8_BY_16 ? 2 * TILE : TILE, groups_per_scale = w->groups_per_scale;
@@ -35,7 +37,7 @@ INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, 
     const float *x_scales = in->scales + (int64_t)first * groups, *x_sums = in->sums + (int64_t)first * groups;
     int64_t at = (int64_t)tile * (groups / groups_per_scale) * scale_step;
     int left = groups_per_scale; /* groups with the scale at `at` */
-    f32x4 sum[MOST_ROWS];
+    f32x4 sum[PACKED_ROWS];
 #pragma GCC unroll 8
     for (int m = 0; m < count; m++) sum[m] = splat(0);
     for (int g = 0; g < groups; g++, codes += code_bytes, x += GROUP) {
@@ -70,47 +72,17 @@ INLINE void packed_tile(const Matrix *w, const Inputs *in, int tile, int first, 
     for (int m = 0; m < count; m++) store(y[m], sum[m]);
 }
 
-INLINE void dense_tile(const Matrix *w, const Inputs *in, int tile, int first, const int count, const int type,
-                       float y[][TILE]) {
-    const int64_t columns = w->columns, item = type == FLOAT32 ? 4 : 2;
-    const char *rows[TILE];
-    const float *x[4];
-    f32x4 sum[4][TILE];
-    for (int r = 0; r < TILE; r++) {
-        int row = tile * TILE + r < w->rows ? tile * TILE + r : w->rows - 1; /* past the last: computed, not used */
-        rows[r] = (const char *)w->data + row * columns * item;
+/* Call a function whose first argument, the number of rows of x, is a constant. */
+#define BY_COUNT(count, function, ...)               \
+    switch (count) {                                 \
+        case 1: function(1, __VA_ARGS__); break;     \
+        case 2: function(2, __VA_ARGS__); break;     \
+        case 3: function(3, __VA_ARGS__); break;     \
+        default: function(4, __VA_ARGS__);           \
     }
-#pragma GCC unroll 4
-    for (int m = 0; m < count; m++) {
-        x[m] = in->x + (int64_t)(first + m) * columns;
-        for (int r = 0; r < TILE; r++) sum[m][r] = splat(0);
-    }
-    for (int c = 0; c < columns; c += 4) {
-        f32x4 weights[TILE];
-#pragma GCC unroll 4
-        for (int r = 0; r < TILE; r++) weights[r] = load_as(rows[r], c, type);
-#pragma GCC unroll 4
-        for (int m = 0; m < count; m++) {
-            const f32x4 here = load(x[m] + c);
-#pragma GCC unroll 4
-            for (int r = 0; r < TILE; r++) sum[m][r] = multiply_add(sum[m][r], weights[r], here);
-        }
-    }
-#pragma GCC unroll 4
-    for (int m = 0; m < count; m++)
-        store(y[m], sums_of(sum[m][0], sum[m][1], sum[m][2], sum[m][3]));
-}
-
-#define BY_COUNT(function, ...)                                          \
-    switch (count) {                                                     \
-        case 1: function(w, in, tile, first, 1, __VA_ARGS__, y); break;  \
-        case 2: function(w, in, tile, first, 2, __VA_ARGS__, y); break;  \
-        case 3: function(w, in, tile, first, 3, __VA_ARGS__, y); break;  \
-        default: function(w, in, tile, first, 4, __VA_ARGS__, y);        \
-    }
-#define PACKED(...)                                                                           \
-    if (count == MOST_ROWS) packed_tile(w, in, tile, first, MOST_ROWS, __VA_ARGS__, y);       \
-    else BY_COUNT(packed_tile, __VA_ARGS__)
+#define PACKED(...)                                                                                    \
+    if (count == PACKED_ROWS) packed_tile(PACKED_ROWS, w, in, tile, first, __VA_ARGS__, y);            \
+    else BY_COUNT(count, packed_tile, w, in, tile, first, __VA_ARGS__, y)
 
 /* Compiled for each number of rows, with and without minima, and for both types of scales. */
 #define BY_SCALES(type)                                                                       \
@@ -119,19 +91,91 @@ INLINE void dense_tile(const Matrix *w, const Inputs *in, int tile, int first, c
     else if (w->half_scales) { PACKED(type, 0, 1) }                                           \
     else { PACKED(type, 0, 0) }
 
-void product_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]) {
-    if (count == MOST_ROWS && !is_packed(w)) { /* there are registers for 16 sums */
-        product_tile(w, in, tile, first, MOST_ROWS / 2, y);
-        product_tile(w, in, tile, first + MOST_ROWS / 2, MOST_ROWS / 2, y + MOST_ROWS / 2);
-        return;
-    }
+static void packed_rows(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]) {
     switch (w->type) {
-        case FLOAT32: BY_COUNT(dense_tile, FLOAT32) break;
-        case BFLOAT16: BY_COUNT(dense_tile, BFLOAT16) break;
-        case FLOAT16: BY_COUNT(dense_tile, FLOAT16) break;
         case INT4: BY_SCALES(INT4) break;
         case INT8: BY_SCALES(INT8) break;
         default: PACKED(INT8_BY_16, 0, 0) /* of Q6_K alone */
+    }
+}
+
+/* Add the products of `columns` columns of TILE rows of W with `count` rows of x to the sums of each pair of rows. The
+ * columns of a row of W are `step` apart. They are kept in `panel` and the same part of the `next` tile is fetched from
+ * memory, unless these are NULL. */
+INLINE void add_columns(const int count, const void *const rows[TILE], const int type, const int step, float *panel,
+                        const char *next, const float *x, int64_t x_stride, int columns, f32x4 sums[][TILE]) {
+    const int item = type == FLOAT32 ? 4 : 2;
+    f32x4 sum[BLOCK_ROWS][TILE];
+#pragma GCC unroll 4
+    for (int m = 0; m < count; m++)
+#pragma GCC unroll 4
+        for (int r = 0; r < TILE; r++) sum[m][r] = sums[m][r];
+#pragma GCC unroll 2
+    for (int64_t c = 0; c < columns; c += 4) {
+        f32x4 weights[TILE];
+        if (next) __builtin_prefetch(next + TILE * c * item);
+#pragma GCC unroll 4
+        for (int r = 0; r < TILE; r++) {
+            weights[r] = load_as(rows[r], c * step, type);
+            if (panel) store(panel + TILE * c + 4 * r, weights[r]);
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < count; m++) {
+            const f32x4 here = load(x + m * x_stride + c);
+#pragma GCC unroll 4
+            for (int r = 0; r < TILE; r++) sum[m][r] = multiply_add(sum[m][r], weights[r], here);
+        }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < count; m++)
+#pragma GCC unroll 4
+        for (int r = 0; r < TILE; r++) sums[m][r] = sum[m][r];
+}
+
+/* The same with the weights from a panel, for any number of rows. */
+static void add_panel(const float *panel, const float *x, int64_t x_stride, int count, int columns,
+                      f32x4 sums[][TILE]) {
+    const void *const rows[TILE] = {panel, panel + 4, panel + 8, panel + 12};
+    for (; count > 0; count -= BLOCK_ROWS, x += BLOCK_ROWS * x_stride, sums += BLOCK_ROWS)
+        BY_COUNT(count, add_columns, rows, FLOAT32, TILE, NULL, NULL, x, x_stride, columns, sums)
+}
+
+INLINE void dense_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, const int type,
+                       float y[][TILE]) {
+    const int64_t columns = w->columns, item = type == FLOAT32 ? 4 : 2;
+    const float *x = in->x + first * columns;
+    const char *next = (const char *)w->data + (tile + 1) * TILE * columns * item;
+    const void *rows[TILE];
+    float panel[TILE * PANEL];
+    f32x4 sums[MOST_ROWS][TILE];
+    memset(sums, 0, (size_t)count * sizeof(sums[0]));
+    for (int64_t c = 0, here; c < columns; c += here, x += here, next += TILE * here * item) {
+        here = columns - c < PANEL ? columns - c : PANEL;
+        for (int r = 0; r < TILE; r++) {
+            const int row = tile * TILE + r < w->rows ? tile * TILE + r : w->rows - 1; /* past the last: not used */
+            rows[r] = (const char *)w->data + (row * columns + c) * item;
+        }
+        if (count > BLOCK_ROWS) {
+            add_columns(BLOCK_ROWS, rows, type, 1, panel, next, x, columns, (int)here, sums);
+            add_panel(panel, x + BLOCK_ROWS * columns, columns, count - BLOCK_ROWS, (int)here, sums + BLOCK_ROWS);
+        } else {
+            BY_COUNT(count, add_columns, rows, type, 1, NULL, next, x, columns, (int)here, sums)
+        }
+    }
+    for (int m = 0; m < count; m++) store(y[m], sums_of(sums[m][0], sums[m][1], sums[m][2], sums[m][3]));
+}
+
+void product_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]) {
+    switch (w->type) {
+        case FLOAT32: dense_tile(w, in, tile, first, count, FLOAT32, y); break;
+        case BFLOAT16: dense_tile(w, in, tile, first, count, BFLOAT16, y); break;
+        case FLOAT16: dense_tile(w, in, tile, first, count, FLOAT16, y); break;
+        default:
+            for (int m = 0, rows; m < count; m += rows) {
+                const int left = count - m;
+                rows = left >= PACKED_ROWS ? PACKED_ROWS : left < 4 ? left : 4;
+                packed_rows(w, in, tile, first + m, rows, y + m);
+            }
     }
     if (w->bias == NULL) return;
     for (int m = 0; m < count; m++)

@@ -4,7 +4,7 @@
 #include "floats.h"
 
 enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
-enum { GROUP = 32, TILE = 4, MOST_ROWS = 8 }; /* columns that share a scale of x; rows of W, and of x, at a time */
+enum { GROUP = 32, TILE = 4, MOST_ROWS = 32 }; /* columns that share a scale of x; rows of W, and of x, at a time */
 
 typedef struct {
     int32_t type, rows, columns;
@@ -24,8 +24,8 @@ typedef struct {
     int rows, columns;
 } Inputs;
 
-/* Outputs 4 * tile .. 4 * tile + 3 of `count` (1 to 4, or 8) rows of x from `first`, into y[row][output]. The order of
- * additions does not depend on `count`. */
+/* Outputs 4 * tile .. 4 * tile + 3 of `count` (1 to MOST_ROWS) rows of x from `first`, into y[row][output]. The order
+ * of additions does not depend on `count`. */
 void product_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
 
 /* Round a row of x: int8 codes with one scale per GROUP columns. */

@@ -23,6 +23,9 @@ INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)vcvtnq_s32_f32((float32x4_t)x
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)vabsq_f32((float32x4_t)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vld1_f16((const __fp16 *)p)); }
+INLINE f32x4 load_bfloat16(const uint16_t *p) { /* zeros between the numbers: a shift has only one of two pipes */
+    return (f32x4)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(p), vdup_n_u16(0)));
+}
 INLINE void store_halves(uint16_t *p, f32x4 x) { vst1_f16((__fp16 *)p, vcvt_f16_f32((float32x4_t)x)); }
 /* The sums of four vectors. */
 INLINE f32x4 sums_of(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
@@ -42,6 +45,9 @@ INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)_mm_cvtps_epi32((__m128)x); }
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)_mm_max_ps((__m128)a, (__m128)b); }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)_mm_andnot_ps(_mm_set1_ps(-0.0f), (__m128)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE f32x4 load_bfloat16(const uint16_t *p) {
+    return (f32x4)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p));
+}
 INLINE void store_halves(uint16_t *p, f32x4 x) {
     _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -68,7 +74,6 @@ INLINE f32x4 splat(float x) { return (f32x4){x, x, x, x}; }
 INLINE f32x4 load(const float *p) { f32x4 v; memcpy(&v, p, 16); return v; }
 INLINE void store(float *p, f32x4 v) { memcpy(p, &v, 16); }
 INLINE s8x16 load_bytes(const void *p) { s8x16 v; memcpy(&v, p, 16); return v; }
-INLINE f32x4 load_bfloat16(const uint16_t *p) { return (f32x4)((u32x4){p[0], p[1], p[2], p[3]} << 16); }
 /* To the nearest, of two to the even one; NaN stays NaN. */
 INLINE void store_bfloat16(uint16_t *p, f32x4 x) {
     const u32x4 bits = (u32x4)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (u32x4)(x != x);

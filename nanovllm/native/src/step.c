@@ -194,8 +194,7 @@ static void product_chunk(void *argument, int chunk) {
     const Product *job = argument;
     const int num_outputs = job->mode == GATE ? 1 : job->num_outputs;
     for (int first = 0, count; first < job->in.rows; first += count) {
-        const int left = job->in.rows - first;
-        count = left >= MOST_ROWS ? MOST_ROWS : left < 4 ? left : 4;
+        count = job->in.rows - first < MOST_ROWS ? job->in.rows - first : MOST_ROWS;
         int which = 0, tile = chunk * job->tiles_per_chunk;
         for (int i = 0; i < job->tiles_per_chunk; i++, tile++) {
             while (which < num_outputs && tile >= num_tiles(job->matrices[which]))
