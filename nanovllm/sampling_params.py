@@ -122,7 +122,7 @@ class SamplingParams:
     )
     thinking_token_budget: int | None = option(
         None,
-        "Maximum number of tokens of reasoning. After them the model must end its reasoning with </think>.",
+        "Maximum number of tokens of reasoning. After them the model must end its reasoning (</think>).",
         integer(0),
     )
     skip_special_tokens: bool = option(

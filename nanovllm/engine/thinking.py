@@ -1,4 +1,5 @@
-"""Limit the tokens of a completion's reasoning: when the budget is used, the only token allowed is </think>."""
+"""Limit the tokens of a completion's reasoning: when the budget is used, the only token allowed is the one that ends
+it, such as </think>."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from nanovllm.errors import RequestError
 if TYPE_CHECKING:
     from nanovllm.text.tokenizer import Tokenizer
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+MARKERS = {"</think>": "<think>", "[/THINK]": "[THINK]", "<channel|>": "<|channel>"}  # end of reasoning: its begin
 
 
 class Stage(Enum):
@@ -24,7 +25,7 @@ class Thought:
     """How far the reasoning of a completion is."""
 
     stage: Stage
-    num_tokens: int = 0  # between <think> and </think>
+    num_tokens: int = 0  # between begin and end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class ThinkingTokens:
     vocab_size: int
 
     def start(self, prompt_token_ids: Sequence[int]) -> Thought:
-        """The state after the prompt: inside the reasoning if the prompt ends with <think>, blanks not counted."""
+        """The state after the prompt: inside the reasoning if the prompt ends with its begin, blanks not counted."""
         last = next((token for token in reversed(prompt_token_ids) if not self.is_blank(token)), None)
         return Thought(Stage.INSIDE if last is not None and last == self.open_id else Stage.BEFORE)
 
@@ -93,15 +94,22 @@ class ThinkingBudget:
         return thought.stage is Stage.INSIDE and thought.num_tokens >= self._budget
 
 
+def closing_token(tokenizer: "Tokenizer") -> str | None:
+    """The token with which the model ends its reasoning; None if the vocabulary has none that is known."""
+    return next((close for close in MARKERS if tokenizer.backend.token_to_id(close) is not None), None)
+
+
 def thinking_tokens(tokenizer: "Tokenizer", vocab_size: int) -> ThinkingTokens:
-    """The tokens of reasoning in this vocabulary. A RequestError if </think> is not a single token of the model."""
-    close_id = tokenizer.backend.token_to_id(THINK_CLOSE)
-    if close_id is None or close_id >= vocab_size:
+    """The tokens of reasoning in this vocabulary. A RequestError if the model has none that ends it."""
+    close = closing_token(tokenizer)
+    close_id = None if close is None else tokenizer.backend.token_to_id(close)
+    if close is None or close_id is None or close_id >= vocab_size:
+        known = ", ".join(MARKERS)
         raise RequestError(
-            f"thinking_token_budget: the vocabulary has no token {THINK_CLOSE} with which reasoning could be ended"
+            f"thinking_token_budget: the vocabulary has none of the tokens {known} with which reasoning could be ended"
         )
     return ThinkingTokens(
-        open_id=tokenizer.backend.token_to_id(THINK_OPEN),
+        open_id=tokenizer.backend.token_to_id(MARKERS[close]),
         close_id=close_id,
         is_blank=lambda token: not tokenizer.decode_token(token).strip(),
         vocab_size=vocab_size,

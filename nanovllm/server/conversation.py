@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from nanovllm.engine.thinking import closing_token
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.engine import Engine
 from nanovllm.server.errors import refuse
 from nanovllm.server.parsers import (
     HARMONY,
     OPENS_CONTENT,
-    THINK_CLOSE,
     ChatParser,
     HarmonyParser,
     check_parsers,
@@ -231,8 +231,8 @@ def _has_special_token(engine: Engine, texts: Iterable[str]) -> bool:
 
 
 def can_end_reasoning(engine: Engine) -> bool:
-    """True if </think> is a token, with which the engine ends the reasoning when its budget is used."""
-    return _token_id(engine, THINK_CLOSE) is not None
+    """True if the engine knows the token that ends the model's reasoning, and generates it when a budget is used."""
+    return engine.tokenizer is not None and closing_token(engine.tokenizer) is not None
 
 
 def _token_id(engine: Engine, token: str) -> int | None:

@@ -1,6 +1,7 @@
 """A limit on the tokens of reasoning: </think> comes when it is reached, and changes nothing before and after."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +141,17 @@ def test_a_model_that_opens_its_reasoning_itself(tokenizer: Tokenizer) -> None:
 
 def allowed(mask: bytes) -> set[int]:
     return {token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1}
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[THINK]", "[/THINK]"), ("<|channel>", "<channel|>")])
+def test_markers_of_other_models(begin: str, end: str, tmp_path: Path) -> None:
+    """Mistral's and Gemma 4's."""
+    for file in TOKENIZER.iterdir():
+        text = file.read_text().replace("<think>", begin).replace("</think>", end)
+        (tmp_path / file.name).write_text(text)
+    tokens = thinking_tokens(Tokenizer.from_dir(tmp_path), 600)
+    assert (tokens.open_id, tokens.close_id) == (OPEN, CLOSE)
+    assert allowed(ThinkingBudget(tokens, 0, [5, OPEN]).mask_after([])) == {CLOSE}
 
 
 def test_a_think_tag_in_the_middle_of_the_prompt_is_not_reasoning(tokenizer: Tokenizer) -> None:
