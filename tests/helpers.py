@@ -265,6 +265,10 @@ EVEN_FAMILIES = {
     "gemma4-moe-even": replace(
         FAMILIES["gemma4-moe"], settings=gemma4_settings.EXPERTS | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
+    # in every fourth layer without rope, as llama.cpp has it
+    "smollm3-even": Family("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}, tied=True),
+    "olmo2-plain": Family("olmo2", heads=(6, 2)),  # without biases, as in llama.cpp
+    "phi3-window": Family("phi3", {"sliding_window": 20, "original_max_position_embeddings": 512}, heads=(6, 2)),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),

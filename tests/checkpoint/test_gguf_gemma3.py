@@ -89,7 +89,7 @@ def test_what_the_metadata_does_not_state(tmp_path: Path, monkeypatch: pytest.Mo
         for key in ("attention.sliding_window_pattern", "rope.freq_base_swa", "rope.scaling.type"):
             del file.metadata[f"gemma3.{key}"]
         plain = file.hf_config()
-        monkeypatch.setattr("nanovllm.checkpoint.gguf._GEMMA3_27B_LAYERS", 3)
+        monkeypatch.setattr("nanovllm.checkpoint.gguf_families.gemma3.LAYERS_OF_27B", 3)
         file.metadata["gemma3.attention.key_length"] = 32
         assert file.hf_config()["query_pre_attn_scalar"] == 64 // 4
         file.metadata["gemma3.attn_logit_softcapping"] = 50.0

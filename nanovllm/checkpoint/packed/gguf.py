@@ -4,11 +4,31 @@ ggml-common.h defines the blocks: of 32 weights with float16 scales, or (K) of 2
 scales and minima are integers in units of one float16 number per block. Numbers of 5 and 6 bits are kept in 8.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.packed.groups import Pieces, pack_nibbles
+from nanovllm.checkpoint.reordered import Reordered
+from nanovllm.checkpoint.stored import Part
+
+
+class ReorderedBlocks(Reordered):
+    """A tensor of a GGUF file whose rows are read in another order; it stays packed."""
+
+    @property
+    def form(self) -> Any:
+        packed: Any = self.tensor
+        return packed.form
+
+    def pieces(self, part: Part, sizes: tuple[int, int], device: torch.device) -> Pieces:
+        packed: Any = self.tensor
+        rows, *columns = part or (slice(None),)
+        wanted = torch.tensor(self.order[rows], device=device)
+        whole: Pieces = packed.pieces((slice(None), *columns), sizes, device)
+        return whole._replace(**{name: one[wanted] for name, one in whole._asdict().items() if one is not None})
 
 
 def unpack_blocks(raw: Tensor, kind: str) -> Pieces:

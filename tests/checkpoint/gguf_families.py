@@ -1,0 +1,161 @@
+"""Tiny models of tests/helpers.py as GGUF files, with the names and the layout of llama.cpp's converter."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from tests.checkpoint.gguf_files import finish
+from tests.helpers import VOCAB_SIZE, reference
+
+Tensors = Iterator[tuple[str, torch.Tensor]]  # Hugging Face's names
+Keys = dict[str, Any]  # metadata, without the name of the architecture
+
+
+def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """The two halves of each head in turn: for rotations of neighbours."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def permuted(config: Any, tensors: Tensors) -> Tensors:
+    for name, weight in tensors:
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        yield name, weight if heads is None else permute(weight, heads)
+
+
+def plain_keys(config: Any) -> Keys:
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    keys: Keys = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.norm_eps,
+        "rope.freq_base": rope["rope_theta"],
+    }
+    if getattr(config, "head_dim", None):
+        keys |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    if rope["rope_type"] == "yarn":
+        keys |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }
+    return keys
+
+
+def granite(config: Any) -> Keys:
+    return {
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+
+
+def olmo(config: Any) -> Keys:
+    if not getattr(config, "sliding_window", None):
+        return {}
+    return {
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+    }
+
+
+def phi3(config: Any) -> Keys:
+    rope, head_dim = config.rope_parameters, config.hidden_size // config.num_attention_heads
+    keys = {
+        "rope.scaling.original_context_length": config.original_max_position_embeddings,
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "attention.sliding_window": config.sliding_window or 0,
+    }
+    if rope["rope_type"] == "longrope":
+        stretch = config.max_position_embeddings / config.original_max_position_embeddings
+        factor = 1 + np.log(stretch) / np.log(config.original_max_position_embeddings)
+        keys["rope.scaling.attn_factor"] = float(np.sqrt(factor))
+    return keys
+
+
+def phi3_tensors(config: Any, tensors: Tensors) -> Tensors:
+    yield from tensors
+    if config.rope_parameters["rope_type"] == "longrope":
+        for kind in ("long", "short"):
+            yield f"rope_factors_{kind}.weight", torch.tensor(config.rope_parameters[f"{kind}_factor"])
+
+
+def glm4(config: Any) -> Keys:
+    return {"rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"])}
+
+
+def no_keys(config: Any) -> Keys:
+    return {}
+
+
+def as_they_are(config: Any, tensors: Tensors) -> Tensors:
+    yield from tensors
+
+
+# architecture: the keys that it has beyond the plain ones, and what the converter does to its tensors
+Recipe = tuple[Callable[[Any], Keys], Callable[[Any, Tensors], Tensors]]
+RECIPES: dict[str, Recipe] = {
+    "glm4": (glm4, as_they_are),
+    "granite": (granite, permuted),
+    "olmo2": (olmo, as_they_are),
+    "phi3": (phi3, phi3_tensors),
+    "smollm3": (no_keys, permuted),
+}
+
+
+def gguf_tensors(name: str, architecture: str) -> Tensors:
+    """GGUF's names and tensors, in float32."""
+    model, (_, change) = reference(name), RECIPES[architecture]
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    for hf_name, weight in change(model.config, iter(model.state_dict().items())):
+        if model.config.tie_word_embeddings and hf_name == "lm_head.weight":
+            continue
+        mapped = hf_name if hf_name.startswith(("blk.", "rope_")) else names.get_name(hf_name, (".weight", ".bias"))
+        assert mapped is not None, hf_name
+        yield mapped, weight.float().contiguous()
+
+
+def write_family(path: Path, name: str, architecture: str, *, packed: str | None = None, **changed: Any) -> Path:
+    """`packed`: the type of matrices, where their columns allow it. `changed`: metadata, "__" for "."."""
+    config, (keys, _) = reference(name).config, RECIPES[architecture]
+    writer = gguf.GGUFWriter(path, architecture)
+    metadata = plain_keys(config) | keys(config) | {key.replace("__", "."): value for key, value in changed.items()}
+    add = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for key, value in metadata.items():
+        if value is not None:
+            add[type(value)](f"{architecture}.{key}", value)
+    add_tokens(writer)
+    for tensor, weight in gguf_tensors(name, architecture):
+        kind = None
+        if packed is not None and weight.ndim > 1 and weight.shape[-1] % 32 == 0 and "norm" not in tensor:
+            kind = gguf.GGMLQuantizationType[packed]
+        array = weight.numpy()
+        writer.add_tensor(tensor, array if kind is None else gguf.quants.quantize(array, kind), raw_dtype=kind)
+    finish(writer)
+    return path
+
+
+def add_tokens(writer: gguf.GGUFWriter) -> None:
+    """Words without meaning, which llama.cpp asks for."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([chr(ord("a") + index % 26) + str(index) for index in range(VOCAB_SIZE)])
+    writer.add_token_types([1] * VOCAB_SIZE)
+    writer.add_token_merges(["a 1"])
+    writer.add_eos_token_id(1)

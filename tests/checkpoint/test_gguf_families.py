@@ -1,0 +1,71 @@
+"""GGUF files of the other families, in the layout of llama.cpp's converter: greedy tokens of transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanovllm.cli.main import main
+from nanovllm.errors import CheckpointError
+from nanovllm.models.registry import describe
+from tests.checkpoint.gguf_families import write_family
+from tests.helpers import assert_greedy, greedy_params, open_llm, prompt_of
+
+FILES = [  # family of tests/helpers.py, architecture
+    ("glm4", "glm4"),
+    ("granite", "granite"),
+    ("olmo2-plain", "olmo2"),
+    ("olmo3", "olmo2"),
+    ("phi3-window", "phi3"),
+    ("phi4-mini", "phi3"),
+    ("smollm3-even", "smollm3"),
+]
+
+
+@pytest.mark.parametrize(("name", "architecture"), FILES)
+def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, architecture: str) -> None:
+    path = write_family(tmp_path / "model.gguf", name, architecture)
+    with open_llm(path, skip_tokenizer_init=True) as llm:
+        prompts = [prompt_of(37), prompt_of(5)]
+        for prompt, output in zip(prompts, llm.generate(prompts, greedy_params(12), use_tqdm=False), strict=True):
+            assert_greedy(name, prompt, output["token_ids"])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_packed_weights_equal_unpacked_ones(tmp_path: Path, kind: str) -> None:
+    """Phi-4-mini's rows of queries and keys are brought into another order, packed ones, too."""
+    path = write_family(tmp_path / "model.gguf", "phi4-mini", "phi3", packed=kind)
+    prompt, answers = prompt_of(20), []
+    for quantization in (None, "gguf"):
+        with open_llm(path, skip_tokenizer_init=True, quantization=quantization, cpu_kernels="torch") as llm:
+            answers += llm.generate([prompt], greedy_params(12, logprobs=1), use_tqdm=False)
+    unpacked, packed = answers
+    assert unpacked["token_ids"] == packed["token_ids"]
+    model = describe(path).config.packing
+    assert model is not None and dict(model.modules)["model.layers.0.self_attn.qkv_proj"].bits == int(kind[1])
+
+
+def test_the_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_family(tmp_path / "model.gguf", "granite", "granite", packed="Q8_0")
+    assert main(["plan", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["architecture"] == "GraniteForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "key", "value", "message"),
+    [
+        ("granite", "granite", "logit_scale", None, "metadata logit_scale is None"),
+        ("granite", "granite", "rope__scaling__finetuned", False, "without RoPE"),
+        ("granite", "granite", "rope__dimension_count", 8, "partial rotation is not supported"),
+        ("granite", "granite", "expert_count", 4, "expert_count is 4 in a granite model"),
+        ("glm4", "glm4", "rope__dimension_sections", [1, 2, 1, 0], "rope.dimension_sections"),
+        ("glm4", "glm4", "rope__dimension_count", 64, "rope.dimension_count is 64 of 32"),
+        ("phi4-mini", "phi3", "rope__dimension_count", 8, r"must be F32 of shape \(4,\)"),
+    ],
+)
+def test_what_is_not_understood_is_refused(
+    tmp_path: Path, name: str, architecture: str, key: str, value: object, message: str
+) -> None:
+    path = write_family(tmp_path / "model.gguf", name, architecture, **{key: value})
+    with pytest.raises(CheckpointError, match=message):
+        describe(path)
