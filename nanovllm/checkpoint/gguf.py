@@ -52,14 +52,15 @@ _GGUF_ROW_ELEMENTS = 8192  # gguf.quants.dequantize is fastest with rows of this
 class GGUFFile:
     """An open GGUF file. Opening reads and checks the whole header."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, keeps_vocabulary: bool = True):
+        """`keeps_vocabulary`: False if only tensors are needed, which is faster."""
         self.path = Path(path)
         try:
             self._file = self.path.open("rb")
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
         try:
-            self.metadata, self.tensors = read_header(self._file, self.path)
+            self.metadata, self.tensors = read_header(self._file, self.path, keeps_vocabulary=keeps_vocabulary)
         except BaseException:
             self._file.close()
             raise

@@ -70,20 +70,26 @@ class TensorInfo:
     nbytes: int
 
 
-def read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return the metadata and the tensors by name. `path` is used in error messages."""
+def read_header(
+    file: BufferedReader, path: Path, *, keeps_vocabulary: bool = True
+) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """Return the metadata and the tensors by name. `path` is used in error messages.
+
+    `keeps_vocabulary`: False leaves lists of strings empty, which takes a third of the time.
+    """
     size = file.seek(0, 2)
     if size < _PREAMBLE.size:
         raise CheckpointError(f"{path}: {size} bytes are too few for a GGUF file")
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _HeaderReader(data, path).read()
+        return _HeaderReader(data, path, keeps_vocabulary).read()
 
 
 class _HeaderReader:
     """Reads the header from front to back; checks every length against the size of the file before using it."""
 
-    def __init__(self, data: mmap.mmap, path: Path):
+    def __init__(self, data: mmap.mmap, path: Path, keeps_vocabulary: bool):
         self._data = data
+        self._keeps_vocabulary = keeps_vocabulary
         self._size = len(data)
         self._path = path
         self._position = 0
@@ -138,13 +144,13 @@ class _HeaderReader:
         if length > limit:
             raise self._refuse(f"{what} has a length of {length} bytes; at most {limit} are accepted")
         start = self._take(length, what)
-        return self._text(self._data[start : start + length], what)
-
-    def _text(self, raw: bytes, what: str) -> str:
         try:
-            return raw.decode()
+            return self._data[start : start + length].decode()
         except UnicodeDecodeError as error:
-            raise self._refuse(f"{what} is not UTF-8 text: {short(raw)}") from error
+            raise self._not_text(error, what) from error
+
+    def _not_text(self, error: UnicodeDecodeError, what: str) -> CheckpointError:
+        return self._refuse(f"{what} is not UTF-8 text: {short(error.object)}")
 
     def _pairs(self, count: int) -> dict[str, Any]:
         pairs: dict[str, Any] = {}
@@ -185,6 +191,7 @@ class _HeaderReader:
     def _strings(self, count: int, what: str) -> list[str]:
         """Read an array of strings. A vocabulary has hundreds of thousands, so the loop makes no calls per string."""
         data, size, position, length_at = self._data, self._size, self._position, _U64.unpack_from
+        keeps = self._keeps_vocabulary
         raw: list[bytes] = []
         for index in range(count):
             length = length_at(data, position)[0] if position + 8 <= size else 0
@@ -192,9 +199,13 @@ class _HeaderReader:
             position = start + length
             if position > size or length > _MAX_STRING_BYTES:
                 raise self._refuse(f"{what}: item {index} of {count} runs past the end of the file, or is too long")
-            raw.append(data[start:position])
+            if keeps:
+                raw.append(data[start:position])
         self._position = position
-        return [item.decode() if item.isascii() else self._text(item, what) for item in raw]
+        try:
+            return [item.decode() for item in raw]
+        except UnicodeDecodeError as error:
+            raise self._not_text(error, what) from error
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         value = metadata.get("general.alignment", 32)

@@ -55,7 +55,7 @@ def checkpoint_tensors(path: Path, load_format: str, dtype: torch.dtype) -> Iter
     if load_format == "gguf" or (load_format == "auto" and path.is_file()):
         from nanovllm.checkpoint.gguf import GGUFFile
 
-        with GGUFFile(path) as file:
+        with GGUFFile(path, keeps_vocabulary=False) as file:
             yield from file.stored_tensors(dtype)
     else:
         from nanovllm.checkpoint.safetensors import stored_tensors

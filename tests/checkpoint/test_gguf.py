@@ -211,6 +211,16 @@ def test_a_tensor_no_model_has_is_named(tmp_path: Path) -> None:
         next(file.iter_tensors(torch.float32))
 
 
+def test_tensors_are_the_same_without_the_vocabulary(tmp_path: Path) -> None:
+    writer = model_writer(tmp_path / "m.gguf", "llama")
+    writer.add_token_merges(["a ö", "b c"])
+    finish(writer)
+    with GGUFFile(tmp_path / "m.gguf") as file, GGUFFile(tmp_path / "m.gguf", keeps_vocabulary=False) as without:
+        assert without.tensors == file.tensors
+        assert file.metadata["tokenizer.ggml.merges"] == ["a ö", "b c"]
+        assert without.metadata == file.metadata | {"tokenizer.ggml.merges": [], "tokenizer.ggml.tokens": []}
+
+
 def test_a_file_that_shrinks_while_open_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, "llama")
