@@ -16,10 +16,15 @@ decode steps are left out. The time of a step is the time between two results. T
                          weights and the batch's KV cache at the measured memory bandwidth (or to do the arithmetic)
   prefill fraction       the same for the prefill, which is limited by arithmetic
   tokens/second          output tokens per second of the whole batch while it decodes
+  busy p90 ms, ratio     with --beside-busy: the 90th percentile of a decode step in another run, while another process
+                         keeps one core busy; and its ratio to the median without that process (ms/token)
 """
 
 import argparse
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +33,8 @@ from nanovllm.bench.report import Report, Row, environment, peak_memory
 from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    import subprocess
+
     from nanovllm.bench.roofline import Roofline
     from nanovllm.bench.workload import Workload
     from nanovllm.llm import LLM
@@ -36,6 +43,7 @@ GPU_BATCH_SIZES, CPU_BATCH_SIZES = [1, 8, 64, 256], [1, 8, 64]
 GPU_INPUT_LEN, CPU_INPUT_LEN = 960, 128
 MAX_SKIPPED_STEPS = 8  # unmeasured decode steps after the prefill; at most an eighth of all
 WARM_UP_TOKENS = 4
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    pass"  # ends if the benchmark is killed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output-len", type=count, default=64, metavar="N", help="Output length in tokens. Default: %(default)s."
+    )
+    parser.add_argument(
+        "--beside-busy",
+        action="store_true",
+        help="Measure each batch again while another process keeps one core busy.",
     )
 
 
@@ -61,7 +74,8 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     on_gpu = runs_on_gpu(engine)
     batch_sizes = args.batch_sizes or (GPU_BATCH_SIZES if on_gpu else CPU_BATCH_SIZES)
     input_len = args.input_len or (GPU_INPUT_LEN if on_gpu else CPU_INPUT_LEN)
-    timings = {}
+    timings: dict[int, Timing] = {}  # by batch size
+    busy_timings: dict[int, Timing] = {}
     # no text is needed; a model with a state per sequence might have room for fewer by default
     with LLM(**{"skip_tokenizer_init": True, "max_num_seqs": max(batch_sizes), **engine}) as llm:
         facts = environment(llm)
@@ -82,11 +96,32 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
             prefill_seconds = serve(llm, workload.first_tokens(1)).seconds
             llm.reset_prefix_cache()
             timings[batch_size] = time_steps(llm, workload, prefill_seconds)
+            if args.beside_busy:
+                llm.reset_prefix_cache()
+                with busy_process():
+                    busy_timings[batch_size] = time_steps(llm, workload, prefill_seconds)
         memory = peak_memory()
     roofline = roofline_of(llm)
     settings = {"input_len": input_len, "output_len": args.output_len, **memory, **roofline.machine.row()}
-    rows = [_row(batch_size, input_len, timing, roofline) for batch_size, timing in timings.items()]
+    rows = [_row(size, input_len, timing, roofline, busy_timings.get(size)) for size, timing in timings.items()]
     return Report("latency", facts, settings, rows)
+
+
+@contextmanager
+def busy_process() -> "Iterator[subprocess.Popen[bytes]]":
+    """Keep one core busy within the block, by a process of its own."""
+    import subprocess
+
+    process = subprocess.Popen([sys.executable, "-c", BUSY])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def percentile(seconds: list[float], fraction: float) -> float:
+    return sorted(seconds)[round(fraction * (len(seconds) - 1))]
 
 
 @dataclass(frozen=True)
@@ -131,21 +166,25 @@ def time_steps(llm: "LLM", workload: "Workload", prefill_seconds: float) -> Timi
     return Timing(prefill_seconds, first_tokens[names[0]], num_skipped, decode_steps[num_skipped:])
 
 
-def _row(batch_size: int, input_len: int, timing: Timing, roofline: "Roofline") -> Row:
+def _row(batch_size: int, input_len: int, timing: Timing, roofline: "Roofline", busy: Timing | None) -> Row:
     from statistics import median
 
     middle = median(timing.decode_steps)
-    steps = sorted(timing.decode_steps)
+    steps = timing.decode_steps
     context = input_len + timing.num_skipped + (len(steps) + 1) // 2  # of the last request in the middle step
     min_prefill = roofline.prefill_seconds([input_len] * batch_size)
-    return {
+    row: Row = {
         "batch_size": batch_size,
         "prefill_seconds": timing.prefill,
         "ttft_first_ms": timing.first_token_of_first * 1e3,
         "ms_per_token": middle * 1e3,
-        "step_p99_ms": steps[min(len(steps) - 1, round(0.99 * (len(steps) - 1)))] * 1e3,
+        "step_p99_ms": percentile(steps, 0.99) * 1e3,
         "fraction_of_roofline": roofline.step_seconds(batch_size, context) / middle,
         "prefill_fraction": min_prefill / timing.prefill,
         "tokens_per_second": batch_size / middle,
         "steps": len(steps),
     }
+    if busy is not None:
+        busy_p90 = percentile(busy.decode_steps, 0.9)
+        row |= {"busy_p90_ms": busy_p90 * 1e3, "busy_p90_ratio": busy_p90 / middle}
+    return row

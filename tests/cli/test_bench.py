@@ -1,12 +1,16 @@
 """The benchmarks in real processes with very small sizes: their JSON documents are complete and consistent."""
 
 import json
+import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from nanovllm.bench.latency import busy_process
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -70,7 +74,7 @@ def test_throughput_refuses_a_workload_that_would_be_cut(cli: Cli, tiny_model: P
 
 
 def test_latency(cli: Cli, tiny_model: Path) -> None:
-    options = ["--batch-sizes", "1,3", "--input-len", "8", "--output-len", "6", *SMALL]
+    options = ["--batch-sizes", "1,3", "--input-len", "8", "--output-len", "6", "--beside-busy", *SMALL]
     results = document(cli("bench", "latency", "--model", tiny_model, *options, "--json"), "latency")["results"]
     assert [row["batch_size"] for row in results] == [1, 3]
     for row in results:
@@ -79,6 +83,24 @@ def test_latency(cli: Cli, tiny_model: Path) -> None:
         assert row["ttft_first_ms"] > 0 and row["prefill_seconds"] > 0
         assert row["tokens_per_second"] == pytest.approx(row["batch_size"] / row["ms_per_token"] * 1e3)
         assert row["fraction_of_roofline"] > 0 and row["prefill_fraction"] > 0
+        assert (
+            row["busy_p90_ratio"] == pytest.approx(row["busy_p90_ms"] / row["ms_per_token"]) and row["busy_p90_ms"] > 0
+        )
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="times of a process are read from /proc")
+def test_busy_process_ends_with_its_block() -> None:
+    with pytest.raises(KeyboardInterrupt), busy_process() as process:
+        begin = time.monotonic()
+        while cpu_seconds(process.pid) < 0.1:
+            assert process.poll() is None and time.monotonic() < begin + 30
+        raise KeyboardInterrupt
+    assert process.returncode is not None
+
+
+def cpu_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def test_latency_leaves_the_first_steps_out(cli: Cli, tiny_model: Path) -> None:
