@@ -108,6 +108,12 @@ FAMILIES = {
         tied=True,
         old_spelling=True,
     ),
+    "lfm2-moe": Family(
+        "lfm2_moe",
+        {**MOE, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+        heads=(6, 2),
+        tied=True,
+    ),
     "deepseek-v2": Family(
         "deepseek_v2",
         {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 1},
@@ -251,6 +257,7 @@ EVEN_FAMILIES = {
         "lfm2", {"full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}, seed=1
     ),
     "qwen3.5-moe": Family("qwen3_5_moe_text", {**DELTA_NET, **SHARED_MOE}, head_dim=32, norm_offset=1.0),
+    "lfm2-moe-even": replace(FAMILIES["lfm2-moe"], heads=(4, 2)),
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
     "gpt-oss-even": replace(FAMILIES["gpt-oss"], heads=(4, 2)),
     "granite-even": replace(FAMILIES["granite"], heads=(4, 2)),
@@ -342,7 +349,7 @@ def _randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: floa
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)
-            elif name.endswith("e_score_correction_bias"):
+            elif name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.5, generator=generator)
 
 

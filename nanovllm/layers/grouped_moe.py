@@ -17,8 +17,6 @@ from nanovllm.weights.dense import DenseWeight
 if TYPE_CHECKING:
     from nanovllm.layers.grouped_moe_spec import GroupedMoeSpec
 
-LEAST_SUM = 1e-20  # added to the sum that weights are divided by
-
 
 class GroupedMoE(SharedExpertMoE):
     """The router computes in float32, as the reference does: experts whose scores are close would be exchanged."""
@@ -41,6 +39,7 @@ class GroupedMoE(SharedExpertMoE):
                 num_chosen_groups=spec.num_chosen_groups,
                 normalize=spec.norm_topk_prob,
                 scaling=spec.scaling,
+                least_sum=spec.least_sum,
                 dtype=context.dtype,
                 pdl=context.pdl,
             )
@@ -75,5 +74,5 @@ def choose_in_groups(logits: Tensor, spec: "GroupedMoeSpec", bias: Tensor | None
     experts = ranking.topk(spec.num_experts_per_token, dim=-1).indices
     weights = scores.gather(1, experts)
     if spec.norm_topk_prob:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + spec.least_sum)
     return weights * spec.scaling, experts

@@ -18,6 +18,7 @@ class GroupedMoeSpec(SharedExpertSpec):
     num_groups: int
     num_chosen_groups: int
     scaling: float  # the chosen experts' weights are multiplied with it
+    least_sum: float = 1e-20  # added to the sum that weights are divided by
 
     def weights(self) -> dict[str, Weight]:
         found = super().weights()

@@ -23,26 +23,32 @@ class SharedExpertMoE(MoE):
     def __init__(self, spec: "SharedExpertSpec", context: BuildContext) -> None:
         super().__init__(spec, context)
         shared = part_of(self._weights, "shared_")
-        self.shared_gate_up = Linear(part_of(shared, "gate_up_"), context)
-        self.shared_down = Linear(part_of(shared, "down_"), context)
+        self._shared: list[Linear] = []  # gate_up and down
+        if shared:
+            self._shared = [Linear(part_of(shared, name), context) for name in ("gate_up_", "down_")]
         self.shared_gate: Tensor | None = None
         if spec.gated:
             self.shared_gate = torch.empty((1, spec.hidden_size), dtype=context.dtype, device=context.device)
 
     def slots(self) -> dict[str, Slot]:
-        found = super().slots() | self.shared_gate_up.slots() | self.shared_down.slots()
+        found = super().slots()
+        for linear in self._shared:
+            found |= linear.slots()
         if self.shared_gate is not None:
             found |= slots_of(self._weights["gate"], DenseWeight(self.shared_gate))
         return found
 
     def finish_loading(self) -> None:
         super().finish_loading()
-        self.shared_gate_up.finish_loading()
-        self.shared_down.finish_loading()
+        for linear in self._shared:
+            linear.finish_loading()
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
+        if not self._shared:
+            return super().__call__(x, norm=norm)
+        gate_up, down = self._shared
         normed = x.normed(norm)
-        shared = self.shared_down(self.shared_gate_up(normed, activation="silu"))
+        shared = down(gate_up(normed, activation="silu"))
         if self.shared_gate is not None:
             shared = shared * F.linear(normed, self.shared_gate).sigmoid()
         x = super().__call__(x, norm=norm)

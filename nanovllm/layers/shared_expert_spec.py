@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertSpec(MoeSpec):
-    shared_size: int  # intermediate size of the shared expert
+    shared_size: int  # intermediate size of the shared expert; 0 = there is none
     shared_name: str = "shared_expert"  # in checkpoints
     gated: bool = True
 
@@ -21,6 +21,8 @@ class SharedExpertSpec(MoeSpec):
         return MlpSpec(hidden_size=self.hidden_size, intermediate_size=self.shared_size)
 
     def weights(self) -> dict[str, Weight]:
+        if not self.shared_size:
+            return super().weights()
         own = self.shared.weights()
         shared = {
             f"shared_{name}": replace(weight, names=tuple(f"{self.shared_name}.{stored}" for stored in weight.names))

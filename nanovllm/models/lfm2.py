@@ -1,22 +1,28 @@
-"""LFM2 and LFM2.5 (dense): gated short convolutions in place of attention in most layers; Qwen3's attention."""
+"""LFM2 and LFM2.5: gated short convolutions in place of attention in most layers; Qwen3's attention. Some have experts
+in all but the first layers."""
 
 from dataclasses import replace
 from typing import Any
 
 from nanovllm.checkpoint.names import FileNames
 from nanovllm.errors import CheckpointError
+from nanovllm.layers.grouped_moe_spec import GroupedMoeSpec
 from nanovllm.layers.short_conv_spec import ShortConvSpec
 from nanovllm.layers.spec import LayerSpec
+from nanovllm.models.changes import with_experts
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
+MOE = "Lfm2MoeForCausalLM"
 NAMES = FileNames(
     renamed=(
         (r"\.embedding_norm\.", ".norm."),
         (r"\.operator_norm\.", ".input_layernorm."),
         (r"\.ffn_norm\.", ".post_attention_layernorm."),
-        (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
-        (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
-        (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
+        (r"\.feed_forward\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+        (r"\.feed_forward\.", ".mlp."),
+        (r"\.w1\.", ".gate_proj."),
+        (r"\.w3\.", ".up_proj."),
+        (r"\.w2\.", ".down_proj."),
         (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
         (r"\.([qk])_layernorm\.", r".\1_norm."),
     )
@@ -40,13 +46,36 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     def layer(own: LayerSpec, kind: str) -> LayerSpec:
         return replace(own, mixer=conv, mixer_name="conv") if kind == "conv" else own
 
-    layers = tuple(map(layer, model.layers, kinds))
-    return replace(model, layers=layers, file_names=NAMES)
+    model = replace(model, layers=tuple(map(layer, model.layers, kinds)), file_names=NAMES)
+    if raw["architectures"][0] != MOE:
+        return model
+    experts = _experts(raw)
+    return with_experts(model, {index: experts for index in range(raw.get("num_dense_layers", 2), model.num_layers)})
+
+
+def _experts(raw: dict[str, Any]) -> GroupedMoeSpec:
+    if not raw.get("use_expert_bias", True):
+        raise CheckpointError("config: use_expert_bias=False is not implemented")
+    num_experts = count(raw, "num_experts")
+    return GroupedMoeSpec(
+        hidden_size=count(raw, "hidden_size"),
+        intermediate_size=count(raw, "moe_intermediate_size"),
+        num_experts=num_experts,
+        num_experts_per_token=count(raw, "num_experts_per_tok", most=num_experts),
+        norm_topk_prob=bool(raw.get("norm_topk_prob", True)),
+        shared_size=0,
+        gated=False,
+        scoring="sigmoid",
+        num_groups=1,
+        num_chosen_groups=1,
+        scaling=float(raw.get("routed_scaling_factor", 1.0)),
+        least_sum=1e-6,
+    )
 
 
 def _mlp_size(raw: dict[str, Any]) -> int:
     size = count(raw, "block_ff_dim" if "block_ff_dim" in raw else "intermediate_size")
-    if not raw.get("block_auto_adjust_ff_dim", True):
+    if raw["architectures"][0] == MOE or not raw.get("block_auto_adjust_ff_dim", True):
         return size
     size, factor = int(2 * size / 3), raw.get("block_ffn_dim_multiplier", 1.0)
     if factor is None:

@@ -27,7 +27,7 @@ ARCHITECTURES = {  # of each family
     "glm4": ("Glm4ForCausalLM", "GlmForCausalLM"),
     "gpt_oss": ("GptOssForCausalLM",),
     "granite": ("GraniteForCausalLM",),
-    "lfm2": ("Lfm2ForCausalLM",),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
     "llama": ("LlamaForCausalLM",),
     "mistral": ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
     "olmo": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),

@@ -38,6 +38,7 @@ FAMILIES = (
         "gpt-oss-even",
         "granite-even",
         "lfm2-attention-last",
+        "lfm2-moe-even",
         "llama",
         "llama-old-rope3",
         "ministral3-even",

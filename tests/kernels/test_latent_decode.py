@@ -98,7 +98,7 @@ cache, queries = empty(64, 32, 576), empty(8, 20, 256)
 module.latent_decode(empty(20, 8, 512), queries[..., 192:], cache, scale=0.1, splits=8, **same)
 module.latent_store(empty(8, 576), cache, **same)
 logits, bias = empty(8, 256, dtype=torch.float32), empty(256, dtype=torch.float32)
-how = dict(top_k=8, num_groups=8, num_chosen_groups=4, normalize=True, scaling=2.5)
+how = dict(top_k=8, num_groups=8, num_chosen_groups=4, normalize=True, scaling=2.5, least_sum=1e-20)
 route_groups.route_in_groups(logits, bias, dtype=torch.bfloat16, pdl=True, **how)
 """
 

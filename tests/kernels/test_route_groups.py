@@ -40,6 +40,7 @@ def test_against_torch(
         num_groups=num_groups,
         num_chosen_groups=num_chosen,
         scaling=2.5,
+        least_sum=0.5 if scoring == "sigmoid" else 1e-20,
     )
     generator = torch.Generator().manual_seed(num_experts)
     logits = (torch.randn(5, num_experts, generator=generator) * 3).to(DEVICE)
@@ -52,6 +53,7 @@ def test_against_torch(
         num_chosen_groups=num_chosen,
         normalize=normalize,
         scaling=spec.scaling,
+        least_sum=spec.least_sum,
         dtype=torch.float32,
     )
     expected_weights, expected_experts = choose_in_groups(logits, spec, bias)

@@ -21,7 +21,8 @@ def raw_config(name: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_number_of_parameters(name: str) -> None:
-    stored = [b.numel() for n, b in reference(name).named_buffers() if n.endswith(("layer_scalar", "correction_bias"))]
+    ends = ("layer_scalar", "correction_bias", "expert_bias")
+    stored = [buffer.numel() for full, buffer in reference(name).named_buffers() if full.endswith(ends)]
     assert num_parameters(describe(model_dir(name)).config) == reference(name).num_parameters() + sum(stored)
 
 

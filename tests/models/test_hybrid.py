@@ -33,7 +33,7 @@ from tests.weights.packed_files import check_greedy, write_packed
 NOT_PACKED = ("lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize("family", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5"])
 def test_int8(tmp_path: Path, family: str) -> None:
     def pack(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
         if module.endswith(NOT_PACKED):
@@ -64,6 +64,11 @@ def test_lfm2_kinds_of_layers() -> None:
         parse_config(raw | {"layer_types": ["conv", "mamba", "conv"]})
     older = {"layer_types": None, "full_attn_idxs": [1], "block_ff_dim": raw.pop("intermediate_size")}
     assert parse_config(raw | older) == parse_config(raw_config("lfm2"))
+
+
+def test_lfm2_without_a_bias_of_the_choice_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="use_expert_bias=False is not implemented"):
+        parse_config(raw_config("lfm2-moe") | {"use_expert_bias": False})
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 150])

@@ -18,6 +18,7 @@ def _route_groups_kernel(
     weights_ptr,  # [T, TOP_K]
     experts_ptr,  # [T, TOP_K]
     scaling,
+    least_sum,
     NUM_EXPERTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     NUM_CHOSEN_GROUPS: tl.constexpr,
@@ -70,7 +71,7 @@ def _route_groups_kernel(
         chosen = tl.where(choice == each, index, chosen)
         ranking = tl.where(expert == index, float("-inf"), ranking)
     if NORMALIZE:
-        weights = weights / (tl.sum(weights, 0) + 1e-20)
+        weights = weights / (tl.sum(weights, 0) + least_sum)
     offsets = token * TOP_K + choice
     tl.store(weights_ptr + offsets, (weights * scaling).to(weights_ptr.dtype.element_ty), mask=choice < TOP_K)
     tl.store(experts_ptr + offsets, chosen, mask=choice < TOP_K)
@@ -85,6 +86,7 @@ def route_in_groups(
     num_chosen_groups: int,
     normalize: bool,
     scaling: float,
+    least_sum: float,
     dtype: torch.dtype,  # of the weights
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -102,6 +104,7 @@ def route_in_groups(
             weights,
             experts,
             scaling,
+            least_sum,
             NUM_EXPERTS=num_experts,
             NUM_GROUPS=num_groups,
             NUM_CHOSEN_GROUPS=num_chosen_groups,
