@@ -276,6 +276,11 @@ EVEN_FAMILIES = {
     "smollm3-even": Family("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}, tied=True),
     "olmo2-plain": Family("olmo2", heads=(6, 2)),  # without biases, as in llama.cpp
     "phi3-window": Family("phi3", {"sliding_window": 20, "original_max_position_embeddings": 512}, heads=(6, 2)),
+    "gpt-oss-gguf": Family(  # with the limit and the alpha that llama.cpp has, and MXFP4's groups of 32 columns
+        "gpt_oss",
+        {**GPT_OSS, "swiglu_limit": 7.0, "intermediate_size": 64},
+        rope={**YARN_ROPE, "truncate": False},
+    ),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),

@@ -1,7 +1,8 @@
 """Experts that a file keeps as one tensor, as tensors of their own.
 
 Most files have [experts, out, in], gate and up maybe in one tensor, one after the other. gpt-oss, whose experts have
-biases, has [experts, in, out], in which the columns of gate and up alternate, and biases of [experts, out].
+biases, has [experts, in, out], in which the columns of gate and up alternate, and biases of [experts, out]; in GGUF
+files, whose names end with .weight and .bias, its experts are as those of others.
 """
 
 import re
@@ -14,7 +15,7 @@ from torch import Tensor
 from nanovllm.checkpoint.packed.tensor import spans
 from nanovllm.checkpoint.stored import Part, Stored
 
-STACK = re.compile(r"(.*\.(?:mlp|moe)\.experts)\.(gate|up|down|gate_up)_proj(?:\.weight|(_bias))?$")
+STACK = re.compile(r"(.*\.(?:mlp|moe)\.experts)\.(gate|up|down|gate_up)_proj(\.weight|\.bias|_bias)?$")
 
 
 def unstack_experts(
@@ -23,18 +24,19 @@ def unstack_experts(
     """`is_known`: whether the model has a tensor of this name."""
     for name, tensor in tensors:
         stacked = STACK.match(name)
-        if stacked is None or len(tensor.shape) != (2 if stacked[3] else 3):
+        is_bias = stacked is not None and bool(stacked[3]) and stacked[3].endswith("bias")
+        if stacked is None or len(tensor.shape) != (2 if is_bias else 3):
             yield name, tensor
             continue
-        module, parts, kind = stacked[1], stacked[2].split("_"), "bias" if stacked[3] else "weight"
-        has_biases = is_known(f"{module}.0.down_proj.bias")
+        module, parts, kind = stacked[1], stacked[2].split("_"), "bias" if is_bias else "weight"
+        alternate = stacked[3] in (None, "_bias") and is_known(f"{module}.0.down_proj.bias")
         num_experts, num_rows = tensor.shape[:2]
         size = num_rows // len(parts)
         for expert in range(num_experts):
             for index, part in enumerate(parts):
                 own: Stored = _OfStack(tensor, expert, range(index * size, (index + 1) * size))
-                if has_biases:
-                    own = (_AlternatingBias if stacked[3] else _Alternating)(tensor, expert, index, len(parts))
+                if alternate:
+                    own = (_AlternatingBias if is_bias else _Alternating)(tensor, expert, index, len(parts))
                 yield f"{module}.{expert}.{part}_proj.{kind}", own
 
 

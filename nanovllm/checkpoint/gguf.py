@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.checkpoint.gguf_families import MODULES, GGUFFamily, family_of
 from nanovllm.checkpoint.gguf_header import BLOCKS, TensorInfo, read_header, short
 from nanovllm.checkpoint.gguf_rope import ROPE_TENSORS, rope_config
-from nanovllm.checkpoint.packed.gguf_types import FORMS
+from nanovllm.checkpoint.packed.gguf_types import ALL_FORMS, FORMS
 from nanovllm.checkpoint.stored import Part, Stored
 from nanovllm.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
+    from nanovllm.checkpoint.packed.fp4 import Fp4Pieces
     from nanovllm.checkpoint.packed.groups import Pieces
-    from nanovllm.weights.forms import GroupForm
+    from nanovllm.weights.forms import Form
 
 _MAX_SIZE = 1 << 31  # exclusive upper bound of every integer in the config
 
@@ -322,16 +323,18 @@ class _GGUFTensor:
         return self.load(part)
 
     @property
-    def form(self) -> GroupForm | None:
+    def form(self) -> Form | None:
         """Which it can have in memory without being dequantized."""
-        return FORMS.get(self.type_name)
+        return ALL_FORMS.get(self.type_name)
 
-    def pieces(self, part: Part, sizes: tuple[int, int], device: torch.device) -> Pieces:
-        """A part in this form, with one scale and one unit per `sizes` columns."""
-        from nanovllm.checkpoint.packed.gguf import unpack_blocks
+    def pieces(self, part: Part, sizes: Any, device: torch.device) -> Pieces | Fp4Pieces:
+        """A part in this form, with one scale and one unit per `sizes` columns, or one scale where it has no units."""
+        from nanovllm.checkpoint.packed.gguf import mxfp4_pieces, unpack_blocks
         from nanovllm.checkpoint.packed.groups import cut_groups
 
         raw, columns = self.blocks(part)
+        if self.type_name == "MXFP4":
+            return mxfp4_pieces(raw.to(device), columns, sizes)
         form, whole = FORMS[self.type_name], unpack_blocks(raw.to(device), self.type_name)
         first, last = (edge * form.bits // 8 for edge in (columns.start, columns.stop))
         own = whole._replace(codes=whole.codes[:, first:last])

@@ -55,6 +55,7 @@ _TENSOR_TYPES = {
     23: ("IQ4_XS", 256, 136),
     29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
 }
 BLOCKS = {name: (elements, size) for name, elements, size in _TENSOR_TYPES.values()}  # type name: (elements, bytes)
 

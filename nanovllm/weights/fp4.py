@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, Fp4Tensor, dequantize, quantize_fp4
+from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, dequantize, quantize_fp4
 from nanovllm.checkpoint.packed.words import from_words, to_words, words_on
 from nanovllm.checkpoint.stored import Index, Part, Stored
 from nanovllm.weights.forms import Fp4Form
@@ -30,11 +30,12 @@ class Fp4Weight:
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
         if not self.pieces.codes[index].numel():
             return
-        if not isinstance(tensor, Fp4Tensor) or tensor.form != self._form.form:
+        source: Any = tensor
+        if getattr(tensor, "form", None) != self._form.form:
             if not self._form.quantizes:
                 raise ValueError("the config says that it is stored in fp4, but the file holds it unpacked")
-            tensor = quantize_fp4(tensor.read().to(self.pieces.codes.device, self._dtype), self._form.form)
-        read = tensor.pieces(part, self.group, self.pieces.codes.device)
+            source = quantize_fp4(tensor.read().to(self.pieces.codes.device, self._dtype), self._form.form)
+        read: Fp4Pieces = source.pieces(part, self.group, self.pieces.codes.device)
         if self.words is not None:
             read = read._replace(codes=to_words(read.codes, self.words))
         for held, new in zip(self.pieces, read, strict=True):

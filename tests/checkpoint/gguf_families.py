@@ -93,6 +93,41 @@ def glm4(config: Any) -> Keys:
     return {"rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"])}
 
 
+def gpt_oss(config: Any) -> Keys:
+    return {
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.sliding_window": config.sliding_window,
+    }
+
+
+def gpt_oss_tensors(config: Any, tensors: Tensors) -> Tensors:
+    """Experts as [experts, out, in], gate and up apart."""
+    for name, weight in tensors:
+        module, _, own = name.rpartition(".")
+        if own.startswith(("gate_up_proj", "down_proj")):
+            kind = "bias" if own.endswith("_bias") else "weight"
+            rows = weight if kind == "bias" else weight.transpose(1, 2)
+            parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if own.startswith("gate_up") else {"down": rows}
+            yield from ((f"{module}.{part}_proj.{kind}", one) for part, one in parts.items())
+        else:
+            yield f"{name}.weight" if own == "sinks" else name, weight
+
+
+def lfm2(config: Any) -> Keys:
+    heads = config.num_key_value_heads
+    return {
+        "attention.head_count_kv": [0 if kind == "conv" else heads for kind in config.layer_types],
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+
+
+def lfm2_tensors(config: Any, tensors: Tensors) -> Tensors:
+    for name, weight in tensors:
+        yield name, weight.squeeze(1) if name.endswith("conv.conv.weight") else weight
+
+
 def no_keys(config: Any) -> Keys:
     return {}
 
@@ -105,7 +140,9 @@ def as_they_are(config: Any, tensors: Tensors) -> Tensors:
 Recipe = tuple[Callable[[Any], Keys], Callable[[Any, Tensors], Tensors]]
 RECIPES: dict[str, Recipe] = {
     "glm4": (glm4, as_they_are),
+    "gpt-oss": (gpt_oss, gpt_oss_tensors),
     "granite": (granite, permuted),
+    "lfm2": (lfm2, lfm2_tensors),
     "olmo2": (olmo, as_they_are),
     "phi3": (phi3, phi3_tensors),
     "smollm3": (no_keys, permuted),

@@ -4,16 +4,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from nanovllm.checkpoint.gguf import GGUFFile
+from nanovllm.checkpoint.packed.fp4 import dequantize
 from nanovllm.cli.main import main
 from nanovllm.errors import CheckpointError
 from nanovllm.models.registry import describe
+from nanovllm.weights.forms import Fp4Form
 from tests.checkpoint.gguf_families import write_family
 from tests.helpers import assert_greedy, greedy_params, open_llm, prompt_of
 
 FILES = [  # family of tests/helpers.py, architecture
     ("glm4", "glm4"),
+    ("gpt-oss-gguf", "gpt-oss"),
     ("granite", "granite"),
+    ("lfm2-attention-last", "lfm2"),
     ("olmo2-plain", "olmo2"),
     ("olmo3", "olmo2"),
     ("phi3-window", "phi3"),
@@ -43,6 +49,21 @@ def test_packed_weights_equal_unpacked_ones(tmp_path: Path, kind: str) -> None:
     assert unpacked["token_ids"] == packed["token_ids"]
     model = describe(path).config.packing
     assert model is not None and dict(model.modules)["model.layers.0.self_attn.qkv_proj"].bits == int(kind[1])
+
+
+def test_mxfp4_experts_stay_packed(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "model.gguf", "gpt-oss-gguf", "gpt-oss", packed="MXFP4")
+    answers = []
+    for quantization in (None, "gguf"):
+        with open_llm(path, skip_tokenizer_init=True, quantization=quantization) as llm:
+            answers += llm.generate([prompt_of(20)], greedy_params(12), use_tqdm=False)
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+    packing = describe(path).config.packing
+    assert packing is not None and packing.form_of("model.layers.0.mlp.experts.0.gate_proj") == Fp4Form(32)
+    with GGUFFile(path) as file:
+        stored = dict(file.stored_tensors(torch.float32))["model.layers.1.mlp.experts.down_proj.weight"]
+        expert = stored.pieces((slice(2, 3), slice(None), slice(32, 64)), 16, torch.device("cpu"))
+        assert torch.equal(dequantize(expert, 16), stored.read()[2, :, 32:])  # which the gguf package dequantizes
 
 
 def test_the_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

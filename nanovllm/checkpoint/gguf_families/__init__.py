@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 MODULES = {  # general.architecture: the module that describes it
     "gemma3": "gemma3",
     "glm4": "glm4",
+    "gpt-oss": "gpt_oss",
     "granite": "granite",
+    "lfm2": "lfm2",
     "llama": "plain",
     "olmo2": "olmo",
     "phi3": "phi3",

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, Fp4Tensor
 from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.packed.groups import Pieces, pack_nibbles
+from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.checkpoint.reordered import Reordered
 from nanovllm.checkpoint.stored import Part
+from nanovllm.weights.forms import Fp4Form
 
 
 class ReorderedBlocks(Reordered):
@@ -40,6 +43,14 @@ def unpack_blocks(raw: Tensor, kind: str) -> Pieces:
     if FORMS[kind].bits == 4:
         rows["codes"] = pack_nibbles(rows["codes"])
     return Pieces(**rows)
+
+
+def mxfp4_pieces(raw: Tensor, columns: range, group: int) -> Fp4Pieces:
+    """Blocks of MXFP4, [rows, blocks, 17]: an exponent (e8m0), the first 16 numbers in the low halves of bytes, then
+    the others in the high halves. `columns`: those that are wanted, with one scale per `group` of them."""
+    codes = pack_nibbles(_low_then_high(raw[..., 1:]).flatten(1))
+    tensor = Fp4Tensor(Fp4Form(32), InMemory(codes), InMemory(raw[..., 0]))
+    return tensor.pieces((slice(None), slice(columns.start, columns.stop)), group, raw.device)
 
 
 def _halves(raw: Tensor, first: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from nanovllm.weights.forms import GroupForm, Packing
+from nanovllm.weights.forms import Form, Fp4Form, GroupForm, Packing
 
 FORMS = {
     "Q4_0": GroupForm(4, 32),
@@ -14,6 +14,7 @@ FORMS = {
     "Q5_K": GroupForm(8, 32, minimum=True, scale_dtype="uint8", unit_size=256),
     "Q6_K": GroupForm(8, 16, scale_dtype="int8", unit_size=256),
 }
+ALL_FORMS: dict[str, Form] = {**FORMS, "MXFP4": Fp4Form(32)}
 
 
 def packing_of(types: Iterable[tuple[str, str]]) -> Packing:
@@ -22,4 +23,4 @@ def packing_of(types: Iterable[tuple[str, str]]) -> Packing:
     The experts of a layer are one tensor; the first one's module stands for all.
     """
     modules = ((name.replace(".experts.", ".experts.0.").removesuffix(".weight"), kind) for name, kind in types)
-    return Packing("gguf", modules=tuple((module, FORMS[kind]) for module, kind in modules if kind in FORMS))
+    return Packing("gguf", modules=tuple((module, ALL_FORMS[kind]) for module, kind in modules if kind in ALL_FORMS))
