@@ -15,7 +15,7 @@ from nanovllm.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-CHOSEN_ON = ("aarch64", "arm64")  # where cpu_kernels="auto" chooses the native step; it has run on no other machine yet
+CHOSEN_ON = ("aarch64", "arm64")  # where cpu_kernels="auto" chooses the native step: its speed was measured there alone
 
 
 def choose_runner(
