@@ -11,7 +11,14 @@ static float *partial_of(const Attention *a, int token, int segment, int head) {
     return a->partial + index * (a->head_dim + 2);
 }
 
-/* The scores of PART or fewer positions, whose keys begin at `at`, for each of `heads` queries; the rest are 0. */
+/* The index in `keys`, and in `values`, of a position. */
+static int64_t index_of(const Attention *a, const int32_t *blocks, int kv_head, int position) {
+    const int64_t block = blocks[position / a->block_size];
+    return ((block * a->num_kv_heads + kv_head) * a->block_size + position % a->block_size) * a->head_dim;
+}
+
+/* The scores of PART or fewer positions, whose keys begin at `at`, for each of `heads` queries; the rest are 0. Their
+ * values are fetched from memory meanwhile. */
 INLINE void scores_of(const Attention *a, const float *const queries[], const int heads, int64_t at, int count,
                       const int type, float scores[][PART]) {
     const int dim = a->head_dim;
@@ -24,6 +31,8 @@ INLINE void scores_of(const Attention *a, const float *const queries[], const in
         for (int j = 0; j < 4; j++) key[j] = at + (int64_t)(p + j < count ? p + j : 0) * dim;
         for (int d = 0; p < count && d < dim; d += 4) {
             f32x4 keys[4];
+            if (d % 16 == 0)
+                for (int j = 0; j < 4; j++) fetch_as(a->values, key[j] + d, type);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) keys[j] = load_as(a->keys, key[j] + d, type);
 #pragma GCC unroll 4
@@ -54,9 +63,10 @@ INLINE float weights_of(float scores[PART], int count, float *most, float *total
     return decay;
 }
 
-/* Add PART or fewer positions to the weighted values, largest scores and sums of `heads` query heads. */
+/* Add PART or fewer positions, from index `at` on, to the weighted values, largest scores and sums of `heads` query
+ * heads. Keys from index `next` on are fetched from memory meanwhile. */
 INLINE void add_part(const Attention *a, const float *const queries[], float *const states[], const int heads,
-                     int64_t at, int count, const int type) {
+                     int64_t at, int64_t next, int count, const int type) {
     const int dim = a->head_dim;
     float weights[MOST_HEADS][PART], decay[MOST_HEADS];
     scores_of(a, queries, heads, at, count, type, weights);
@@ -69,6 +79,7 @@ INLINE void add_part(const Attention *a, const float *const queries[], float *co
             for (int j = 0; j < 4; j++) sum[h][j] = load(states[h] + d + 4 * j) * splat(decay[h]);
         for (int p = 0; p < count; p++) {
             f32x4 values[4];
+            fetch_as(a->keys, next + (int64_t)p * dim + d, type);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) values[j] = load_as(a->values, at + (int64_t)p * dim + d + 4 * j, type);
 #pragma GCC unroll 4
@@ -86,14 +97,14 @@ INLINE void add_part(const Attention *a, const float *const queries[], float *co
 /* Compiled for each number of heads and each type of KV cache. */
 #define BY_HEADS(type)                                                              \
     switch (heads) {                                                                \
-        case 1: add_part(a, queries, states, 1, at, count, type); break;            \
-        case 2: add_part(a, queries, states, 2, at, count, type); break;            \
-        case 3: add_part(a, queries, states, 3, at, count, type); break;            \
-        default: add_part(a, queries, states, 4, at, count, type);                  \
+        case 1: add_part(a, queries, states, 1, at, next, count, type); break;      \
+        case 2: add_part(a, queries, states, 2, at, next, count, type); break;      \
+        case 3: add_part(a, queries, states, 3, at, next, count, type); break;      \
+        default: add_part(a, queries, states, 4, at, next, count, type);            \
     }
 
 static void add_heads(const Attention *a, const float *const queries[], float *const states[], int heads, int64_t at,
-                      int count) {
+                      int64_t next, int count) {
     switch (a->type) {
         case FLOAT32: BY_HEADS(FLOAT32) break;
         case BFLOAT16: BY_HEADS(BFLOAT16) break;
@@ -113,12 +124,14 @@ void attend_segment(const Attention *a, int token, int kv_head, int segment) {
         state[dim] = -1e30f;
         state[dim + 1] = 0;
     }
+    const int next_head = (kv_head + 1) % a->num_kv_heads; /* of this segment, which the same thread often has next */
     for (int position = begin, count; position < end; position += count) {
-        const int64_t block = blocks[position / size];
-        const int64_t at = ((block * a->num_kv_heads + kv_head) * size + position % size) * dim;
         count = PART - position % PART;
         if (count > size - position % size) count = size - position % size;
         if (count > end - position) count = end - position;
+        const int after = position + count;
+        const int64_t at = index_of(a, blocks, kv_head, position);
+        const int64_t next = index_of(a, blocks, after < end ? kv_head : next_head, after < end ? after : begin);
         for (int first = 0; first < heads; first += MOST_HEADS) {
             const int here = heads - first < MOST_HEADS ? heads - first : MOST_HEADS;
             const float *queries[MOST_HEADS];
@@ -128,7 +141,7 @@ void attend_segment(const Attention *a, int token, int kv_head, int segment) {
                 queries[h] = a->queries + token * a->query_stride + (int64_t)head * dim;
                 states[h] = partial_of(a, token, segment, head);
             }
-            add_heads(a, queries, states, here, at, count);
+            add_heads(a, queries, states, here, at, next, count);
         }
     }
 }

@@ -11,6 +11,11 @@ INLINE f32x4 load_as(const void *numbers, int64_t index, const int type) {
     return type == BFLOAT16 ? load_bfloat16(halves) : load_halves(halves);
 }
 
+/* Begin to read the cache line of a number from memory. */
+INLINE void fetch_as(const void *numbers, int64_t index, const int type) {
+    __builtin_prefetch((const char *)numbers + index * (type == FLOAT32 ? 4 : 2));
+}
+
 INLINE void store_as(void *numbers, int64_t index, f32x4 x, const int type) {
     if (type == FLOAT32) {
         store((float *)numbers + index, x);

@@ -42,6 +42,8 @@ INLINE void packed_tile(const int count, const Matrix *w, const Inputs *in, int 
     for (int m = 0; m < count; m++) sum[m] = splat(0);
     for (int g = 0; g < groups; g++, codes += code_bytes, x += GROUP) {
         s8x16 part[8];
+        /* the codes of the next tile, from memory */
+        for (int i = 0; i < code_bytes; i += 64) __builtin_prefetch(codes + groups * code_bytes + i);
         unpack_group(codes, type, part);
         f32x4 scale = load_scales(w->scales, at, half_scales), second = scale, minimum = splat(0);
         if (type == INT8_BY_16) second = load_scales(w->scales, at + TILE, half_scales);
@@ -104,7 +106,6 @@ static void packed_rows(const Matrix *w, const Inputs *in, int tile, int first, 
  * memory, unless these are NULL. */
 INLINE void add_columns(const int count, const void *const rows[TILE], const int type, const int step, float *panel,
                         const char *next, const float *x, int64_t x_stride, int columns, f32x4 sums[][TILE]) {
-    const int item = type == FLOAT32 ? 4 : 2;
     f32x4 sum[BLOCK_ROWS][TILE];
 #pragma GCC unroll 4
     for (int m = 0; m < count; m++)
@@ -113,7 +114,7 @@ INLINE void add_columns(const int count, const void *const rows[TILE], const int
 #pragma GCC unroll 2
     for (int64_t c = 0; c < columns; c += 4) {
         f32x4 weights[TILE];
-        if (next) __builtin_prefetch(next + TILE * c * item);
+        if (next) fetch_as(next, TILE * c, type);
 #pragma GCC unroll 4
         for (int r = 0; r < TILE; r++) {
             weights[r] = load_as(rows[r], c * step, type);
