@@ -281,6 +281,11 @@ EVEN_FAMILIES = {
         {**GPT_OSS, "swiglu_limit": 7.0, "intermediate_size": 64},
         rope={**YARN_ROPE, "truncate": False},
     ),
+    # with heads of one size in the delta net, as in llama.cpp
+    "qwen3.5-gguf": Family("qwen3_5_text", {**DELTA_NET, "linear_key_head_dim": 16}, tied=True, norm_offset=1.0),
+    "qwen3-next-gguf": Family(
+        "qwen3_next", {**DELTA_NET, **SHARED_MOE, "linear_key_head_dim": 16}, head_dim=32, norm_offset=1.0
+    ),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),

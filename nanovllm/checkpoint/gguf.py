@@ -89,7 +89,7 @@ class GGUFFile:
             "num_attention_heads": num_heads,
             "num_key_value_heads": self.count("attention.head_count_kv", default=num_heads),
             "head_dim": head_dim,
-            "intermediate_size": self.count("feed_forward_length"),
+            "intermediate_size": self.count("feed_forward_length", default=self.get("expert_feed_forward_length")),
             "rms_norm_eps": self.real("attention.layer_norm_rms_epsilon"),
             **rope_config(self, head_dim),
             "max_position_embeddings": self.count("context_length"),
@@ -136,8 +136,9 @@ class GGUFFile:
             yield hf_name, _GGUFTensor(info.shape, load, info.type_name, blocks)
 
     def tensor_types(self) -> Iterator[tuple[str, str]]:
-        """Yield (HF name, type) of every weight."""
-        yield from ((self._hf_name(i.name), i.type_name) for i in self.tensors.values() if i.name not in ROPE_TENSORS)
+        """Yield (HF name, type) of every weight that may stay packed."""
+        named = ((self._hf_name(i.name), i.type_name) for i in self.tensors.values() if i.name not in ROPE_TENSORS)
+        yield from ((name, kind) for name, kind in named if not name.endswith(self.family.dense))
 
     def iter_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HF name, tensor), each read completely."""
@@ -219,13 +220,27 @@ class GGUFFile:
         stated = self.count("block_count")
         matches = map(_TENSOR_NAME.fullmatch, self.tensors)
         found = {int(match[1]) for match in matches if match and match[1]}
-        if len(found) != stated or max(found) != stated - 1:
+        read = stated - self._num_mtp_layers(stated)
+        if len(found) not in (stated, read) or max(found) != len(found) - 1:
             raise self.refuse(f"block_count is {stated}, but tensors of {len(found)} layers are in the file")
-        return stated
+        return read
+
+    def _num_mtp_layers(self, num_layers: int) -> int:
+        """How many layers at the end propose tokens; they are not read."""
+        if self.get("nextn_predict_layers") in (None, 0):
+            return 0
+        number = self.count("nextn_predict_layers")
+        if number >= num_layers:
+            raise self.refuse(f"metadata nextn_predict_layers is {number} of {num_layers} layers")
+        return number
 
     def _hf_name(self, name: str) -> str:
         match = _TENSOR_NAME.fullmatch(name)
         layer, part, suffix = match.groups() if match else (None, "", "")
+        if layer is not None and self.get("nextn_predict_layers"):
+            stated = self.count("block_count")
+            if int(layer) >= stated - self._num_mtp_layers(stated):
+                return f"mtp.{name}"  # a name that the loader skips with a notice
         known, own = (_TOP_NAMES, self.family.top_names) if layer is None else (_LAYER_NAMES, self.family.names)
         hf_part = own.get(part + suffix) or own.get(part) or known.get(part)
         if hf_part is None:

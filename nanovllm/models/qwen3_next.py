@@ -20,20 +20,20 @@ KINDS = ("linear_attention", "full_attention")
 def spec(raw: dict[str, Any]) -> ModelSpec:
     raw = {"head_dim": 256, **text_part(raw, known=("qwen3_5_text", "qwen3_5_moe_text"))}
     raw.setdefault("intermediate_size", raw.get("moe_intermediate_size"))  # where no layer has an MLP
-    bias = bool(raw.get("attention_bias", False))
+    bias, offset = bool(raw.get("attention_bias", False)), raw.get("norm_offset", 1.0)  # 0 in GGUF files
     model = llama_shaped(without_rope(raw), qk_norm=True, qkv_bias=bias, o_bias=bias)
     rope = read_partial_rope(raw, head_dim=raw["head_dim"], max_position=model.max_position, share=0.25)
     delta_net, experts = _delta_net(raw, model), _experts(raw, model)
 
     def layer(own: LayerSpec, kind: str, index: int) -> LayerSpec:
-        changes: dict[str, Any] = {"norm_offset": 1.0, "feed_forward": experts.get(index, own.feed_forward)}
+        changes: dict[str, Any] = {"norm_offset": offset, "feed_forward": experts.get(index, own.feed_forward)}
         if kind == "linear_attention":
             return replace(own, mixer=delta_net, mixer_name="linear_attn", **changes)
-        return replace(own, mixer=refine(GatedAttentionSpec, own.mixer, rope=rope, qk_norm_offset=1.0), **changes)
+        return replace(own, mixer=refine(GatedAttentionSpec, own.mixer, rope=rope, qk_norm_offset=offset), **changes)
 
     layers = tuple(map(layer, model.layers, _kinds(raw, model.num_layers), range(model.num_layers)))
     max_position = model.max_position if rope.scaling is None else rope.scaling.longest(model.max_position)
-    return replace(model, layers=layers, norm_offset=1.0, max_position=max_position)
+    return replace(model, layers=layers, norm_offset=offset, max_position=max_position)
 
 
 def _kinds(raw: dict[str, Any], num_layers: int) -> list[str]:
@@ -56,7 +56,7 @@ def _delta_net(raw: dict[str, Any], model: ModelSpec) -> DeltaNetSpec:
         value_dim=count(raw, "linear_value_head_dim"),
         kernel_size=count(raw, "linear_conv_kernel_dim"),
         norm_eps=model.norm_eps,
-        by_key_head=model.architecture == "Qwen3NextForCausalLM",
+        by_key_head=raw.get("linear_by_key_head", model.architecture == "Qwen3NextForCausalLM"),
     )
 
 

@@ -128,6 +128,75 @@ def lfm2_tensors(config: Any, tensors: Tensors) -> Tensors:
         yield name, weight.squeeze(1) if name.endswith("conv.conv.weight") else weight
 
 
+def qwen3_next(config: Any) -> Keys:
+    """Every second layer has attention."""
+    keys: Keys = {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "full_attention_interval": 2,
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+    }
+    if hasattr(config, "num_experts"):
+        keys |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        }
+    return keys
+
+
+def qwen3_5(config: Any) -> Keys:
+    return qwen3_next(config) | {"rope.dimension_sections": [1, 1, 0, 0]}
+
+
+def by_value(weight: torch.Tensor, dim: int, config: Any, first: int = 0) -> torch.Tensor:
+    """From `first` on: value heads ordered by their number in a key head, then by key head."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    index = torch.arange(weight.shape[dim] - first).view(keys, values // keys, -1).transpose(0, 1).flatten()
+    return weight.index_select(dim, torch.cat([torch.arange(first), first + index]))
+
+
+def qwen3_5_tensors(config: Any, tensors: Tensors) -> Tensors:
+    first = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    for name, weight in tensors:
+        if ".linear_attn." in name and not name.endswith(".norm.weight"):
+            columns = name.endswith("out_proj.weight")
+            weight = by_value(weight, int(columns), config, first if "qkv" in name or "conv1d" in name else 0)
+        yield from qwen3_next_tensors(config, iter([(name, weight)]))
+
+
+def qwen3_next_tensors(config: Any, tensors: Tensors) -> Tensors:
+    for name, weight in tensors:
+        module = name.removesuffix(".weight")
+        if name.endswith("A_log"):
+            yield name, -weight.exp()
+        elif name.endswith("dt_bias"):
+            yield name.replace("dt_bias", "dt_proj.bias"), weight
+        elif "conv1d" in name:
+            yield name, weight.squeeze(1)
+        elif name.endswith("norm.weight") and "linear_attn" not in name:
+            yield name, weight + 1
+        elif name.endswith("experts.gate_up_proj"):
+            for part, one in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}_proj.weight"), one
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", weight
+        elif name.endswith("in_proj_qkvz.weight"):
+            keys, values = config.linear_key_head_dim, config.linear_value_head_dim
+            values *= config.linear_num_value_heads // config.linear_num_key_heads
+            heads = weight.unflatten(0, (config.linear_num_key_heads, -1)).split([keys, keys, values, values], dim=1)
+            *qkv, gate = (head.flatten(0, 1) for head in heads)
+            layer = module.split(".")[2]
+            yield f"blk.{layer}.attn_qkv.weight", torch.cat(qkv)
+            yield f"blk.{layer}.attn_gate.weight", gate
+        else:
+            yield name, weight
+
+
 def no_keys(config: Any) -> Keys:
     return {}
 
@@ -145,6 +214,9 @@ RECIPES: dict[str, Recipe] = {
     "lfm2": (lfm2, lfm2_tensors),
     "olmo2": (olmo, as_they_are),
     "phi3": (phi3, phi3_tensors),
+    "qwen35": (qwen3_5, qwen3_5_tensors),
+    "qwen35moe": (qwen3_5, qwen3_5_tensors),
+    "qwen3next": (qwen3_next, qwen3_next_tensors),
     "smollm3": (no_keys, permuted),
 }
 
@@ -162,8 +234,11 @@ def gguf_tensors(name: str, architecture: str) -> Tensors:
         yield mapped, weight.float().contiguous()
 
 
-def write_family(path: Path, name: str, architecture: str, *, packed: str | None = None, **changed: Any) -> Path:
-    """`packed`: the type of matrices, where their columns allow it. `changed`: metadata, "__" for "."."""
+def write_family(
+    path: Path, name: str, architecture: str, *, packed: str | None = None, more: tuple[str, ...] = (), **changed: Any
+) -> Path:
+    """`packed`: the type of matrices, where their columns allow it. `more`: names of vectors that are added. `changed`:
+    metadata, "__" for "."."""
     config, (keys, _) = reference(name).config, RECIPES[architecture]
     writer = gguf.GGUFWriter(path, architecture)
     metadata = plain_keys(config) | keys(config) | {key.replace("__", "."): value for key, value in changed.items()}
@@ -184,6 +259,8 @@ def write_family(path: Path, name: str, architecture: str, *, packed: str | None
             kind = gguf.GGMLQuantizationType[packed]
         array = weight.numpy()
         writer.add_tensor(tensor, array if kind is None else gguf.quants.quantize(array, kind), raw_dtype=kind)
+    for tensor in more:
+        writer.add_tensor(tensor, np.zeros(32, dtype=np.float32))
     finish(writer)
     return path
 

@@ -24,6 +24,9 @@ FILES = [  # family of tests/helpers.py, architecture
     ("olmo3", "olmo2"),
     ("phi3-window", "phi3"),
     ("phi4-mini", "phi3"),
+    ("qwen3-next-gguf", "qwen3next"),
+    ("qwen3.5-gguf", "qwen35"),
+    ("qwen3.5-moe", "qwen35moe"),
     ("smollm3-even", "smollm3"),
 ]
 
@@ -37,10 +40,19 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, architectur
             assert_greedy(name, prompt, output["token_ids"])
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_packed_weights_equal_unpacked_ones(tmp_path: Path, kind: str) -> None:
-    """Phi-4-mini's rows of queries and keys are brought into another order, packed ones, too."""
-    path = write_family(tmp_path / "model.gguf", "phi4-mini", "phi3", packed=kind)
+@pytest.mark.parametrize(
+    ("name", "architecture", "kind", "module"),
+    [
+        ("phi4-mini", "phi3", "Q4_0", "self_attn.qkv_proj"),
+        ("phi4-mini", "phi3", "Q8_0", "self_attn.qkv_proj"),
+        ("qwen3.5-gguf", "qwen35", "Q8_0", "linear_attn.in_proj_qkv"),
+    ],
+)
+def test_packed_weights_equal_unpacked_ones(
+    tmp_path: Path, name: str, architecture: str, kind: str, module: str
+) -> None:
+    """Rows of these modules are brought into another order, packed ones, too."""
+    path = write_family(tmp_path / "model.gguf", name, architecture, packed=kind)
     prompt, answers = prompt_of(20), []
     for quantization in (None, "gguf"):
         with open_llm(path, skip_tokenizer_init=True, quantization=quantization, cpu_kernels="torch") as llm:
@@ -48,7 +60,7 @@ def test_packed_weights_equal_unpacked_ones(tmp_path: Path, kind: str) -> None:
     unpacked, packed = answers
     assert unpacked["token_ids"] == packed["token_ids"]
     model = describe(path).config.packing
-    assert model is not None and dict(model.modules)["model.layers.0.self_attn.qkv_proj"].bits == int(kind[1])
+    assert model is not None and dict(model.modules)[f"model.layers.0.{module}"].bits == int(kind[1])
 
 
 def test_mxfp4_experts_stay_packed(tmp_path: Path) -> None:
@@ -64,6 +76,20 @@ def test_mxfp4_experts_stay_packed(tmp_path: Path) -> None:
         stored = dict(file.stored_tensors(torch.float32))["model.layers.1.mlp.experts.down_proj.weight"]
         expert = stored.pieces((slice(2, 3), slice(None), slice(32, 64)), 16, torch.device("cpu"))
         assert torch.equal(dequantize(expert, 16), stored.read()[2, :, 32:])  # which the gguf package dequantizes
+
+
+def test_layers_that_propose_tokens_are_skipped(tmp_path: Path) -> None:
+    path = write_family(
+        tmp_path / "model.gguf",
+        "qwen3.5-gguf",
+        "qwen35",
+        more=("blk.3.nextn.enorm.weight", "blk.3.attn_norm.weight"),
+        block_count=4,
+        nextn_predict_layers=1,
+    )
+    with open_llm(path, skip_tokenizer_init=True) as llm:
+        (output,) = llm.generate([prompt_of(9)], greedy_params(8), use_tqdm=False)
+        assert_greedy("qwen3.5-gguf", prompt_of(9), output["token_ids"])
 
 
 def test_the_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,10 @@ MODULES = {  # general.architecture: the module that describes it
     "phi3": "phi3",
     "qwen2": "plain",
     "qwen3": "plain",
+    "qwen35": "qwen3_next",
+    "qwen35moe": "qwen3_next",
     "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
     "smollm3": "smollm3",
 }
 
@@ -49,6 +52,7 @@ class GGUFFamily:
     permuted: bool = False  # the converter permuted the rows of attn_q and attn_k for interleaved RoPE
     partial_rotary: bool = False  # a part of each head may be rotated
     experts: bool = False
+    dense: tuple[str, ...] = ()  # endings of the HF names of tensors that are always dequantized
     uneven: frozenset[str] = (
         frozenset()
     )  # keys whose values may differ between layers; the common config has the largest

@@ -12,14 +12,15 @@ from nanovllm.checkpoint.stored import Part, Stored
 class Changed:
     """Implements `Stored`. The whole tensor is read for each part: for small ones."""
 
+    tensor: Stored
     shape: tuple[int, ...]
-    make: Callable[[], Tensor]
+    change: Callable[[Tensor], Tensor]
 
     def read(self, part: Part = ()) -> Tensor:
-        return self.make()[part]
+        return self.change(self.tensor.read())[part]
 
 
 def as_filters(taps: Stored) -> Changed:
     """[channels, taps] of a convolution as [channels, 1, taps]."""
     channels, size = taps.shape
-    return Changed((channels, 1, size), lambda: taps.read().unsqueeze(1))
+    return Changed(taps, (channels, 1, size), lambda read: read.unsqueeze(1))
