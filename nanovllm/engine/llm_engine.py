@@ -1,6 +1,5 @@
 """Requests in, outputs out: tokenizes prompts, queues requests, runs steps and makes text."""
 
-import gc
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -85,8 +84,11 @@ class LLMEngine:
             from nanovllm.executor.make import make_executor
 
             executor = make_executor(self.config, self.model_config, path, max_model_len=self.max_model_len)
-            gc.freeze()  # until the engine is closed: scanning all of torch's objects takes as long as several steps
         self.startup_seconds = executor.startup_seconds
+        if executor.runs_beside_host:
+            from nanovllm.utils.frozen_objects import freeze_objects
+
+            freeze_objects()  # a collection would take as long as several steps
         overlap = executor.runs_beside_host if self.config.overlap is None else self.config.overlap
         layout = self.config.cache_layout(windows=self.model_config.windows, max_model_len=self.max_model_len)
         sizes = self.config.scheduler_config(
@@ -253,7 +255,10 @@ class LLMEngine:
         finally:
             if self.text_params is not None:
                 self.text_params.close()
-            gc.unfreeze()
+            if self._core.executor.runs_beside_host:
+                from nanovllm.utils.frozen_objects import unfreeze_objects
+
+                unfreeze_objects()
             del self._core
 
     def check_health(self) -> None:

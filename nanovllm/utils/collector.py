@@ -20,6 +20,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            gc.freeze()  # this and the next line make all objects old, so that the next collection does not scan them
+            gc.unfreeze()
             gc.enable()
 
 

@@ -18,6 +18,14 @@ def test_collector_is_as_before_whatever_happened(was_on: bool) -> None:
         gc.enable() if before else gc.disable()
 
 
+def test_objects_made_in_a_pause_are_old() -> None:
+    """A collection of young objects, which comes soon after a pause, does not scan them."""
+    assert gc.isenabled()
+    with collector_paused():
+        made: list[int] = []
+    assert any(found is made for found in gc.get_objects(generation=2))
+
+
 @pytest.mark.parametrize(
     ("before", "within"),
     [(700, YOUNG_OBJECTS), (0, 0), (2 * YOUNG_OBJECTS, 2 * YOUNG_OBJECTS)],  # 0: the user has turned collection off
