@@ -18,7 +18,8 @@ class EngineCore:
         self.depth = depth  # launched steps whose results need not be known when the next one is scheduled
         self.last_plan: StepPlan | None = None  # the plan whose result was read in the last step()
         self._pending: deque[tuple[StepPlan, StepHandle]] = deque()
-        self._clock = None if scheduler.pacer is None else scheduler.pacer.clock(scheduler)
+        pacer, beside_host = scheduler.pacer, executor.runs_beside_host
+        self._clock = None if pacer is None else pacer.clock(scheduler, beside_host=beside_host)
 
     def step(self) -> list[Sequence]:
         """Launch one step and read the result of the oldest; returns the sequences that ended."""
@@ -52,9 +53,7 @@ class EngineCore:
 
     def _take_in(self) -> list[Sequence]:
         self.last_plan, handle = self._pending.popleft()
-        result = handle.wait()
-        if self._clock is not None:
-            self._clock.ended()
+        result = handle.wait() if self._clock is None else self._clock.result_of(handle.wait)
         return self.scheduler.update(self.last_plan, result)
 
     @property

@@ -3,6 +3,7 @@
 import random
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -19,15 +20,20 @@ from nanovllm.engine.pacer import (
     BURST_TOKENS,
     FIRST_TOKENS,
     KEPT,
+    LATE_RISE,
     MAX_BURST_STEPS,
     MAX_STRETCH,
     MIN_STRETCH,
     MIN_TOKENS,
+    NUM_MEASURING,
     OLD_RATIO,
     OLD_STEPS,
+    REQUESTS,
     TARGET,
     WAIT_SHARE,
+    Limit,
     Pacer,
+    StepClock,
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -35,6 +41,7 @@ from nanovllm.engine.step_work import StepWork, WorkCounter
 from nanovllm.plan import StepResult
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.state import BlockGroup
+from tests.engine.paced_loads import Gpu, Host, bench_load, simulated
 from tests.helpers import greedy_params, model_dir, open_llm, prompt_of
 
 CONFIG = SchedulerConfig(
@@ -103,7 +110,8 @@ def run(device: Device, pacer: Pacer, arrivals: list[tuple[float, int, int]], se
             scheduler.add(waiting.pop(0)[1])
         num_waiting, num_decodes = len(scheduler.waiting) + len(scheduler.prefilling), len(scheduler.decoding)
         wait = num_waiting * time_of_prompts / max(num_prompts, 1.0)
-        usual = min(max(WAIT_SHARE * wait, pacer.target), MAX_STRETCH * pacer.target)
+        stretch = max((num_decodes + num_waiting) / REQUESTS, WAIT_SHARE * wait / pacer.target)
+        usual = pacer.target * min(max(stretch, 1.0), MAX_STRETCH)
         plan = scheduler.schedule()
         assert plan is not None
         work = counter.count(plan, scheduler)
@@ -208,15 +216,28 @@ def test_prompts_get_most_of_the_device_however_long_the_decodes_take() -> None:
     assert pacer.limit.num_tokens == pytest.approx((MIN_STRETCH - 1) * 0.1 / 20e-6, rel=0.1)
 
 
-def test_a_long_queue_lengthens_steps() -> None:
-    """`trained` ends one prompt in each step of TARGET seconds."""
+def test_many_requests_lengthen_steps() -> None:
     pacer = trained()
     limits = []
-    for num_waiting in (1, 30, 100, 1000):
-        pacer.num_prompt_tokens(num_decodes=10_000, num_waiting=num_waiting)  # too many for the steps of a burst
-        pacer.num_prompt_tokens(num_decodes=10_000, num_waiting=num_waiting)  # the first measures the decodes
+    for num_decodes, num_waiting in ((20, 1), (20, 9), (2 * REQUESTS, REQUESTS // 9), (10_000, 1)):
+        decode(pacer, num_decodes=num_decodes)
+        pacer.num_prompt_tokens(num_decodes=num_decodes, num_waiting=num_waiting)
+        limits.append(pacer.limit.seconds / TARGET)
+    assert limits == pytest.approx([1, 1, 2 + 1 / 9, MAX_STRETCH], rel=0.01)
+
+
+def test_a_long_queue_lengthens_steps() -> None:
+    """`trained` ends one prompt in each step of 18 ms; here a prompt takes half a second."""
+    pacer = trained()
+    for _ in range(200):
+        pacer.num_prompt_tokens(num_decodes=20, num_waiting=1)
+        pacer.learn(StepWork(100, 20, 21, 2000, 0), 0.5, pacer.limit)
+    limits = []
+    for num_waiting in (1, 5, 15):
+        decode(pacer)
+        pacer.num_prompt_tokens(num_decodes=20, num_waiting=num_waiting)
         limits.append(pacer.limit.seconds)
-    assert limits == pytest.approx([TARGET, TARGET, 100 * WAIT_SHARE * TARGET, MAX_STRETCH * TARGET], rel=0.1)
+    assert limits == pytest.approx([TARGET, 5 * 0.5 * WAIT_SHARE, MAX_STRETCH * TARGET], rel=0.1)
 
 
 def test_a_burst_delays_few_tokens() -> None:
@@ -225,7 +246,7 @@ def test_a_burst_delays_few_tokens() -> None:
     def num_long(num_decodes: int, num_waiting: int) -> int:
         decode(pacer, num_decodes=num_decodes)
         limits = []
-        for _ in range(OLD_STEPS):
+        for _ in range(2 * MAX_BURST_STEPS):
             pacer.num_prompt_tokens(num_decodes=num_decodes, num_waiting=num_waiting)
             limits.append(pacer.limit.seconds)
         return sum(limit >= BURST_STRETCH * TARGET for limit in limits)
@@ -242,11 +263,20 @@ def test_old_decode_steps_are_measured_again() -> None:
     pacer = trained()
     decode(pacer)
     found = [pacer.num_prompt_tokens(num_decodes=20, num_waiting=1) for _ in range(3 * OLD_STEPS)]
-    assert [number for number, tokens in enumerate(found) if not tokens] == [OLD_STEPS, 2 * OLD_STEPS + 1]
+    first = [OLD_STEPS, 2 * OLD_STEPS + NUM_MEASURING]
+    assert [number for number, tokens in enumerate(found) if not tokens] == [
+        number + offset for number in first for offset in range(NUM_MEASURING)
+    ]
+
+
+@pytest.mark.parametrize(("least", "too_many"), [(20 * OLD_RATIO, 1), (20 / OLD_RATIO, -1)])
+def test_decodes_of_another_size_are_measured(least: float, too_many: int) -> None:
+    pacer = trained()
     decode(pacer)
-    assert pacer.num_prompt_tokens(num_decodes=int(20 * OLD_RATIO), num_waiting=1)
-    assert not pacer.num_prompt_tokens(num_decodes=int(20 * OLD_RATIO) + 1, num_waiting=1)
-    assert pacer.num_prompt_tokens(num_decodes=int(20 * OLD_RATIO) + 1, num_waiting=1)
+    assert pacer.num_prompt_tokens(num_decodes=int(least), num_waiting=1)
+    for _ in range(NUM_MEASURING):
+        assert not pacer.num_prompt_tokens(num_decodes=int(least) + too_many, num_waiting=1)
+    assert pacer.num_prompt_tokens(num_decodes=int(least) + too_many, num_waiting=1)
 
 
 @pytest.mark.parametrize("target", [0.018, 0.025, 0.1])
@@ -278,7 +308,13 @@ def test_one_slow_step_changes_little() -> None:
 def test_the_clock_measures_every_step_once(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[StepWork, float, object]] = []
     learn = Pacer.learn
-    monkeypatch.setattr(Pacer, "learn", lambda pacer, *step: (measured.append(step), learn(pacer, *step)))
+
+    def record(pacer: Pacer, *step: object, at_least: float) -> None:
+        assert at_least == step[1], "on a CPU every time is exact"
+        measured.append(step)
+        learn(pacer, *step, at_least=at_least)
+
+    monkeypatch.setattr(Pacer, "learn", record)
     with open_llm("llama", overlap=overlap, target_itl_ms=5.0) as llm:
         begin = time.monotonic()
         llm.generate([prompt_of(20), prompt_of(9)], greedy_params(6), use_tqdm=False)
@@ -286,6 +322,93 @@ def test_the_clock_measures_every_step_once(overlap: bool, monkeypatch: pytest.M
     assert sum(work.num_prefill for work, *_ in measured) == 29
     assert sum(work.num_sampled for work, *_ in measured) == 12
     assert 0.5 * seconds < sum(each for _, each, _ in measured) < seconds
+
+
+def rate_after(pacer: Pacer, seconds: float, at_least: float | None) -> float:
+    """How many times more prompt tokens the next step takes after a full one that took so long."""
+    decode(pacer)
+    before = pacer.num_prompt_tokens(num_decodes=20, num_waiting=1)
+    pacer.learn(StepWork(before, 20, 21, 2000, 0), seconds, pacer.limit, at_least=at_least)
+    return pacer.num_prompt_tokens(num_decodes=20, num_waiting=1) / before
+
+
+def test_a_step_that_ended_unseen_does_not_lower_the_rate() -> None:
+    """The host was late for its end, or for the end of the step before."""
+    assert rate_after(trained(), 0.030, None) < 0.85
+    assert rate_after(trained(), 0.030, 0.0) == pytest.approx(LATE_RISE, abs=0.02)
+    assert rate_after(trained(), 0.030, 0.012) == 1
+    assert rate_after(trained(), 0.030, 0.025) < 0.9
+    assert rate_after(trained(), 0.012, 0.0) > 1.3
+
+
+def test_a_decode_step_that_ended_unseen_is_not_measured() -> None:
+    pacer = trained()
+    pacer.learn(StepWork(0, 20, 20, 2000, 0), 0.1, pacer.limit, at_least=0.0)
+    pacer.num_prompt_tokens(num_decodes=20, num_waiting=1)
+    assert pacer.limit.seconds == TARGET
+
+
+class Recorder(Pacer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned: list[tuple[float, float]] = []
+
+    def learn(self, work: StepWork, seconds: float, limit: Limit, *, at_least: float | None = None) -> None:
+        assert at_least is not None
+        self.learned.append((at_least, seconds))
+
+
+@pytest.mark.parametrize(
+    ("beside_host", "times"),
+    [(True, [(0.0, 9.0), (3.0, 10.0), (8.0, 8.0)]), (False, [(9.0, 9.0), (3.0, 3.0), (8.0, 8.0)])],
+)
+def test_the_clock_knows_what_the_host_has_not_seen(beside_host: bool, times: list[tuple[float, float]]) -> None:
+    """Three steps are launched at 1, 3 and 5. The host asks for the first at 10, long after its end; it waits for the
+    second until 13 and for the third until 21."""
+    now = 0.0
+    scheduler, pacer = Scheduler(CONFIG), Recorder()
+    scheduler.add(Sequence("a", [7] * 5, SamplingParams(), max_num_tokens=20, arrival=0))
+    clock = StepClock(scheduler, pacer, beside_host=beside_host, now=lambda: now)
+
+    def wait(end: float) -> StepResult:
+        nonlocal now
+        now = max(now, end)
+        return StepResult(tokens=[[5]])
+
+    for launched in (1.0, 3.0, 5.0):
+        now = launched
+        plan = scheduler.schedule()
+        assert plan is not None
+        clock.begins(plan)
+    now = 10.0
+    for end in (4.0, 13.0, 21.0):
+        clock.result_of(partial(wait, end))
+    assert pacer.learned == times
+
+
+@pytest.mark.parametrize(
+    ("load", "limits"),
+    [
+        ({"num_clients": 256}, {"tok_per_s": 7200, "ttft_p99_ms": 2800, "itl_p99_ms": 60}),
+        ({"rate": 48.0}, {"tok_per_s": 6000, "ttft_p99_ms": 150, "itl_p99_ms": 25}),
+        ({"rate": 96.0}, {"tok_per_s": 7200, "ttft_p99_ms": 4150, "itl_p99_ms": 120}),
+    ],
+)
+def test_a_server_under_load(load: dict[str, float], limits: dict[str, float]) -> None:
+    """What is asked of Qwen3-8B on an H200; 4,000 ms to the first token at 96 requests/s is not reached."""
+    found = simulated(bench_load(**load), Pacer())
+    assert found["tok_per_s"] >= limits.pop("tok_per_s")
+    assert all(found[name] <= limit for name, limit in limits.items()), found
+
+
+@pytest.mark.parametrize(("slowness", "launch"), [(0.05, 0.008), (1.0, 0.001), (10.0, 0.014)])
+def test_other_devices_and_hosts(slowness: float, launch: float) -> None:
+    """Fast devices, whose steps take less time than their launch, and slow ones: the pacer costs little."""
+    load, host = bench_load(num_clients=64, count=256), Host(launch_prompts=launch)
+    paced = simulated(load, Pacer(), gpu=Gpu(slowness), host=host)
+    unlimited = simulated(load, Pacer(1e6), gpu=Gpu(slowness), host=host)
+    assert paced["tok_per_s"] > 0.93 * unlimited["tok_per_s"]
+    assert paced["ttft_p99_ms"] < 1.25 * unlimited["ttft_p99_ms"]
 
 
 def test_who_has_a_pacer() -> None:
