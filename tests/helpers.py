@@ -272,20 +272,6 @@ EVEN_FAMILIES = {
     "gemma4-moe-even": replace(
         FAMILIES["gemma4-moe"], settings=gemma4_settings.EXPERTS | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
-    # in every fourth layer without rope, as llama.cpp has it
-    "smollm3-even": Family("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}, tied=True),
-    "olmo2-plain": Family("olmo2", heads=(6, 2)),  # without biases, as in llama.cpp
-    "phi3-window": Family("phi3", {"sliding_window": 20, "original_max_position_embeddings": 512}, heads=(6, 2)),
-    "gpt-oss-gguf": Family(  # with the limit and the alpha that llama.cpp has, and MXFP4's groups of 32 columns
-        "gpt_oss",
-        {**GPT_OSS, "swiglu_limit": 7.0, "intermediate_size": 64},
-        rope={**YARN_ROPE, "truncate": False},
-    ),
-    # with heads of one size in the delta net, as in llama.cpp
-    "qwen3.5-gguf": Family("qwen3_5_text", {**DELTA_NET, "linear_key_head_dim": 16}, tied=True, norm_offset=1.0),
-    "qwen3-next-gguf": Family(
-        "qwen3_next", {**DELTA_NET, **SHARED_MOE, "linear_key_head_dim": 16}, head_dim=32, norm_offset=1.0
-    ),
     "mistral-even": replace(FAMILIES["mistral"], heads=(4, 1), seed=1),
     "olmo3-even": replace(FAMILIES["olmo3"], heads=(4, 1)),
     "qwen2-even": replace(FAMILIES["qwen2"], heads=(4, 1)),

@@ -9,7 +9,46 @@ import numpy as np
 import torch
 
 from tests.checkpoint.gguf_files import finish
-from tests.helpers import VOCAB_SIZE, reference
+from tests.helpers import (
+    DEEPSEEK,
+    DEEPSEEK_ROPE,
+    DELTA_NET,
+    EVEN_FAMILIES,
+    EXPERT_GROUPS,
+    GPT_OSS,
+    SHARED_MOE,
+    VOCAB_SIZE,
+    YARN_ROPE,
+    Family,
+    reference,
+)
+
+EVEN_FAMILIES |= {  # models that the metadata of GGUF files can describe
+    # in every fourth layer without rope, as llama.cpp has it
+    "smollm3-even": Family("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}, tied=True),
+    "olmo2-plain": Family("olmo2", heads=(6, 2)),  # without biases, as in llama.cpp
+    "phi3-window": Family("phi3", {"sliding_window": 20, "original_max_position_embeddings": 512}, heads=(6, 2)),
+    "gpt-oss-gguf": Family(  # with the limit and the alpha that llama.cpp has, and MXFP4's groups of 32 columns
+        "gpt_oss",
+        {**GPT_OSS, "swiglu_limit": 7.0, "intermediate_size": 64},
+        rope={**YARN_ROPE, "truncate": False},
+    ),
+    # with heads of one size in the delta net, as in llama.cpp
+    "qwen3.5-gguf": Family("qwen3_5_text", {**DELTA_NET, "linear_key_head_dim": 16}, tied=True, norm_offset=1.0),
+    "qwen3-next-gguf": Family(
+        "qwen3_next", {**DELTA_NET, **SHARED_MOE, "linear_key_head_dim": 16}, head_dim=32, norm_offset=1.0
+    ),
+    # with an mscale that equals mscale_all_dim, as in every published model
+    "deepseek-v2-gguf": Family(
+        "deepseek_v2",
+        {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 1},
+        heads=(4, 4),
+        rope=DEEPSEEK_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek-v3-gguf": Family(
+        "deepseek_v3", {**DEEPSEEK, **EXPERT_GROUPS, "first_k_dense_replace": 1, "norm_topk_prob": True}, heads=(4, 4)
+    ),
+}
 
 Tensors = Iterator[tuple[str, torch.Tensor]]  # Hugging Face's names
 Keys = dict[str, Any]  # metadata, without the name of the architecture
@@ -197,6 +236,45 @@ def qwen3_next_tensors(config: Any, tensors: Tensors) -> Tensors:
             yield name, weight
 
 
+def deepseek(config: Any) -> Keys:
+    """Heads as those of the compressed cache, which all query heads share."""
+    latent, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    keys: Keys = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent + rotated,
+        "attention.value_length": latent,
+        "attention.key_length_mla": config.qk_nope_head_dim + rotated,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": latent,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "rope.dimension_count": rotated,
+        "leading_dense_block_count": getattr(config, "first_k_dense_replace", 1),
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters.get("mscale_all_dim", 0.0) or None,
+    }
+    if config.model_type != "deepseek_v2":
+        keys |= {"expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob}
+        keys |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    return keys
+
+
+def deepseek_tensors(config: Any, tensors: Tensors) -> Tensors:
+    for name, weight in tensors:
+        if name.endswith("kv_b_proj.weight"):
+            heads = weight.unflatten(0, (config.num_attention_heads, -1))
+            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+            yield name.replace("kv_b", "k_b"), keys.transpose(1, 2)
+            yield name.replace("kv_b", "v_b"), values
+        elif ".experts." in name:
+            yield from qwen3_next_tensors(config, iter([(name, weight)]))
+        else:
+            yield name.replace("e_score_correction_bias", "e_score_correction.bias"), weight
+
+
 def no_keys(config: Any) -> Keys:
     return {}
 
@@ -208,6 +286,7 @@ def as_they_are(config: Any, tensors: Tensors) -> Tensors:
 # architecture: the keys that it has beyond the plain ones, and what the converter does to its tensors
 Recipe = tuple[Callable[[Any], Keys], Callable[[Any, Tensors], Tensors]]
 RECIPES: dict[str, Recipe] = {
+    "deepseek2": (deepseek, deepseek_tensors),
     "glm4": (glm4, as_they_are),
     "gpt-oss": (gpt_oss, gpt_oss_tensors),
     "granite": (granite, permuted),

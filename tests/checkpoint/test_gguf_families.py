@@ -16,6 +16,9 @@ from tests.checkpoint.gguf_families import write_family
 from tests.helpers import assert_greedy, greedy_params, open_llm, prompt_of
 
 FILES = [  # family of tests/helpers.py, architecture
+    ("deepseek-v2-gguf", "deepseek2"),
+    ("deepseek-v3-gguf", "deepseek2"),
+    ("glm-4.7-flash", "deepseek2"),
     ("glm4", "glm4"),
     ("gpt-oss-gguf", "gpt-oss"),
     ("granite", "granite"),
@@ -107,6 +110,8 @@ def test_the_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("granite", "granite", "expert_count", 4, "expert_count is 4 in a granite model"),
         ("glm4", "glm4", "rope__dimension_sections", [1, 2, 1, 0], "rope.dimension_sections"),
         ("glm4", "glm4", "rope__dimension_count", 64, "rope.dimension_count is 64 of 32"),
+        ("deepseek-v2-gguf", "deepseek2", "expert_gating_func", 3, "expert_gating_func is 3"),
+        ("deepseek-v2-gguf", "deepseek2", "rope__scaling__yarn_log_multiplier", None, "yarn_log_multiplier is None"),
         ("phi4-mini", "phi3", "rope__dimension_count", 8, r"must be F32 of shape \(4,\)"),
     ],
 )

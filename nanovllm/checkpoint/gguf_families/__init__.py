@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.checkpoint.stored import Stored
 
 MODULES = {  # general.architecture: the module that describes it
+    "deepseek2": "deepseek",
     "gemma3": "gemma3",
     "glm4": "glm4",
     "gpt-oss": "gpt_oss",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.stored import Part, Stored
@@ -24,3 +25,19 @@ def as_filters(taps: Stored) -> Changed:
     """[channels, taps] of a convolution as [channels, 1, taps]."""
     channels, size = taps.shape
     return Changed(taps, (channels, 1, size), lambda read: read.unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """DeepSeek's kv_b_proj, [heads * (key size + value size), latent size]; implements `Stored`."""
+
+    keys: Stored  # [heads, latent size, key size]
+    values: Stored  # [heads, value size, latent size]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, latent, size = self.keys.shape
+        return heads * (size + self.values.shape[1]), latent
+
+    def read(self, part: Part = ()) -> Tensor:
+        return torch.cat([self.keys.read().transpose(1, 2), self.values.read()], dim=1).flatten(0, 1)[part]
