@@ -18,8 +18,9 @@ class EngineCore:
         self.depth = depth  # launched steps whose results need not be known when the next one is scheduled
         self.last_plan: StepPlan | None = None  # the plan whose result was read in the last step()
         self._pending: deque[tuple[StepPlan, StepHandle]] = deque()
-        pacer, beside_host = scheduler.pacer, executor.runs_beside_host
-        self._clock = None if pacer is None else pacer.clock(scheduler, beside_host=beside_host)
+        self._clock = None
+        if scheduler.pacer is not None:
+            self._clock = scheduler.pacer.clock(scheduler, beside_host=executor.runs_beside_host)
 
     def step(self) -> list[Sequence]:
         """Launch one step and read the result of the oldest; returns the sequences that ended."""

@@ -90,6 +90,8 @@ class FakeHandle:
 class FakeExecutor:
     """An executor without a device. Eager: a step runs when it is launched; lazy: when it is waited for."""
 
+    runs_beside_host = True
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -275,7 +277,7 @@ class RandomPacer:
     def num_prompt_tokens(self, *, num_decodes: int, num_waiting: int) -> int:
         return self._random.randint(0, 12)
 
-    def clock(self, scheduler: Scheduler) -> None:
+    def clock(self, scheduler: Scheduler, *, beside_host: bool) -> None:
         """Nothing is measured."""
 
 
