@@ -7,7 +7,7 @@ monotonic clock, so the time before the first line of Python is included. From t
 page cache; the first row may include reading from disk.
 
   interpreter    from the fork to the first line of nanovllm
-  torch          importing torch
+  torch          importing torch; on a CPU a thread has begun to load its largest library before
   tokenizer      vocabulary, merges, chat template
   weights        the model and its KV cache, without the import of torch
   first step     from the loaded engine to the first token
