@@ -1,5 +1,6 @@
 """Tiny models of tests/helpers.py as GGUF files, with the names and the layout of llama.cpp's converter."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import gguf
 import numpy as np
 import torch
 
+from tests import gemma4_settings
 from tests.checkpoint.gguf_files import finish
 from tests.helpers import (
     DEEPSEEK,
@@ -275,6 +277,54 @@ def deepseek_tensors(config: Any, tensors: Tensors) -> Tensors:
             yield name.replace("e_score_correction_bias", "e_score_correction.bias"), weight
 
 
+def gemma4(config: Any) -> Keys:
+    windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    many, whole = config.num_key_value_heads, gemma4_settings.ALL["global_head_dim"]
+    few = gemma4_settings.DENSE["num_global_key_value_heads"] if config.attention_k_eq_v else many
+    shared, width = config.num_kv_shared_layers, config.intermediate_size
+    wide = [width] * (config.num_hidden_layers - shared) + [2 * width] * shared
+    keys: Keys = {
+        "attention.key_length": whole,
+        "attention.value_length": whole,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.head_count_kv": [many if one else few for one in windowed],
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": windowed,
+        "attention.shared_kv_layers": shared,
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        "rope.dimension_count": whole,
+        "rope.dimension_count_swa": config.head_dim,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+    if config.use_double_wide_mlp:
+        keys["feed_forward_length"] = wide
+    if config.enable_moe_block:
+        keys |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.top_k_experts,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    return keys
+
+
+def gemma4_tensors(config: Any, tensors: Tensors) -> Tensors:
+    for name, weight in tensors:
+        layer, own = (*name.split("."), "")[2], name.rpartition(".")[2]
+        if own == "layer_scalar" or (".experts." in name and own != "weight"):
+            yield f"{name}.weight", weight
+        elif name.endswith("router.scale"):
+            yield f"blk.{layer}.ffn_gate_inp.scale", weight
+        elif own == "per_expert_scale":
+            yield f"blk.{layer}.ffn_down_exps.scale", weight
+        else:
+            yield name, weight
+    half = gemma4_settings.ALL["global_head_dim"] // 2
+    rotated = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    yield "rope_freqs.weight", torch.tensor([1.0] * rotated + [1e30] * (half - rotated))
+
+
 def no_keys(config: Any) -> Keys:
     return {}
 
@@ -287,6 +337,7 @@ def as_they_are(config: Any, tensors: Tensors) -> Tensors:
 Recipe = tuple[Callable[[Any], Keys], Callable[[Any, Tensors], Tensors]]
 RECIPES: dict[str, Recipe] = {
     "deepseek2": (deepseek, deepseek_tensors),
+    "gemma4": (gemma4, gemma4_tensors),
     "glm4": (glm4, as_they_are),
     "gpt-oss": (gpt_oss, gpt_oss_tensors),
     "granite": (granite, permuted),
@@ -318,7 +369,8 @@ def write_family(
 ) -> Path:
     """`packed`: the type of matrices, where their columns allow it. `more`: names of vectors that are added. `changed`:
     metadata, "__" for "."."""
-    config, (keys, _) = reference(name).config, RECIPES[architecture]
+    config, (keys, _) = copy.deepcopy(reference(name).config), RECIPES[architecture]
+    config.allow_global_per_layer_attribute_access = True  # transformers asks for this where layers differ
     writer = gguf.GGUFWriter(path, architecture)
     metadata = plain_keys(config) | keys(config) | {key.replace("__", "."): value for key, value in changed.items()}
     add = {

@@ -18,6 +18,9 @@ from tests.helpers import assert_greedy, greedy_params, open_llm, prompt_of
 FILES = [  # family of tests/helpers.py, architecture
     ("deepseek-v2-gguf", "deepseek2"),
     ("deepseek-v3-gguf", "deepseek2"),
+    ("gemma4", "gemma4"),
+    ("gemma4-e", "gemma4"),
+    ("gemma4-moe", "gemma4"),
     ("glm-4.7-flash", "deepseek2"),
     ("glm4", "glm4"),
     ("gpt-oss-gguf", "gpt-oss"),
@@ -49,12 +52,13 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, architectur
         ("phi4-mini", "phi3", "Q4_0", "self_attn.qkv_proj"),
         ("phi4-mini", "phi3", "Q8_0", "self_attn.qkv_proj"),
         ("qwen3.5-gguf", "qwen35", "Q8_0", "linear_attn.in_proj_qkv"),
+        ("gemma4-moe", "gemma4", "Q8_0", "moe.experts.0.up_proj"),
     ],
 )
 def test_packed_weights_equal_unpacked_ones(
     tmp_path: Path, name: str, architecture: str, kind: str, module: str
 ) -> None:
-    """Rows of these modules are brought into another order, packed ones, too."""
+    """Rows of these modules are brought into another order or divided, packed ones, too."""
     path = write_family(tmp_path / "model.gguf", name, architecture, packed=kind)
     prompt, answers = prompt_of(20), []
     for quantization in (None, "gguf"):
@@ -112,6 +116,8 @@ def test_the_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("glm4", "glm4", "rope__dimension_count", 64, "rope.dimension_count is 64 of 32"),
         ("deepseek-v2-gguf", "deepseek2", "expert_gating_func", 3, "expert_gating_func is 3"),
         ("deepseek-v2-gguf", "deepseek2", "rope__scaling__yarn_log_multiplier", None, "yarn_log_multiplier is None"),
+        ("gemma4", "gemma4", "rope__dimension_count_swa", 8, "rope.dimension_count_swa"),
+        ("gemma4", "gemma4", "feed_forward_length", [80, 160, 80], "feed_forward_length: only layers that share KV"),
         ("phi4-mini", "phi3", "rope__dimension_count", 8, r"must be F32 of shape \(4,\)"),
     ],
 )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MODULES = {  # general.architecture: the module that describes it
     "deepseek2": "deepseek",
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "glm4": "glm4",
     "gpt-oss": "gpt_oss",
     "granite": "granite",

@@ -20,7 +20,13 @@ ALL_FORMS: dict[str, Form] = {**FORMS, "MXFP4": Fp4Form(32)}
 def packing_of(types: Iterable[tuple[str, str]]) -> Packing:
     """`types`: the Hugging Face names of a file's tensors, and their types. Tensors of other types are unpacked.
 
-    The experts of a layer are one tensor; the first one's module stands for all.
+    The experts of a layer are one tensor, maybe gate and up in one; the first one's module stands for all.
     """
-    modules = ((name.replace(".experts.", ".experts.0.").removesuffix(".weight"), kind) for name, kind in types)
+    stacks = ((name.replace(".experts.", ".experts.0.").removesuffix(".weight"), kind) for name, kind in types)
+    modules = ((module, kind) for stack, kind in stacks for module in _modules_of(stack))
     return Packing("gguf", modules=tuple((module, ALL_FORMS[kind]) for module, kind in modules if kind in ALL_FORMS))
+
+
+def _modules_of(stack: str) -> tuple[str, ...]:
+    both = stack.endswith(".experts.0.gate_up_proj")
+    return tuple(stack.replace("gate_up", part) for part in ("gate", "up")) if both else (stack,)
