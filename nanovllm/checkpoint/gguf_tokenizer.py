@@ -19,13 +19,29 @@ _TOKEN_TYPES = (_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE)
 _MAX_TOKEN_CHARS = 1024  # real tokens have fewer than 300; finding a token's merges is quadratic in its length
 
 _SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{number}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{marks}]+|{number}"
+    r"| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3_SPLIT = _SPLIT_PATTERN.format(number=r"\p{N}{1,3}")
-_QWEN2_SPLIT = _SPLIT_PATTERN.format(number=r"\p{N}")
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-_PRE_TOKENIZERS = ("smollm", "gpt-2", "default", *_LLAMA3_NAMES, "qwen2")
+_LLAMA3_SPLIT = _SPLIT_PATTERN.format(number=r"\p{N}{1,3}", marks="")
+_UPPER, _LOWER, _ENDING = (
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+)
+_GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "lfm2")  # tokens are found without merges; BOS is implied
+_QWEN_NAMES = ("qwen2", "qwen35")
+_SPLITS = {  # by tokenizer.ggml.pre
+    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA3_SPLIT),
+    "qwen2": _SPLIT_PATTERN.format(number=r"\p{N}", marks=""),
+    "qwen35": _SPLIT_PATTERN.format(number=r"\p{N}", marks=r"\p{M}"),
+    "gpt-4o": _GPT4O_SPLIT,
+}
+_DIGITS_NAMES, _GPT2_NAMES = ("smollm", "refact"), ("gpt-2", "default", "olmo")
+_PRE_TOKENIZERS = (*_DIGITS_NAMES, *_GPT2_NAMES, *_SPLITS)
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
@@ -68,7 +84,7 @@ def _byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in _list(metadata, "merges", str)]
     tokenizer = Tokenizer(_bpe(_vocabulary(metadata), merges, ignore_merges=pre in _LLAMA3_NAMES))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
-    if pre == "qwen2":
+    if pre in _QWEN_NAMES:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -78,11 +94,11 @@ def _pre_tokenizer(name: str) -> PreTokenizer:
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
-    if name in ("gpt-2", "default"):
+    if name in _GPT2_NAMES:
         return ByteLevel(add_prefix_space=False)
-    if name == "smollm":
+    if name in _DIGITS_NAMES:
         return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    pattern = Regex(_QWEN2_SPLIT if name == "qwen2" else _LLAMA3_SPLIT)
+    pattern = Regex(_SPLITS[name])
     return Sequence([Split(pattern, behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
 
 

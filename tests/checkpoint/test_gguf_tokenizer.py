@@ -105,17 +105,48 @@ def pre_tokenizer_oracles() -> dict[str, pre_tokenizers.PreTokenizer]:
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     split = pre_tokenizers.Sequence([pre_tokenizers.Split(llama3, "isolated"), whole_bytes])
     digits = pre_tokenizers.Sequence([pre_tokenizers.Split(tokenizers.Regex(r"\p{N}"), "isolated"), gpt2])
-    return {"gpt-2": gpt2, "default": gpt2, "smollm": digits, "llama-bpe": split, "llama3": split}
+    like_gpt2, like_smollm = dict.fromkeys(GPT2_KINDS, gpt2), dict.fromkeys(DIGITS_KINDS, digits)
+    return like_gpt2 | like_smollm | dict.fromkeys(LLAMA3_KINDS, split)
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "default", "smollm", "llama-bpe", "llama3"])
+GPT2_KINDS, DIGITS_KINDS = ("gpt-2", "default", "olmo"), ("smollm", "refact")
+LLAMA3_KINDS = ("llama-bpe", "llama3", "lfm2", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe")
+
+
+@pytest.mark.parametrize("pre", [*GPT2_KINDS, *DIGITS_KINDS, *LLAMA3_KINDS])
 def test_byte_level_kinds(trained: str, pre: str) -> None:
     oracle = tokenizers.Tokenizer.from_str(trained)
     metadata = byte_level_metadata(oracle, pre)
     oracle.pre_tokenizer = pre_tokenizer_oracles()[pre]
-    if pre.startswith("llama"):
+    if pre.startswith("llama") or pre == "lfm2":
         oracle.model.ignore_merges = True
     check_equal(build_tokenizer(metadata), oracle, TEXTS + random_texts(200))
+
+
+def test_gpt_4o_kind(trained: str) -> None:
+    """The pattern is that of transformers; a change from lower to upper case ends a piece in it."""
+    module = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    oracle = tokenizers.Tokenizer.from_str(trained)
+    ours = build_tokenizer(byte_level_metadata(oracle, "gpt-4o"))
+    split = pre_tokenizers.Split(tokenizers.Regex(module._GPT4O_SPLIT), "isolated")
+    whole_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    oracle.pre_tokenizer = pre_tokenizers.Sequence([split, whole_bytes])
+    check_equal(ours, oracle, [*TEXTS, "camelCaseWord's HTMLPage", *random_texts(200)])
+    assert [piece for piece, _ in ours.pre_tokenizer.pre_tokenize_str("camelCase's")] == ["camel", "Case's"]
+
+
+def test_qwen35_kind(trained: str) -> None:
+    """The pattern is that of transformers; letters are followed by marks in it."""
+    module = pytest.importorskip("transformers.models.qwen3_5.tokenization_qwen3_5")
+    oracle = tokenizers.Tokenizer.from_str(trained)
+    metadata = byte_level_metadata(oracle, "qwen35")
+    split = pre_tokenizers.Split(tokenizers.Regex(module.PRETOKENIZE_REGEX), "isolated")
+    whole_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    oracle.pre_tokenizer = pre_tokenizers.Sequence([split, whole_bytes])
+    oracle.normalizer = tokenizers.normalizers.NFC()
+    ours = build_tokenizer(metadata)
+    check_equal(ours, oracle, [*TEXTS, "\u0928\u092e\u0938\u094d\u0924\u0947", *random_texts(200)])
+    assert len(ours.pre_tokenizer.pre_tokenize_str("\u0928\u092e\u0938\u094d\u0924\u0947")) == 1
 
 
 def test_how_numbers_are_split(trained: str) -> None:
