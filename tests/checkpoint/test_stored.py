@@ -62,13 +62,13 @@ def test_heads_that_are_reordered(tmp_path: Path) -> None:
 def test_rows_that_are_not_wanted_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "a.gguf", "llama")
     read: list[int] = []
-    original = GGUFFile._read
+    original = GGUFFile.read
 
     def count(self: GGUFFile, offset: int, target: memoryview) -> None:
         read.append(len(target))
         original(self, offset, target)
 
-    monkeypatch.setattr(GGUFFile, "_read", count)
+    monkeypatch.setattr(GGUFFile, "read", count)
     with GGUFFile(tmp_path / "a.gguf") as file:
         stored = dict(file.stored_tensors(torch.float32))["model.embed_tokens.weight"]
         stored.read((slice(10, 20),))
