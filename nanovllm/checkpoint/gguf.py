@@ -118,21 +118,20 @@ class GGUFFile:
 
         The experts of a layer are stacked: `mlp.experts.{gate,up,down}_proj.weight` is [experts, out, in].
         """
+        yield from self.family.tensors(self, self._tensors_of_file(dtype))
+
+    def _tensors_of_file(self, dtype: torch.dtype) -> Iterator[tuple[str, Stored]]:
+        """As the file has them."""
         import torch
 
-        stored = self._stored_tensors(torch.float32, dtype)
-        yield from self.family.tensors(self, stored)
-
-    def _stored_tensors(self, exact: torch.dtype, dtype: torch.dtype) -> Iterator[tuple[str, Stored]]:
-        """As the file has them. `exact`: how a vector of float32 is read, because a norm may be kept in float32."""
         weights = [info for info in self.tensors.values() if info.name not in ROPE_TENSORS]
         named = [(self._hf_name(info.name), info) for info in sorted(weights, key=lambda info: info.offset)]
         rotary_heads = self._permuted_heads()
         for hf_name, info in named:
             heads = rotary_heads.get(info.name.split(".")[-2], 0) if "." in info.name else 0
             blocks = partial(self._blocks, info, heads)
-            is_exact = len(info.shape) == 1 and info.type_name == "F32"
-            load = partial(self._load, info, exact if is_exact else dtype, heads)
+            exact = len(info.shape) == 1 and info.type_name == "F32"  # a norm may be kept in float32
+            load = partial(self._load, info, torch.float32 if exact else dtype, heads)
             yield hf_name, _GGUFTensor(info.shape, load, info.type_name, blocks)
 
     def tensor_types(self) -> Iterator[tuple[str, str]]:

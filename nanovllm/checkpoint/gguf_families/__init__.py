@@ -47,17 +47,15 @@ def _as_stored(file: GGUFFile, tensors: Iterable[tuple[str, Stored]]) -> Iterato
 class GGUFFamily:
     hf_class: str
     model_type: str  # as Hugging Face calls it
-    names: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of a layer's tensors, beyond or in place of the common ones
+    # Of a layer's tensors, beyond or in place of the common ones.
+    names: Mapping[str, str] = field(default_factory=dict)
     top_names: Mapping[str, str] = field(default_factory=dict)  # of tensors outside the layers
     permuted: bool = False  # the converter permuted the rows of attn_q and attn_k for interleaved RoPE
     partial_rotary: bool = False  # a part of each head may be rotated
     experts: bool = False
     dense: tuple[str, ...] = ()  # endings of the HF names of tensors that are always dequantized
-    uneven: frozenset[str] = (
-        frozenset()
-    )  # keys whose values may differ between layers; the common config has the largest
+    # Keys whose values may differ between layers; the common config has the largest.
+    uneven: frozenset[str] = frozenset()
     # From the file and the config that all families have: what this one has beyond that, or in its place.
     config: Callable[[GGUFFile, dict[str, Any]], dict[str, Any]] = _nothing
     # From the file and its (HF name, tensor): those in the layout of Hugging Face's files.
@@ -76,3 +74,8 @@ def windowed_layers(file: GGUFFile, num_layers: int, *, period: int) -> list[boo
         every = file.count("attention.sliding_window_pattern", default=period)
         return [(index + 1) % every != 0 for index in range(num_layers)]
     return [bool(one) for one in stated]
+
+
+def layer_types(windowed: Iterable[bool]) -> list[str]:
+    """The value of layer_types in the HF config."""
+    return ["sliding_attention" if one else "full_attention" for one in windowed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.gguf_families import GGUFFamily, windowed_layers
+from nanovllm.checkpoint.gguf_families import GGUFFamily, layer_types, windowed_layers
 
 if TYPE_CHECKING:
     from nanovllm.checkpoint.gguf import GGUFFile
@@ -41,7 +41,7 @@ def _config(file: GGUFFile, plain: dict[str, Any]) -> dict[str, Any]:
         "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in file.tensors,
         "num_kv_shared_layers": shared,
         "sliding_window": file.count("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        "layer_types": layer_types(windowed),
         "rope_scaling": None,
         "rope_parameters": {
             "sliding_attention": {"rope_theta": file.real("rope.freq_base_swa", default=10_000.0)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.gguf_families import GGUFFamily, windowed_layers
+from nanovllm.checkpoint.gguf_families import GGUFFamily, layer_types, windowed_layers
 
 if TYPE_CHECKING:
     from nanovllm.checkpoint.gguf import GGUFFile
@@ -12,13 +12,12 @@ if TYPE_CHECKING:
 
 def _config(file: GGUFFile, plain: dict[str, Any]) -> dict[str, Any]:
     """YaRN's bounds are not rounded, as the model's own config has it; the metadata does not state that."""
-    windowed = windowed_layers(file, plain["num_hidden_layers"], period=2)
     return {
         "num_local_experts": file.count("expert_count"),
         "num_experts_per_tok": file.count("expert_used_count"),
         "intermediate_size": file.count("expert_feed_forward_length"),
         "sliding_window": file.count("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        "layer_types": layer_types(windowed_layers(file, plain["num_hidden_layers"], period=2)),
         "rope_scaling": plain["rope_scaling"] and plain["rope_scaling"] | {"truncate": False},
     }
 

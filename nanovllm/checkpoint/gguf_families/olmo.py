@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.gguf_families import GGUFFamily, windowed_layers
+from nanovllm.checkpoint.gguf_families import GGUFFamily, layer_types, windowed_layers
 
 if TYPE_CHECKING:
     from nanovllm.checkpoint.gguf import GGUFFile
@@ -14,16 +14,12 @@ def _config(file: GGUFFile, plain: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions of layers with windows are not scaled."""
     if not file.get("attention.sliding_window"):
         return {}
-    kinds = [
-        "sliding_attention" if windowed else "full_attention"
-        for windowed in windowed_layers(file, plain["num_hidden_layers"], period=4)
-    ]
     theta = plain["rope_theta"]
     return {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
         "sliding_window": file.count("attention.sliding_window"),
-        "layer_types": kinds,
+        "layer_types": layer_types(windowed_layers(file, plain["num_hidden_layers"], period=4)),
         "rope_scaling": None,
         "rope_parameters": {
             "sliding_attention": {"rope_theta": file.real("rope.freq_base_swa", default=theta)},
