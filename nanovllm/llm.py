@@ -168,10 +168,8 @@ class LLM:
         priority: int | Sequence[int] = 0,
         stream: bool = False,
     ) -> list[str]:
-        """Queue all prompts or, if one is refused, none; returns their ids.
-
-        If the device is idle and works while the host does, the first step is launched as soon as there are tokens
-        enough for it, not after the last prompt.
+        """Queue all prompts or, if one is refused, none; returns their ids. If the device is idle and works while the
+        host does, the first step is launched as soon as there are tokens enough for it, not after the last prompt.
         """
         engine = self.llm_engine
         engine.check_open()

@@ -57,6 +57,19 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
         check_scheduler(scheduler_of(llm))
 
 
+def test_idle_work_records_all_graphs_and_changes_no_token() -> None:
+    with open_on_gpu("qwen3", overlap=True) as llm:
+        decode = llm.llm_engine._core.executor._decode
+        for index, _ in enumerate(llm.llm_engine.idle_work()):
+            if index == 2:  # requests may come at any time
+                outputs = llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
+                num_recorded = len(decode._graphs._recorded)
+        assert len(decode._graphs._recorded) >= 2 * len(decode._sizes) > num_recorded
+        outputs += llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
+    for prompt, output in zip(2 * PROMPTS, outputs, strict=True):
+        assert_greedy("qwen3", prompt, output["token_ids"])
+
+
 @pytest.mark.parametrize("how", ["graph", "eager", "sdpa", "deterministic"])
 @pytest.mark.parametrize(("family", "num_blocks"), [("mistral", 5), ("mistral", 64), ("qwen2-sliding", 16)])
 def test_long_prompts_through_windows(family: str, num_blocks: int, how: str) -> None:

@@ -1,7 +1,7 @@
 """Requests in, outputs out: tokenizes prompts, queues requests, runs steps and makes text."""
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -39,9 +39,7 @@ class LLMEngine:
         **options: Any,
     ) -> None:
         """`options` are those of `Config`. `proposer` guesses next tokens, several of which a step then verifies.
-
-        `serves`: clients read tokens as they come, so the option target_itl_ms has a default.
-        """
+        `serves`: clients read tokens as they come, so the option target_itl_ms has a default."""
         self._closed: str | None = None
         self._cause: Exception | None = None  # the failure that closed the engine, if one did
         self.config = Config.from_options(None if model is None else str(model), options)
@@ -168,10 +166,8 @@ class LLMEngine:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def step(self, names: Collection[str] | None = None) -> list[RequestOutput]:
-        """Run one step; returns the outputs of requests that ended, and of streamed ones that grew.
-
-        With `names`, only of these requests; the outputs of others wait for their own caller.
-        """
+        """Run one step; returns the outputs of requests that ended, and of streamed ones that grew. With `names`, only
+        of these requests; the outputs of others wait for their own caller."""
         waited = {name: self._undelivered.pop(name) for name in [*self._undelivered] if names is None or name in names}
         if waited and names is not None:
             return list(waited.values())
@@ -201,6 +197,10 @@ class LLMEngine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do; also true while the step of an aborted request still runs."""
         return self._core.has_work
+
+    def idle_work(self) -> Iterator[None]:
+        """Work that makes later steps quicker, one piece after the other."""
+        return self._core.executor.idle_work()
 
     @property
     def overlaps(self) -> bool:
@@ -285,10 +285,8 @@ class LLMEngine:
         self._core = EngineCore(scheduler, old.executor, depth=old.depth)
 
     def _drop_requests(self) -> None:
-        self._requests.clear()
-        self._of_seq.clear()
-        self._watched.clear()
-        self._undelivered.clear()
+        for requests in (self._requests, self._of_seq, self._watched, self._undelivered):
+            requests.clear()
 
     def check_open(self) -> None:
         """Raise EngineClosedError if the engine was closed."""

@@ -1,6 +1,6 @@
 """The interface between the control plane and what runs the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from nanovllm.plan import StepPlan, StepResult
@@ -29,6 +29,10 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue a step; steps run in the order of their launch."""
+        ...
+
+    def idle_work(self) -> Iterator[None]:
+        """Pieces of work that steps would have to do later, for a caller that has nothing else to do."""
         ...
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ start, steps under way, the check that all ranks sampled the same tokens, and th
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
@@ -200,6 +200,10 @@ class WorkersExecutor:
 
     def _send(self, command: Command, ranks: Iterable[int]) -> None:
         self._workers.send(to_frame(command), ranks)
+
+    def idle_work(self) -> Iterator[None]:
+        """None: each rank prepares for a step when it first runs it."""
+        return iter(())
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 
 import msgspec
@@ -46,6 +47,7 @@ from nanovllm.utils.logging import get_logger
 
 logger = get_logger("nanovllm.remote.service")  # by name: run as a program, this module is called __main__
 
+ENDED = object()
 MAX_UNSENT = 64 << 20  # bytes that the client may leave unread before the engine waits for it
 
 
@@ -80,6 +82,7 @@ class Service:
         self._compile_pool = CompilePool(when_done=connection.wake)
         self._embeddings = Embeddings(engine)
         self._embed_calls: dict[str, int] = {}  # calls to answer, by request id
+        self._idle_work: Iterator[None] | None = engine.idle_work()  # that is left
         self._views: ViewRecorder | None = None  # while somebody watches
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
@@ -93,16 +96,19 @@ class Service:
                 self._add(request)
             if self._engine.has_work:
                 self._step()
+            elif self._idle_work is not None and next(self._idle_work, ENDED) is ENDED:
+                self._idle_work = None
             if self._views is not None and self._views.seconds_to_next() == 0:
                 self._connection.send(View(self._views.take(self._engine.scheduler, self._stats())))
 
     def close(self) -> None:
+        self._idle_work = None  # it refers to the engine's memory
         self._engine.close()
         self._compile_pool.close()
 
     def _seconds_to_wait(self) -> float | None:
         """How long to wait for a command: 0 while there is work, else until the next view, or without limit."""
-        if self._engine.has_work:
+        if self._engine.has_work or self._idle_work is not None:
             return 0
         return None if self._views is None else self._views.seconds_to_next()
 

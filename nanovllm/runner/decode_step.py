@@ -5,7 +5,7 @@ step, from embedding to sampled token, is one recorded CUDA graph.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -137,6 +137,16 @@ class DecodeStep:
         """Launch one step for each class of sizes that has its own kernels, to compile them."""
         for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in compiled_sizes()}):
             self._step(StepKind(size, Ending.TOKENS), states)
+
+    def recordings(self, states: list[Any]) -> Iterator[None]:
+        """Record the graph of each size that has none yet, one at a time."""
+        if self._graphs is None:
+            return
+        for size in self._sizes:
+            for ending in (Ending.TOKENS, Ending.CUT_TOKENS):
+                if (kind := StepKind(size, ending)) not in self._graphs:
+                    self._record(kind, states)
+                    yield
 
     def _record(self, kind: StepKind, states: list[Any]) -> None:
         """Record a graph. The step runs with padding rows, which change nothing: once to compile, once to record."""

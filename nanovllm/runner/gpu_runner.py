@@ -1,5 +1,6 @@
 """The runner of a GPU: our kernels, decode steps as CUDA graphs, and a start that compiles and measures."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +40,7 @@ class GpuRunner(ModelRunner):
 
     def _build_steps(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
         super()._build_steps(config, model_config, max_model_len)
+        self._max_num_tokens = config.max_num_batched_tokens
         self._decode: DecodeStep | None = None
         if self._context.kernels:
             from nanovllm.runner.kernel_steps import make_kernel_steps
@@ -73,6 +75,13 @@ class GpuRunner(ModelRunner):
         """The size of the decode graph for as many rows: with a size that it has not seen cuBLAS may load another
         kernel, which waits until the device is idle."""
         return num_sampled if self._decode is None else self._decode.size_for(num_sampled)
+
+    def idle_work(self) -> Iterator[None]:
+        if not self._context.kernels:
+            return iter(())
+        from nanovllm.runner.idle_work import idle_work
+
+        return idle_work(self.model, self._decode, self.states, max_num_tokens=self._max_num_tokens)
 
     def close(self) -> None:
         if self._decode is not None:

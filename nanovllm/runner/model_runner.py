@@ -1,6 +1,6 @@
 """The device side of the engine: builds model, KV cache, request table and sampler, and launches steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,6 +212,9 @@ class ModelRunner:
 
             self._prompt_outputs = PromptOutputs(self._stage, self.table, device=self.device)
         return self._prompt_outputs
+
+    def idle_work(self) -> Iterator[None]:
+        return iter(())
 
     def check(self) -> None:
         """Nothing can fail between steps: the model runs in this process."""

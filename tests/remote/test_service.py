@@ -134,6 +134,29 @@ def test_one_message_a_step_for_all_requests(peer: Peer) -> None:
     assert isinstance(peer.receive(), Pong), "no step is made for nobody"
 
 
+def test_idle_work_is_done_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found_work: list[bool] = []
+    began, ended = threading.Event(), threading.Event()
+
+    def pieces(engine: LLMEngine) -> Iterator[None]:
+        while not ended.is_set():
+            found_work.append(engine.has_work)
+            began.set()
+            yield
+
+    monkeypatch.setattr(LLMEngine, "idle_work", pieces)
+    peer = Peer()
+    assert isinstance(peer.receive(), Ready)
+    assert began.wait(60)
+    peer.send(request("a"))  # comes between two pieces
+    assert len(deltas_of([peer.receive() for _ in range(4)])) == 4
+    ended.set()
+    peer.send(Ping())
+    assert isinstance(peer.receive(), Pong)
+    peer.close()
+    assert not any(found_work)
+
+
 def test_the_first_delta_of_a_request_tells_how_long_it_waited() -> None:
     peer = Peer(max_num_seqs=1)
     peer.receive()

@@ -1,0 +1,61 @@
+"""What an engine that serves does on a GPU while nobody waits, so that no step under load has to.
+
+A decode step of a new size first records its graph, which takes some 30 ms. And cuBLAS has many kernels, from which it
+chooses by the number of rows. It loads one when it first chooses it, which takes 4 ms and often waits until the GPU has
+computed all that was launched. Tokens that are ready then wait for the next step, too.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.layers.linear import Linear
+from nanovllm.models.decoder import Decoder
+from nanovllm.weights.dense import DenseWeight
+
+if TYPE_CHECKING:  # imports Triton, which may not be installed
+    from nanovllm.runner.decode_step import DecodeStep
+
+DISTANCES = ((2048, 32), (4608, 64), (sys.maxsize, 512))  # between numbers of rows that are tried, up to a number
+
+
+def sizes_to_try(largest: int) -> Iterator[int]:
+    size = 32
+    while size < largest:
+        size += next(distance for most, distance in DISTANCES if size < most)
+        yield min(size, largest)
+
+
+@torch.inference_mode()
+def idle_work(model: Decoder, decode: "DecodeStep | None", states: list[Any], *, max_num_tokens: int) -> Iterator[None]:
+    """Does a piece each time that the next one is asked for; a request that comes meanwhile waits for that piece."""
+    weights = dense_weights(model)
+    for size in sizes_to_try(max_num_tokens):
+        for weight in weights:
+            multiply(weight, size, adds=weight.shape[0] == model.spec.hidden_size)
+        yield
+    if decode is not None:
+        yield from decode.recordings(states)
+
+
+def dense_weights(model: Decoder) -> list[Tensor]:
+    """One of each shape."""
+    found: dict[tuple[int, ...], Tensor] = {}
+    for layer in model.layers:
+        for part in (layer.mixer, layer.feed_forward):
+            for linear in vars(part).values():
+                if isinstance(linear, Linear) and isinstance(linear.weight, DenseWeight):
+                    found.setdefault(linear.weight.shape, linear.weight.tensor)
+    return list(found.values())
+
+
+def multiply(weight: Tensor, num_rows: int, *, adds: bool) -> None:
+    """As steps do with cuBLAS (kernels/linear/run.py); the results are not used."""
+    x = weight.new_zeros(num_rows, weight.shape[1])
+    y = F.linear(x, weight)
+    if adds:
+        y.addmm_(x, weight.t())
