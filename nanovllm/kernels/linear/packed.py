@@ -89,7 +89,7 @@ def _inserted(words, MASK: tl.constexpr, BASE: tl.constexpr):
 @triton.jit
 def both(value: tl.constexpr):
     """A word with these 16 bits in both halves."""
-    half = tl.full([], value, tl.int32)
+    half = tl.cast(value, tl.int32)
     return half | (half << 16)
 
 
@@ -132,7 +132,7 @@ def _integers(words, zero, PAIR: tl.constexpr, BITS: tl.constexpr, ITEM: tl.cons
         minus = None if zero is None else _bits(-zero, ITEM)
     else:
         y = (((words >> (8 * PAIR)) & both(0xFF)) ^ both(0x80)) | both(BASE)
-        minus = tl.full([], 0xE480, tl.int32) if zero is None else _bits(-1152 - zero, ITEM)
+        minus = tl.cast(0xE480, tl.int32) if zero is None else _bits(-1152 - zero, ITEM)
     if minus is not None:
         y = fma2(y, both(ONE), minus | (minus << 16), ITEM)
     return y
@@ -206,7 +206,7 @@ def zeros_of(zero, minimum, row, group, inside, GROUPS: tl.constexpr, KIND: tl.c
         found = (loaded(pointers, inside) >> ((index & 3) << 3)) & 255
         return (found ^ 128) - 128 if KIND == "int8" else found
     else:
-        return tl.full([], 8 if minimum is None else 0, tl.int32)
+        return tl.cast(8 if minimum is None else 0, tl.int32)
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
