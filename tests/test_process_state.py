@@ -18,6 +18,7 @@ ALLOWED_STATE = {
     "kernels.features.dependent_launch": "a cache of a fact about the machine",
     "kernels.features.gluon_usable": "a cache of a fact about the machine",
     "kernels.linear.tiled._device_limits": "a cache of a fact about the machine",
+    "kernels.linear.wide_tile.wide_tile": "a cache of choices, each of which follows from its arguments",
     "native.build.library": "a cache of a library, which the process loads once",
     "runner.gpu_memory._HOLDERS": "counts the users of cuBLAS's workspaces, which torch keeps once per process",
     "server.openapi.document": "a cache of a document that never changes",

@@ -19,16 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.features import gluon_usable
 from nanovllm.kernels.linear.fp8_inputs import fp8_linear, fp8_split_k_linear, fp8_tile, round_inputs
 from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.packed_dequantize import packed_dequantize
 from nanovllm.kernels.linear.packed_rows import RowTile, packed_rows_linear, row_tile
 from nanovllm.kernels.linear.packed_tiled import PackedTile, packed_split_k_linear, packed_tile, packed_tiled_linear
+from nanovllm.kernels.linear.tiled import num_sms
+from nanovllm.kernels.linear.wide_tile import MAX_SPLITS, MICROSECONDS, wide_tile
 from nanovllm.kernels.select import LinearCase, select_linear
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 FORMATS = ("int4", "int8", "fp8", "fp8_block", "mxfp4")
-MOST_ROW_ROWS, MOST_TILED_ROWS, MOST_SPLIT_ROWS = 16, 256, 64
+MOST_ROW_ROWS, MOST_TILED_ROWS, MOST_SPLIT_ROWS, MOST_WIDE_SPLIT_ROWS = 16, 256, 64, 128
 COPIED_BYTES = 1 << 28  # of the copies of a weight: several times the L2 cache
 
 ROW_TILES = (RowTile(1, 4, 2), RowTile(1, 4, 4), RowTile(1, 8, 2), RowTile(2, 4, 1), RowTile(2, 4, 2), RowTile(2, 8, 2))
@@ -117,6 +120,8 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
     if m <= MOST_TILED_ROWS:
         names, tile_of = ("packed_tiled", "packed_split_k"), packed_tile(m, shape.outputs, weight.bits)
         yield from tiled("tiled", names, packed_tiled_linear, packed_split_k_linear, tile_of)
+    if m <= MOST_TILED_ROWS and gluon_usable() and weight.minimum is None:
+        yield from wide(shape, weight, x, chosen=own.startswith("packed_wide"))
     if m > MOST_ROW_ROWS and weight.rounds_inputs:
         names, tile_of = ("fp8", "fp8_split_k"), fp8_tile(m, shape.outputs)
         yield from tiled("fp8", names, fp8_linear, fp8_split_k_linear, tile_of)
@@ -124,6 +129,23 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
             yield Candidate("torch._scaled_mm", partial(_scaled_mm, x), False)
     if m > MOST_SPLIT_ROWS:
         yield Candidate("unpacked, cuBLAS", partial(_unpacked, x, pdl=pdl), own == "packed_dequantized")
+
+
+def wide(shape: Shape, weight: PackedWords, x: Tensor, *, chosen: bool) -> Iterator[Candidate]:
+    from nanovllm.kernels.linear.packed_wide import packed_wide_linear, packed_wide_split_k_linear
+
+    m, split = x.shape[0], shape.added and x.shape[0] <= MOST_WIDE_SPLIT_ROWS
+    options: dict[str, Any] = {"most_splits": MAX_SPLITS if split else 1, "num_sms": num_sms()}
+    best = wide_tile(m, shape.outputs, shape.inputs, **options)
+    near = [tile for tile in MICROSECONDS if m / 4 <= tile.block_m < 2 * max(m, 16)]
+    for tile, splits in dict.fromkeys((best, *((tile, n) for tile in near for n in ((1, 2, 4) if split else (1,))))):
+        label = f"wide {tile.block_m}x{tile.rows}, {tile.k_parts} K parts"
+        if split:
+            run = partial(packed_wide_split_k_linear, x, pdl=True, tile=tile, splits=splits)
+            yield Candidate(f"{label}, split K {splits}", run, chosen and (tile, splits) == best)
+        else:
+            run = partial(packed_wide_linear, x, gated=shape.gated, pdl=True, tile=tile)
+            yield Candidate(label, run, chosen and (tile, splits) == best)
 
 
 def chosen_kernel(shape: Shape, weight: PackedWords, rows: int) -> str:
@@ -141,10 +163,11 @@ def chosen_kernel(shape: Shape, weight: PackedWords, rows: int) -> str:
             added=shape.added,
             whole=True,
             deterministic=False,
-            gluon=True,
+            gluon=gluon_usable(),
             distance=weight.distance,
             group=shape.inputs // weight.scale.shape[-1],
             rounds_inputs=weight.rounds_inputs,
+            minimum=weight.minimum is not None,
         )
     )
     assert kernel is not None

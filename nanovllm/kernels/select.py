@@ -29,6 +29,8 @@ FOUR_BITS = ("int4_groups", "mxfp4", "nvfp4")
 FP8 = ("fp8", "fp8_block")
 FP8_GROUP = 128  # columns that have one scale, or a multiple of it
 SHORTEST_DISTANCE = 32  # between the pairs of a word, so that those of a thread have one scale
+LONGEST_DISTANCE = 64
+WIDE_GROUP = 128  # columns that have one scale: for fewer, `packed_wide` waits for the tensor cores too often
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class LinearCase:
     distance: int = 0  # between the pairs of a packed weight's words; 0 = its words have another order
     group: int = 0  # its columns that have one scale
     rounds_inputs: bool = False  # a packed weight's product rounds its inputs to fp8
+    minimum: bool = False  # a packed weight's groups have a minimum
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,15 @@ def _packed_rows(case: LinearCase) -> bool:
 
 def _packed_tiles(case: LinearCase) -> bool:
     return case.half and case.distance > 0
+
+
+def _packed_wide(case: LinearCase) -> bool:
+    known = case.gluon and case.half and not case.deterministic and not case.minimum
+    return known and case.distance == LONGEST_DISTANCE and case.group >= WIDE_GROUP
+
+
+def _packed_wide_split_k(case: LinearCase) -> bool:
+    return _packed_wide(case) and case.added and case.whole
 
 
 def _packed_tiled(case: LinearCase) -> bool:
@@ -210,6 +222,27 @@ LINEAR_KERNELS = (
     ),
     LinearKernel("fp8", FP8, gate=True, serves=_fp8, compiled_for=TILE_ROWS, symbol="_fp8_kernel"),
     LinearKernel(
+        "packed_wide_split_k",
+        ("int4_groups",),
+        min_rows=FEW_ROWS + 1,
+        max_rows=HUNDREDS_OF_ROWS // 2,
+        add=True,
+        splits=True,
+        serves=_packed_wide_split_k,
+        compiled_for=TILE_ROWS[1:4],
+        symbol="_packed_wide_kernel",
+    ),
+    LinearKernel(
+        "packed_wide",
+        ("int4_groups",),
+        min_rows=FEW_ROWS + 1,
+        max_rows=HUNDREDS_OF_ROWS,
+        gate=True,
+        serves=_packed_wide,
+        compiled_for=TILE_ROWS[1:],
+        symbol="_packed_wide_kernel",
+    ),
+    LinearKernel(
         "packed_split_k",
         PACKED,
         max_rows=HUNDREDS_OF_ROWS,
@@ -285,6 +318,7 @@ SLOW_TO_COMPILE = (
     "_many_rows_kernel",
     "_small_batch_attention_kernel",
     "_decode_kernel",
+    "_packed_wide_kernel",
     "_packed_rows_kernel",
     "_packed_tiled_kernel",
     "_few_rows_kernel",

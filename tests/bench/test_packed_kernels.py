@@ -21,7 +21,10 @@ def test_weights_can_be_computed_with(form: str) -> None:
     assert dense.shape == (128, 256) and torch.isfinite(dense).all() and dense.abs().max() > 0
 
 
-def test_one_candidate_is_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gluon", [False, True])
+def test_one_candidate_is_the_choice(gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_kernels, "gluon_usable", lambda: gluon)
+    monkeypatch.setattr(packed_kernels, "num_sms", lambda: 132)
     for form, m, shape in itertools.product(packed_kernels.FORMATS, packed_kernels.ROWS, packed_kernels.QWEN3_8B):
         small = Shape(shape.name, 128, shape.inputs, gated=shape.gated, added=shape.added)
         weight, x = random_weight(form, 128, shape.inputs, CPU), torch.empty(m, 1).expand(m, shape.inputs)

@@ -75,7 +75,8 @@ OURS = {
     "linear": [
         *("_dequantize_kernel", "_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_fp8_kernel"),
         *("_gate_up_row_kernel", "_many_rows_kernel", "_matmul_kernel", "_one_row_kernel", "_packed_dequantize_kernel"),
-        *("_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel", "_tiled_kernel"),
+        *("_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel"),
+        *("_packed_wide_kernel", "_tiled_kernel"),
     ],
     "delta net, convolution": [
         *("_chunk_factors_kernel", "_chunk_states_kernel", "_conv_steps_kernel", "_conv_tokens_kernel"),

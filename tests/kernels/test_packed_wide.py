@@ -8,13 +8,15 @@ import torch
 from nanovllm.kernels.features import gluon_usable
 from nanovllm.kernels.linear.one_row import linear_reference
 from nanovllm.kernels.linear.packed import dequantize_reference
+from nanovllm.kernels.linear.wide_tile import MICROSECONDS, SHARED_BYTES, WideTile, wide_tile
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.packed_weights import CASES, random_packed
 
 COMPILE = """
 from nanovllm.kernels.linear import packed_wide
 from nanovllm.kernels.linear.packed import PackedWords
-from nanovllm.kernels.linear.packed_wide import WideTile, packed_wide_linear, packed_wide_split_k_linear
+from nanovllm.kernels.linear.packed_wide import packed_wide_linear, packed_wide_split_k_linear
+from nanovllm.kernels.linear.wide_tile import WideTile
 
 packed_wide.launch, packed_wide.num_sms = compile, lambda: 132
 scale, zero = torch.empty(512, 4, dtype=torch.float16), torch.empty(512, 4, dtype=torch.uint8)
@@ -22,28 +24,30 @@ int4 = PackedWords("int4", 64, torch.empty(512, 64, dtype=torch.int32), scale, z
 mxfp4 = PackedWords("fp4", 32, torch.empty(512, 64, dtype=torch.int32), torch.empty(512, 16, dtype=torch.uint8))
 x = torch.empty(64, 512, dtype=torch.bfloat16)
 packed_wide_linear(x, int4, gated=True, pdl=True, tile=WideTile(64, 3))
-packed_wide_linear(x, mxfp4, x[0], tile=WideTile(32, 1, k_parts=2))
-packed_wide_split_k_linear(x, int4, pdl=True, tile=WideTile(64, 2), splits=2)
+packed_wide_split_k_linear(x, mxfp4, x[0], tile=WideTile(8, 1, k_parts=2, programs=2), splits=2)
 """
 SERVED = [name for name, case in CASES.items() if not case.get("minimum")]
-TILES = [(16, 1, 1), (32, 3, 1), (64, 2, 1), (64, 1, 3), (128, 2, 1), (128, 1, 2)]
+TILES = [(8, 3, 1, 2), (16, 1, 3, 2), (32, 3), (64, 1, 2), (64, 3), (128, 2), (128, 1, 2)]
+# every kind with two tiles, and every tile with one kind
+PAIRS = [(case, TILES[(2 * at + i) % len(TILES)]) for at, case in enumerate(SERVED) for i in (0, 1)]
+PAIRS = list(dict.fromkeys(PAIRS + [("int4 zero", tile) for tile in TILES]))
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
     found = compile_for_hopper(COMPILE, tmp_path)
-    assert [one.num_programs for one in found] == [3, 16, 8]
-    assert all(one.instructions == ("wgmma", "cp.async.bulk.tensor") for one in found)
+    assert [one.num_programs for one in found] == [3, 128]
+    assert [one.instructions for one in found] == [("wgmma", "cp.async.bulk.tensor"), ("cp.async.bulk.tensor",)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("case", SERVED)
+@pytest.mark.parametrize(("case", "tile"), PAIRS, ids=str)
 def test_against_torch(case: str, tile: tuple[int, ...]) -> None:
     if not gluon_usable():
         pytest.skip("needs a GPU of the kind the kernel is written for")
-    from nanovllm.kernels.linear.packed_wide import WideTile, packed_wide_linear, packed_wide_split_k_linear
+    from nanovllm.kernels.linear.packed_wide import packed_wide_linear, packed_wide_split_k_linear
 
-    n, k, dtype, place = 360, 1024, torch.float16 if tile[2] > 1 else torch.bfloat16, WideTile(*tile)
+    n, k, place = 360, 1024, WideTile(*tile)
+    dtype = torch.float16 if place.k_parts > 1 else torch.bfloat16
     torch.manual_seed(tile[0])
     weight = random_packed(n, k, **CASES[case])
     dense, bias = dequantize_reference(weight), torch.randn(n, device="cuda").to(dtype)
@@ -58,17 +62,51 @@ def test_against_torch(case: str, tile: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
-def test_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tile", [(8, 1, 3, 2), (64, 2), (64, 1, 3), (128, 1, 2)], ids=str)
+def test_many_tiles_per_program(tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 5 and 6 spans: the K parts of one take turns that go on in the next."""
     if not gluon_usable():
         pytest.skip("needs a GPU of the kind the kernel is written for")
     from nanovllm.kernels.linear import packed_wide
 
     monkeypatch.setattr(packed_wide, "num_sms", lambda: 3)
     torch.manual_seed(0)
-    weight, x = random_packed(512, 512, **CASES["int4 zero"]), torch.randn(1100, 512, device="cuda").bfloat16()
-    for tile in (packed_wide.WideTile(64, 2), packed_wide.WideTile(64, 1, k_parts=2)):
-        actual = packed_wide.packed_wide_linear(x, weight, tile=tile)
-        close(actual, linear_reference(x, dequantize_reference(weight)))
+    k = 16 * 256
+    weight, x = random_packed(512, k, **CASES["int4 zero"]), torch.randn(600, k, device="cuda").bfloat16()
+    expected = linear_reference(x, dequantize_reference(weight))
+    for splits in (1, 3):
+        sums = packed_wide.packed_wide_split_k_linear(x, weight, tile=WideTile(*tile), splits=splits)
+        close(sums.sum(0).bfloat16(), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "gate_up", "qkv", "o"),  # the fastest that were measured for Qwen3-8B
+    [
+        (17, WideTile(32, 3), WideTile(32, 1, 2), (WideTile(32, 1, 2), 2)),
+        (64, WideTile(64, 3), WideTile(64, 1, 2), (WideTile(64, 1, 2), 2)),
+        (128, WideTile(128, 1, 2), WideTile(128, 1, 2), (WideTile(128, 1, 2), 2)),
+        (256, WideTile(128, 2), WideTile(64, 3), (WideTile(128, 1, 2), 1)),
+    ],
+)
+def test_chosen_tiles(rows: int, gate_up: WideTile, qkv: WideTile, o: tuple[WideTile, int]) -> None:
+    one = {"most_splits": 1, "num_sms": 132}
+    split = {"most_splits": 4 if rows <= 128 else 1, "num_sms": 132}
+    assert wide_tile(rows, 24576, 4096, **one) == (gate_up, 1)
+    assert wide_tile(rows, 6144, 4096, **one) == (qkv, 1)
+    assert wide_tile(rows, 4096, 4096, **split) == wide_tile(rows, 4096, 12288, **split) == o
+
+
+@pytest.mark.parametrize("tile", [*MICROSECONDS, *(WideTile(*tile) for tile in TILES)], ids=str)
+@pytest.mark.parametrize("case", SERVED)
+def test_stages(case: str, tile: WideTile) -> None:
+    """At least one of each ring for each K part, within shared memory."""
+    weight = random_packed(64, 1024, **CASES[case])
+    stages, x_stages = tile.stages(weight)
+    pieces = weight.num_pairs if tile.block_m <= 16 else 1
+    x_bytes = x_stages * pieces * tile.block_m * weight.distance * 2
+    sums = (tile.k_parts - 1) * tile.rows * tile.block_m * 4
+    assert stages % tile.k_parts == x_stages % tile.k_parts == 0 and min(stages, x_stages) >= 2 * tile.k_parts
+    assert stages * tile.rows * weight.distance * 2 + x_bytes + sums <= SHARED_BYTES // tile.programs
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

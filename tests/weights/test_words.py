@@ -100,6 +100,29 @@ def test_chosen_kernels(case: str) -> None:
 
 
 @pytest.mark.usefixtures("in_words")
+def test_kernels_of_a_hopper_gpu() -> None:
+    """int4 in groups of 128 from 17 rows on; other groups, minima and more rows as elsewhere."""
+    options: dict[str, Any] = dict(gated=False, whole=True, gluon=True, pdl=False, dtype=torch.bfloat16)
+
+    def name(form: GroupForm, rows: int, *, added: bool = False, deterministic: bool = False) -> str:
+        weight = groups.GroupFormat(form, columns=K).empty((N, K), dtype=torch.bfloat16, device=torch.device("cpu"))
+        chosen = choose_kernel(weight, None, rows=rows, added=added, deterministic=deterministic, **options)
+        assert chosen is not None
+        return chosen.kernel.name
+
+    zeros = GroupForm(4, 128, zero=True)
+    assert [name(zeros, rows) for rows in (16, 17, 256, 257)] == [
+        *("packed_rows", "packed_wide", "packed_wide", "packed_dequantized")
+    ]
+    assert [name(zeros, rows, added=True) for rows in (17, 128, 129)] == [
+        *("packed_wide_split_k", "packed_wide_split_k", "packed_wide")
+    ]
+    assert name(zeros, 64, deterministic=True) == "packed_deterministic"
+    for form in (GroupForm(4, 32), GroupForm(8, 128), GroupForm(4, 128, minimum=True)):
+        assert name(form, 64) == "packed_tiled"
+
+
+@pytest.mark.usefixtures("in_words")
 def test_other_cases_have_no_kernel() -> None:
     ordered = groups.GroupFormat(GroupForm(4, 128, ordered=True), columns=K)
     weight = ordered.empty((N, K), dtype=torch.float16, device=torch.device("cpu"))

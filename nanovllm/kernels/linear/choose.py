@@ -58,6 +58,7 @@ def choose_kernel(
             distance=0 if packed is None else packed.distance,
             group=0 if packed is None else packed.shape[-1] // packed.scale.shape[-1],
             rounds_inputs=packed is not None and packed.rounds_inputs,
+            minimum=packed is not None and packed.minimum is not None,
         )
     )
     if kernel is None:

@@ -2,18 +2,18 @@
 
 As packed_tiled.py it computes W x^T with the weight unpacked in registers, the left operand of wgmma. Two producer
 warps load ahead with TMA, into two rings of shared-memory stages: one the words of the weight, a span of columns per
-stage, the other the inputs of one pair of each word. One to three consumer warpgroups each take 64 rows of the weight:
-while one unpacks words, applies scales or waits, the tensor cores multiply for the others.
+stage, the other the inputs of one pair of each word. One to three consumer warpgroups each take a slab of 64 rows of
+the weight, or take the spans of one slab in turn: while one unpacks words, applies scales or waits, the tensor cores
+multiply for the others. wide_tile.py says which of that is fastest.
 
 Written in Gluon, as many_rows.py. Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -26,23 +26,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm.kernels.launch import cdiv, launch
 from nanovllm.kernels.linear.many_rows import NEIGHBOURS, _async_load, _barrier
 from nanovllm.kernels.linear.packed import PackedWords, numbers, scales
-from nanovllm.kernels.linear.packed_tiled import MAX_SPLITS, _groups
+from nanovllm.kernels.linear.packed_tiled import _groups
 from nanovllm.kernels.linear.tiled import num_sms
+from nanovllm.kernels.linear.wide_tile import (
+    MAX_SPLITS,
+    PRODUCER_REGISTERS,
+    SLAB_ROWS,
+    SYNCHRONOUS_ROWS,
+    WideTile,
+    wide_tile,
+)
 
-ROWS = gl.constexpr(64)  # of the weight per consumer warpgroup
-SHARED_BYTES = 208 * 1024  # for the rings and sums: the compiler takes some to transpose results
-WORDS_BYTES = 80 * 1024  # of them for the words, at most
-
-
-@dataclass(frozen=True)
-class WideTile:
-    block_m: int  # rows of x
-    slabs: int  # of 64 rows of the weight
-    k_parts: int = 1  # warpgroups that share a slab: each takes every such span of K
-
-    @property
-    def rows(self) -> int:  # of the weight
-        return self.slabs * ROWS.value
+ROWS = gl.constexpr(SLAB_ROWS)
+SYNCHRONOUS = gl.constexpr(SYNCHRONOUS_ROWS)
+PRODUCER = gl.constexpr(PRODUCER_REGISTERS)
 
 
 @gluon.jit
@@ -57,20 +54,30 @@ def _tile(index, tiles_m, tiles_n, SPANS: gl.constexpr, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def _produce_words(words, ws, full, empty, tiles_m, tiles_n, SPANS: gl.constexpr, SPLITS: gl.constexpr):
-    """A producer warp: the words of every tile of this program."""
-    STAGES: gl.constexpr = full.shape[0]
-    GROUPS: gl.constexpr = ws.shape[0] // STAGES
+def _stage(full, part, count, K_PARTS: gl.constexpr):
+    """The stage for load `count` of a K part, and the parity of the phase that its `full` barrier then completes.
+
+    Each K part has stages of its own. In shared ones it could come so early that the phase before the one it waits for,
+    of another part's load, is not complete: the last complete phase then has the parity it waits for.
+    """
+    STAGES: gl.constexpr = full.shape[0] // K_PARTS
+    return part * STAGES + count % STAGES, count // STAGES & 1
+
+
+@gluon.jit
+def _produce_words(
+    words, ws, full, empty, tiles_m, tiles_n, SPANS: gl.constexpr, SPLITS: gl.constexpr, K_PARTS: gl.constexpr
+):
+    """A producer warp: the words of every tile of this program. K parts take spans in turn, counted over all tiles."""
+    GROUPS: gl.constexpr = ws.shape[0] // full.shape[0]
     GATED: gl.constexpr = len(ws.shape) == 4
     WIDTH: gl.constexpr = ws.shape[-1]
-    # Span `it`, counted over all tiles, uses stage it % STAGES. The stage's `empty` barrier has completed it // STAGES
-    # phases when all warpgroups have released its previous span. Waiting for parity 1 of a new barrier returns.
     it = 0
     for index in range(gl.program_id(0), tiles_m * tiles_n * SPLITS, gl.num_programs(0)):
         _, n, _, first, last = _tile(index, tiles_m, tiles_n, SPANS, SPLITS)
         for span in range(first, last):
-            slot = it % STAGES
-            mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
+            slot, phase = _stage(full, it % K_PARTS, it // K_PARTS, K_PARTS)
+            mbarrier.wait(empty.index(slot), phase ^ 1)  # returns at once for a new barrier and parity 1
             mbarrier.expect(full.index(slot), GROUPS * ROWS * WIDTH * 4)
             for g in gl.static_range(GROUPS):
                 slab = n * GROUPS + g
@@ -82,10 +89,10 @@ def _produce_words(words, ws, full, empty, tiles_m, tiles_n, SPANS: gl.constexpr
 @gluon.jit
 def _produce_inputs(
     x, xs, full, empty, tiles_m, tiles_n, SPANS: gl.constexpr, SPLITS: gl.constexpr, PAIRS: gl.constexpr,
-    PDL: gl.constexpr,
+    K_PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A producer warp: the inputs of every tile of this program, in the order of columns."""
-    STAGES: gl.constexpr = full.shape[0]
+    PIECES: gl.constexpr = xs.shape[0] // full.shape[0]
     BLOCK_M: gl.constexpr = xs.shape[1]
     DISTANCE: gl.constexpr = xs.shape[2]
     if PDL:
@@ -93,11 +100,14 @@ def _produce_inputs(
     it = 0
     for index in range(gl.program_id(0), tiles_m * tiles_n * SPLITS, gl.num_programs(0)):
         m, _, _, first, last = _tile(index, tiles_m, tiles_n, SPANS, SPLITS)
-        for piece in range(first * PAIRS, last * PAIRS):
-            slot = it % STAGES
-            mbarrier.wait(empty.index(slot), (it // STAGES + 1) & 1)
-            mbarrier.expect(full.index(slot), BLOCK_M * DISTANCE * 2)
-            _async_load(x, [m * BLOCK_M, piece * DISTANCE], full.index(slot), xs.index(slot))
+        for span in range(first, last):
+            for i in gl.static_range(PAIRS // PIECES):
+                slot, phase = _stage(full, it % K_PARTS, it // K_PARTS * (PAIRS // PIECES) + i, K_PARTS)
+                mbarrier.wait(empty.index(slot), phase ^ 1)
+                mbarrier.expect(full.index(slot), PIECES * BLOCK_M * DISTANCE * 2)
+                for j in gl.static_range(PIECES):
+                    at = [m * BLOCK_M, (span * PAIRS + i * PIECES + j) * DISTANCE]
+                    _async_load(x, at, full.index(slot), xs.index(slot * PIECES + j))
             it += 1
 
 
@@ -125,10 +135,20 @@ def _load_words(ws):
 
 
 @gluon.jit
-def _release(empty, it):
-    """Give stage `it` back to its producer when all four warps have come here."""
+def _release(empty, slot):
+    """Give a stage back to its producer when all four warps have come here."""
     _barrier()
-    mbarrier.arrive(empty.index(it % empty.shape[0]), count=1)
+    mbarrier.arrive(empty.index(slot), count=1)
+
+
+@gluon.jit
+def _begin_product(left, x, sums, USE_ACC: gl.constexpr):
+    """sums + left x^T; for more rows than SYNCHRONOUS it is running when this returns."""
+    if x.shape[0] <= SYNCHRONOUS:
+        right = x.permute([1, 0]).load(gl.DotOperandLayout(1, sums.type.layout, 2))
+        return mma_v2(left, right, sums)
+    else:
+        return warpgroup_mma(left, x.permute([1, 0]), sums, use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit
@@ -161,9 +181,8 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
     SCALE_ROWS: gl.constexpr = FORMAT[5]
     SPLITS: gl.constexpr = FORMAT[6]
     K_PARTS: gl.constexpr = FORMAT[7]
-    STAGES: gl.constexpr = w_full.shape[0]
-    X_STAGES: gl.constexpr = x_full.shape[0]
-    SLABS: gl.constexpr = ws.shape[0] // STAGES
+    SLABS: gl.constexpr = ws.shape[0] // w_full.shape[0]
+    STAGE_PIECES: gl.constexpr = xs.shape[0] // x_full.shape[0]
     GATED: gl.constexpr = len(ws.shape) == 4
     BLOCK_M: gl.constexpr = xs.shape[1]
     DISTANCE: gl.constexpr = xs.shape[2]
@@ -172,13 +191,19 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
     PARTS: gl.constexpr = max(1, SPAN // GROUP)
     PIECES: gl.constexpr = PAIRS // PARTS
     SPANS: gl.constexpr = K // SPAN
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    SYNC: gl.constexpr = BLOCK_M <= SYNCHRONOUS
+    MMA: gl.constexpr = (
+        gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+        if SYNC
+        else gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SLAB: gl.constexpr = G % SLABS
     K_PART: gl.constexpr = G // SLABS
     j = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
     begun = 0  # spans before this tile
-    phase = 0
+    it = 0  # spans of this warpgroup before this one
+    sums_phase = 0
     for index in range(gl.program_id(0), tiles_m * tiles_n * SPLITS, gl.num_programs(0)):
         tile_m, tile_n, split, first, last = _tile(index, tiles_m, tiles_n, SPANS, SPLITS)
         first_n = (tile_n * SLABS + SLAB) * (ROWS // 2 if GATED else ROWS)
@@ -186,16 +211,17 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
             w_rows = gl.minimum(first_n + j // 16 * 8 + j % 8, N - 1) + j // 8 % 2 * N
         else:
             w_rows = gl.minimum(first_n + j, N - 1)
+        own = first + (K_PART + K_PARTS - begun % K_PARTS) % K_PARTS  # the first span that is this K part's
         found = _groups(
-            scale, zero, None, scale_unit, None, w_rows, gl.minimum(first + K_PART, SPANS - 1), SPAN, GROUP,
-            KIND, GROUPS, UNITS, SCALE_ROWS,
+            scale, zero, None, scale_unit, None, w_rows, gl.minimum(own, SPANS - 1), SPAN, GROUP, KIND, GROUPS, UNITS,
+            SCALE_ROWS,
         )  # fmt: skip
         y = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
-        for span in range(first + K_PART, last, K_PARTS):
-            it = begun + span - first
-            mbarrier.wait(w_full.index(it % STAGES), it // STAGES & 1)
-            words = _load_words(ws.index(it % STAGES * SLABS + SLAB))
-            _release(w_empty, it)
+        for span in range(own, last, K_PARTS):
+            slot, phase = _stage(w_full, K_PART, it, K_PARTS)
+            mbarrier.wait(w_full.index(slot), phase)
+            words = _load_words(ws.index(slot * SLABS + SLAB))
+            _release(w_empty, slot)
             found_scales, _, found_zeros = found
             # those of the next span: they are loaded while this one is multiplied
             found = _groups(
@@ -213,28 +239,34 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
                     pair = part * PIECES + i
                     left = gl.reshape(numbers(words, zeros, pair, KIND, xs.dtype, False), [ROWS, DISTANCE])
                     left = gl.convert_layout(left, LEFT, assert_trivial=True)
-                    piece = it * PAIRS + pair
-                    mbarrier.wait(x_full.index(piece % X_STAGES), piece // X_STAGES & 1)
-                    right = xs.index(piece % X_STAGES).permute([1, 0])
-                    sums = warpgroup_mma(left, right, sums, use_acc=GROUPS == 1 or i > 0, is_async=True)
-                sums = warpgroup_mma_wait(0, deps=[sums])
-                _barrier()
-                for i in gl.static_range(PIECES):
-                    piece = it * PAIRS + part * PIECES + i
-                    mbarrier.arrive(x_empty.index(piece % X_STAGES), count=1)
+                    slot, phase = _stage(x_full, K_PART, (it * PAIRS + pair) // STAGE_PIECES, K_PARTS)
+                    if pair % STAGE_PIECES == 0:
+                        mbarrier.wait(x_full.index(slot), phase)
+                    right = xs.index(slot * STAGE_PIECES + pair % STAGE_PIECES)
+                    sums = _begin_product(left, right, sums, GROUPS == 1 or i > 0)
+                if not SYNC:
+                    sums = warpgroup_mma_wait(0, deps=[sums])
+                    _barrier()
+                    for i in gl.static_range(PIECES):
+                        slot, _ = _stage(x_full, K_PART, it * PAIRS + part * PIECES + i, K_PARTS)
+                        mbarrier.arrive(x_empty.index(slot), count=1)
                 if GROUPS == 1:
                     y = sums
                 else:
                     y += sums * gl.expand_dims(found_scales[part], 1)
+            if SYNC:
+                slot, _ = _stage(x_full, K_PART, it, K_PARTS)
+                _release(x_empty, slot)
+            it += 1
         begun += last - first
         if K_PART > 0:
-            mbarrier.wait(sums_empty.index(SLAB), phase ^ 1)
+            mbarrier.wait(sums_empty.index(SLAB), sums_phase ^ 1)
             sums_of.index((K_PART - 1) * SLABS + SLAB).store(y)
             _barrier()
             mbarrier.arrive(sums_full.index(SLAB), count=1)
         else:
             if K_PARTS > 1:
-                mbarrier.wait(sums_full.index(SLAB), phase)
+                mbarrier.wait(sums_full.index(SLAB), sums_phase)
                 for part in gl.static_range(K_PARTS - 1):
                     y += sums_of.index(part * SLABS + SLAB).load(MMA)
                 _barrier()
@@ -244,7 +276,7 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
             if bias is not None:
                 y += gl.expand_dims(gl.where(split == 0, gl.load(bias + w_rows).to(gl.float32), 0.0), 1)
             _store(out, y, tile_m * BLOCK_M, first_n, split, M, N, GATED)
-        phase ^= 1
+        sums_phase ^= 1
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -271,13 +303,15 @@ def _packed_wide_kernel(
     K_PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of consumers
     PDL: gl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
     GATED: gl.constexpr = len(words.block_shape) == 3
     WIDTH: gl.constexpr = ROWS // 2 if GATED else ROWS
-    xs = gl.allocate_shared_memory(x.dtype, [X_STAGES, BLOCK_M, DISTANCE], x.layout)
+    STAGE_PIECES: gl.constexpr = PAIRS if BLOCK_M <= SYNCHRONOUS else 1
+    xs = gl.allocate_shared_memory(x.dtype, [X_STAGES * STAGE_PIECES, BLOCK_M, DISTANCE], x.layout)
     ws = gl.allocate_shared_memory(gl.int32, [STAGES * SLABS] + words.block_shape, words.layout)
     x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
@@ -285,7 +319,7 @@ def _packed_wide_kernel(
     w_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     sums_of = xs  # not used
     if K_PARTS > 1:
-        SUMS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+        SUMS: gl.constexpr = gl.NVMMASharedLayout(min(128, 4 * BLOCK_M), 32, rank=2)
         sums_of = gl.allocate_shared_memory(gl.float32, [(K_PARTS - 1) * SLABS, ROWS, BLOCK_M], SUMS)
     sums_full = gl.allocate_shared_memory(gl.int64, [SLABS, 1], mbarrier.MBarrierLayout())
     sums_empty = gl.allocate_shared_memory(gl.int64, [SLABS, 1], mbarrier.MBarrierLayout())
@@ -311,22 +345,22 @@ def _packed_wide_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (rings, weight, out, sizes, FORMAT, 0)),
-                (_produce_words, (words, ws, w_full, w_empty, tiles_m, tiles_n, SPANS, SPLITS)),
-                (_produce_inputs, (x, xs, x_full, x_empty, tiles_m, tiles_n, SPANS, SPLITS, PAIRS, PDL)),
+                (_produce_words, (words, ws, w_full, w_empty, tiles_m, tiles_n, SPANS, SPLITS, K_PARTS)),
+                (_produce_inputs, (x, xs, x_full, x_empty, tiles_m, tiles_n, SPANS, SPLITS, PAIRS, K_PARTS, PDL)),
             ],
             [1, 1],
-            [24, 24],
+            [PRODUCER, PRODUCER],
         )
     elif SLABS * K_PARTS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (rings, weight, out, sizes, FORMAT, 0)),
                 (_multiply, (rings, weight, out, sizes, FORMAT, 1)),
-                (_produce_words, (words, ws, w_full, w_empty, tiles_m, tiles_n, SPANS, SPLITS)),
-                (_produce_inputs, (x, xs, x_full, x_empty, tiles_m, tiles_n, SPANS, SPLITS, PAIRS, PDL)),
+                (_produce_words, (words, ws, w_full, w_empty, tiles_m, tiles_n, SPANS, SPLITS, K_PARTS)),
+                (_produce_inputs, (x, xs, x_full, x_empty, tiles_m, tiles_n, SPANS, SPLITS, PAIRS, K_PARTS, PDL)),
             ],
             [4, 1, 1],
-            [240, 24, 24],
+            [REGISTERS, PRODUCER, PRODUCER],
         )
     else:
         gl.warp_specialize(
@@ -334,20 +368,16 @@ def _packed_wide_kernel(
                 (_multiply, (rings, weight, out, sizes, FORMAT, 0)),
                 (_multiply, (rings, weight, out, sizes, FORMAT, 1)),
                 (_multiply, (rings, weight, out, sizes, FORMAT, 2)),
-                (_produce_words, (words, ws, w_full, w_empty, tiles_m, tiles_n, SPANS, SPLITS)),
-                (_produce_inputs, (x, xs, x_full, x_empty, tiles_m, tiles_n, SPANS, SPLITS, PAIRS, PDL)),
+                (_produce_words, (words, ws, w_full, w_empty, tiles_m, tiles_n, SPANS, SPLITS, K_PARTS)),
+                (_produce_inputs, (x, xs, x_full, x_empty, tiles_m, tiles_n, SPANS, SPLITS, PAIRS, K_PARTS, PDL)),
             ],
             [4, 4, 1, 1],
-            [160, 160, 24, 24],
+            [REGISTERS, REGISTERS, PRODUCER, PRODUCER],
         )
 
 
 def packed_wide_serves(weight: PackedWords) -> bool:
     return weight.minimum is None
-
-
-def wide_tile(m: int, num_weight_rows: int) -> WideTile:
-    return WideTile(32 if m <= 32 else 64 if m <= 64 else 128, 2)
 
 
 def packed_wide_linear(
@@ -361,7 +391,8 @@ def packed_wide_linear(
 ) -> Tensor:  # [M, N], or [M, N / 2] if gated
     m, num_weight_rows = x.shape[0], weight.shape[0]
     out = x.new_empty(m, num_weight_rows // 2 if gated else num_weight_rows)
-    _launch(x, weight, bias, out, tile or wide_tile(m, num_weight_rows), splits=1, gated=gated, pdl=pdl)
+    tile = tile or wide_tile(m, num_weight_rows, x.shape[1], most_splits=1, num_sms=num_sms())[0]
+    _launch(x, weight, bias, out, tile, splits=1, gated=gated, pdl=pdl)
     return out
 
 
@@ -372,15 +403,12 @@ def packed_wide_split_k_linear(
     *,
     pdl: bool = False,
     tile: WideTile | None = None,
-    splits: int | None = None,
+    splits: int = 1,  # of a given tile
 ) -> Tensor:  # [splits, M, N] float32
-    m, n = x.shape[0], weight.shape[0]
-    tile = tile or wide_tile(m, n)
-    if splits is None:
-        tiles, splits = cdiv(n, tile.rows) * cdiv(m, tile.block_m), MAX_SPLITS
-        while splits > 1 and tiles * splits > num_sms():
-            splits //= 2
-    splits = min(splits, weight.words.shape[-1] // (weight.distance // 2))
+    (m, k), n = x.shape, weight.shape[0]
+    num_spans = weight.words.shape[-1] // (weight.distance // 2)
+    if tile is None:
+        tile, splits = wide_tile(m, n, k, most_splits=min(MAX_SPLITS, num_spans), num_sms=num_sms())
     out = torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
     _launch(x, weight, bias, out, tile, splits=splits, gated=False, pdl=pdl)
     return out
@@ -407,9 +435,8 @@ def _launch(
         shape, strides, block = [n, words_each], [words_each, 1], [ROWS.value, width]
     words_layout = gl.NVMMASharedLayout(swizzle, 32, rank=len(shape))
     x_block = [tile.block_m, weight.distance]
-    stage_bytes, x_bytes = tile.rows * width * 4, tile.block_m * weight.distance * 2
-    sums_bytes = (tile.k_parts - 1) * tile.rows * tile.block_m * 4
-    stages = min(WORDS_BYTES // stage_bytes, 16)
+    stages, x_stages = tile.stages(weight)
+    registers, consumer_registers = tile.registers
     tiles = cdiv(num_weight_rows, tile.rows) * cdiv(m, tile.block_m) * splits
     launch(
         _packed_wide_kernel,
@@ -430,8 +457,10 @@ def _launch(
         SLABS=tile.slabs,
         K_PARTS=tile.k_parts,
         STAGES=stages,
-        X_STAGES=min((SHARED_BYTES - sums_bytes - stages * stage_bytes) // x_bytes, 16),
+        X_STAGES=x_stages,
+        REGISTERS=consumer_registers,
         PDL=pdl,
         num_warps=4,
         pdl=pdl,
+        maxnreg=registers,
     )

@@ -36,6 +36,11 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
         from nanovllm.kernels.linear.many_rows import many_rows_linear
 
         return partial(_with_norm, many_rows_linear, **weight)
+    if name in ("packed_wide", "packed_wide_split_k"):
+        from nanovllm.kernels.linear import packed_wide
+
+        launch = packed_wide.packed_wide_linear if name == "packed_wide" else packed_wide.packed_wide_split_k_linear
+        return partial(launch, **weight, bias=bias, pdl=pdl)
     return partial(_with_norm, _launcher(name), **weight, bias=bias, pdl=pdl)
 
 
