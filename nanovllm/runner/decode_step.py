@@ -139,11 +139,12 @@ class DecodeStep:
             self._step(StepKind(size, Ending.TOKENS), states)
 
     def recordings(self, states: list[Any]) -> Iterator[None]:
-        """Record the graph of each size that has none yet, one at a time."""
+        """Record the graph of each size that has none yet, one at a time. The largest first: smaller ones then reuse
+        its memory, while each larger one would take more."""
         if self._graphs is None:
             return
-        for size in self._sizes:
-            for ending in (Ending.TOKENS, Ending.CUT_TOKENS):
+        for ending in (Ending.TOKENS, Ending.CUT_TOKENS):
+            for size in reversed(self._sizes):
                 if (kind := StepKind(size, ending)) not in self._graphs:
                     self._record(kind, states)
                     yield

@@ -7,6 +7,7 @@ computed all that was launched. Tokens that are ready then wait for the next ste
 
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from nanovllm.weights.dense import DenseWeight
 if TYPE_CHECKING:  # imports Triton, which may not be installed
     from nanovllm.runner.decode_step import DecodeStep
 
+SPARED_BYTES = 2 << 30  # while less memory of the GPU is free, graphs are only recorded where a step needs them
 DISTANCES = ((2048, 32), (4608, 64), (sys.maxsize, 512))  # between numbers of rows that are tried, up to a number
 
 
@@ -33,13 +35,19 @@ def sizes_to_try(largest: int) -> Iterator[int]:
 @torch.inference_mode()
 def idle_work(model: Decoder, decode: "DecodeStep | None", states: list[Any], *, max_num_tokens: int) -> Iterator[None]:
     """Does a piece each time that the next one is asked for; a request that comes meanwhile waits for that piece."""
+    recordings = iter(()) if decode is None else decode.recordings(states)
+    yield from islice(recordings, 1)  # so that the graphs' memory has its size before requests take others
     weights = dense_weights(model)
     for size in sizes_to_try(max_num_tokens):
         for weight in weights:
             multiply(weight, size, adds=weight.shape[0] == model.spec.hidden_size)
+        if weights and weights[0].is_cuda:
+            torch.cuda.synchronize()  # a piece ends here, not when the GPU gets to it
         yield
-    if decode is not None:
-        yield from decode.recordings(states)
+    for _ in recordings:
+        yield
+        if torch.cuda.mem_get_info()[0] < SPARED_BYTES:
+            return
 
 
 def dense_weights(model: Decoder) -> list[Tensor]:
