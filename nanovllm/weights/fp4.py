@@ -25,7 +25,7 @@ class Fp4Weight:
         held: dict[str, Any] = {name: torch.zeros(one, dtype=kind, device=device) for name, (one, kind) in tensors}
         self.pieces = Fp4Pieces(**({"unit": None} | held))
         self._form, self._dtype = form, dtype
-        self.words = words_on(device, 4, shape[-1], self.group)
+        self.words = words_on(device, 4, shape[-1], self.group, True)
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
         if not self.pieces.codes[index].numel():

@@ -12,7 +12,7 @@ from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.checkpoint.packed.words import DISTANCES, WordOrder, from_words, to_words
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.linear.choose import choose_kernel
-from nanovllm.kernels.linear.packed import dequantize_reference
+from nanovllm.kernels.linear.packed import FP4_PLACES, dequantize_reference
 from nanovllm.layers.moe import packed_kernels_serve
 from nanovllm.weights import fp4, fp8, groups
 from nanovllm.weights.format import StoredWeight, WeightFormat
@@ -32,10 +32,10 @@ KERNELS = {1: "packed_rows", 20: "packed_tiled", 257: "packed_dequantized"}
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_order(bits: int, distance: int) -> None:
+@pytest.mark.parametrize(("bits", "floats"), [(4, False), (4, True), (8, False)])
+def test_order(bits: int, floats: bool, distance: int) -> None:
     """Each number is where the kernels look for it."""
-    order = WordOrder(bits, distance)
+    order = WordOrder(bits, distance, floats)
     columns = torch.randint(0, 1 << bits, (3, 2 * order.span), dtype=torch.uint8)
     codes = pack_nibbles(columns) if bits == 4 else columns
     found = to_words(codes, order)
@@ -44,7 +44,9 @@ def test_order(bits: int, distance: int) -> None:
     for span, pair, word in torch.cartesian_prod(*map(torch.arange, (2, order.num_pairs, distance // 2))).tolist():
         value, column = packed[:, span * distance // 2 + word], span * order.span + pair * distance + 2 * word
         for i in (0, 1):
-            assert torch.equal((value >> (16 * i + bits * pair)) & ((1 << bits) - 1), columns[:, column + i].int())
+            places = FP4_PLACES[pair] if floats else range(bits * pair, bits * (pair + 1))
+            taken = sum(((value >> (place + 16 * i) % 32) & 1) << bit for bit, place in enumerate(places))
+            assert torch.equal(torch.as_tensor(taken), columns[:, column + i].int())
 
 
 @pytest.fixture

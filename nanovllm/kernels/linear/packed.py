@@ -107,15 +107,35 @@ def _placed(words, FROM: tl.constexpr, TO: tl.constexpr):
 
 
 @triton.jit
-def _floats(words, PAIR: tl.constexpr, BITS: tl.constexpr, ITEM: tl.constexpr):
-    """e4m3 or e2m1: sign, exponent and mantissa at their places in a 16-bit float, then corrected for the bias."""
-    BFLOAT16: tl.constexpr = ITEM.is_bf16()
-    TO: tl.constexpr = (4 if BFLOAT16 else 7) if BITS == 8 else (6 if BFLOAT16 else 9)
-    # 2^120, 2^8, 2^126, 2^14
-    BIAS: tl.constexpr = (0x7B80 if BFLOAT16 else 0x5C00) if BITS == 8 else (0x7E80 if BFLOAT16 else 0x7400)
-    magnitude = _placed(words, BITS * PAIR, TO) & both(((1 << (BITS - 1)) - 1) << TO)
-    sign = _placed(words, BITS * PAIR + BITS - 1, 15) & both(0x8000)
+def _fp8(words, PAIR: tl.constexpr, ITEM: tl.constexpr):
+    """e4m3: sign, exponent and mantissa at their places in a 16-bit float, then corrected for the bias."""
+    TO: tl.constexpr = 4 if ITEM.is_bf16() else 7
+    BIAS: tl.constexpr = 0x7B80 if ITEM.is_bf16() else 0x5C00  # 2^120, 2^8
+    magnitude = _placed(words, 8 * PAIR, TO) & both(0x7F << TO)
+    sign = _placed(words, 8 * PAIR + 7, 15) & both(0x8000)
     return times2(magnitude | sign, both(BIAS), ITEM)
+
+
+@triton.jit
+def _fp4_bits(words, PAIR: tl.constexpr):
+    """e2m1, from the order FLOAT_BITS of checkpoint/packed/words.py: sign, exponent and mantissa at their places in a
+    bfloat16, which is 2^-126 times the number."""
+    if PAIR == 3:
+        return ((words << 6) & both(0x80C0)) | ((words >> 2) & both(0x0100))
+    elif PAIR == 2:
+        rotated = (words << 26) | (words.to(tl.uint32, bitcast=True) >> 6).to(tl.int32, bitcast=True)
+        return rotated & both(0x81C0)
+    else:
+        return (words << (4 * PAIR)) & both(0x81C0)
+
+
+@triton.jit
+def _fp4(words, PAIR: tl.constexpr, ITEM: tl.constexpr):
+    bits = _fp4_bits(words, PAIR)
+    if ITEM.is_bf16():
+        return times2(bits, both(0x7E80), ITEM)  # 2^126
+    else:
+        return times2((bits & both(0x8000)) | ((bits & both(0x01C0)) << 3), both(0x7400), ITEM)  # 2^14
 
 
 @triton.jit
@@ -155,8 +175,9 @@ def _number(words, zero, FIRST: tl.constexpr, KIND: tl.constexpr):
         code = words >> FIRST
         return (((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
-        code = words >> FIRST
-        return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        bits = _fp4_bits(words, FIRST % 16 // 4)
+        bits = bits << 16 if FIRST < 16 else bits & -65536
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
@@ -168,8 +189,10 @@ def numbers(words, zero, PAIR: tl.constexpr, KIND: tl.constexpr, ITEM: tl.conste
         low, high = _number(words, zero, BITS * PAIR, KIND), _number(words, zero, 16 + BITS * PAIR, KIND)
     elif KIND == "int4" or KIND == "int8":
         low, high = halves(_integers(words, zero, PAIR, BITS, ITEM), ITEM, False)
+    elif KIND == "fp8":
+        low, high = halves(_fp8(words, PAIR, ITEM), ITEM, False)
     else:
-        low, high = halves(_floats(words, PAIR, BITS, ITEM), ITEM, False)
+        low, high = halves(_fp4(words, PAIR, ITEM), ITEM, False)
     return tl.join(low, high)
 
 
@@ -212,12 +235,18 @@ def zeros_of(zero, minimum, row, group, inside, GROUPS: tl.constexpr, KIND: tl.c
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
+FP4_PLACES = ((6, 7, 8, 15), (2, 3, 4, 11), (12, 13, 14, 21), (0, 1, 10, 9))  # of the bits of each pair's first number
+
+
 def dequantize_reference(packed: PackedWords) -> Tensor:
     """[..., N, K] in float32, number by number."""
-    bits = 16 // packed.num_pairs
-    shifts = torch.tensor([[bits * j, 16 + bits * j] for j in range(packed.num_pairs)], device=packed.words.device)
-    spans = packed.words.long().unflatten(-1, (-1, packed.distance // 2))
-    codes = (spans[..., None, None] >> shifts) & ((1 << bits) - 1)  # [..., span, word, pair, of the pair]
+    bits, words = packed.bits, packed.words.long()
+    pairs = []
+    for pair in range(packed.num_pairs):
+        places = FP4_PLACES[pair] if packed.kind == "fp4" else range(bits * pair, bits * (pair + 1))
+        halves = [sum(((words >> (place + high) % 32) & 1) << i for i, place in enumerate(places)) for high in (0, 16)]
+        pairs.append(torch.stack([torch.as_tensor(half) for half in halves], dim=-1))
+    codes = torch.stack(pairs, dim=-2).unflatten(-3, (-1, packed.distance // 2))  # [..., span, word, pair, of the pair]
     codes = codes.movedim(-2, -3).flatten(-4)
     if packed.kind == "fp8":
         values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
