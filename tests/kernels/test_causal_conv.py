@@ -81,18 +81,6 @@ def test_gated(name: str, dtype: torch.dtype, few: bool) -> None:
     assert torch.equal(state[1:], expected_state[1:]) and (state[0] == UNTOUCHED).all()
 
 
-def test_skipped_sequences_keep_their_states() -> None:
-    parts = STEPS["decodes and prompts"]
-    seqs = sequences_of(parts)
-    wide, weight, _, state = make(parts, 4, torch.float32)
-    x, before = wide[:, :CHANNELS], state.clone()
-    expected_state = state.clone()
-    expected = plain(x, weight, None, expected_state, seqs)
-    out = causal_conv(x, weight, None, state, seqs, skip=2)
-    torch.testing.assert_close(out[2:], expected[2:], rtol=1e-5, atol=1e-5)
-    assert torch.equal(state[[1, 3]], expected_state[[1, 3]]) and torch.equal(state[[2, 4, 5]], before[[2, 4, 5]])
-
-
 def test_any_division_gives_the_same_bits() -> None:
     wide, weight, _, state = make([chunk(1, 0, 30)], 4, torch.float32)
     x = wide[:, :CHANNELS]

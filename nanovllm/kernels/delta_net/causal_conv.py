@@ -32,7 +32,7 @@ def _finished(y, bias, after, at, channel, inside, SILU: tl.constexpr, BIAS: tl.
     return y
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens"], do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
 def _conv_tokens_kernel(
     x,
     times,
@@ -45,7 +45,6 @@ def _conv_tokens_kernel(
     starts,
     first_tokens,
     token_seqs,
-    first_token,
     num_tokens,
     x_stride,
     state_stride,
@@ -58,7 +57,7 @@ def _conv_tokens_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    token = first_token + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     used = token < num_tokens
     inside = used & (channel < channels)
@@ -91,7 +90,7 @@ def _conv_tokens_kernel(
     tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_seq"], do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
+@triton.jit(do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
 def _conv_steps_kernel(
     x,
     times,
@@ -104,7 +103,6 @@ def _conv_steps_kernel(
     starts,
     first_tokens,
     num_new,
-    first_seq,
     x_stride,
     state_stride,
     channels,
@@ -117,7 +115,7 @@ def _conv_steps_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    seq = first_seq + tl.program_id(0)
+    seq = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     if PDL:
@@ -161,11 +159,10 @@ def causal_conv(
     *,
     silu: bool = False,
     times_and_after: tuple[Tensor, Tensor] | None = None,  # as x: what is multiplied with x, and with the result
-    skip: int = 0,  # of the first sequences, which have one token each, nothing is computed or replaced
     few: bool = False,  # all sequences have few tokens
     pdl: bool = False,
 ) -> Tensor:
-    """[num_tokens, channels], without the values of skipped tokens."""
+    """[num_tokens, channels]"""
     (num_tokens, channels), kernel_size = x.shape, weight.shape[2]
     gated = times_and_after is not None
     times, after = (x, x) if times_and_after is None else times_and_after
@@ -179,16 +176,15 @@ def causal_conv(
         KERNEL=kernel_size, SILU=silu, BIAS=bias is not None, GATED=gated, PDL=pdl, num_warps=4, pdl=pdl
     )
     if not few:
-        tiles = cdiv(num_tokens - skip, TILE_TOKENS), cdiv(channels, TILE_CHANNELS)
-        arguments = (*tensors, *ranges, sequences.token_seqs, skip, num_tokens, *sizes)
+        tiles = cdiv(num_tokens, TILE_TOKENS), cdiv(channels, TILE_CHANNELS)
+        arguments = (*tensors, *ranges, sequences.token_seqs, num_tokens, *sizes)
         launch(_conv_tokens_kernel, tiles, *arguments, TOKENS=TILE_TOKENS, BLOCK=TILE_CHANNELS, **options)
     launch(
         _conv_steps_kernel,
-        (len(sequences.rows) - skip, cdiv(channels, STEP_CHANNELS)),
+        (len(sequences.rows), cdiv(channels, STEP_CHANNELS)),
         *tensors,
         *ranges,
         sequences.num_new,
-        skip,
         *sizes,
         COMPUTES=few,
         TAPS=next_power_of_2(kernel_size - 1),

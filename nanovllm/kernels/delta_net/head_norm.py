@@ -16,13 +16,12 @@ def norm_heads_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Te
     return (normed.float() * F.silu(z.float())).to(z.dtype)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _norm_heads_kernel(
     x,
     z,
     weight,
     eps,
-    first_token,
     num_tokens,
     z_stride,
     HEADS: tl.constexpr,
@@ -32,14 +31,14 @@ def _norm_heads_kernel(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # of [num_tokens * HEADS]
-    token = first_token + row // HEADS
+    token = row // HEADS
     column = tl.arange(0, PADDED)[None, :]
     inside = (token < num_tokens) & (column < DIM)
     w = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    own = x + (token * HEADS + row % HEADS) * DIM + column
+    own = x + row * DIM + column
     value = tl.load(own, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(z + token * z_stride + row % HEADS * DIM + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(own, gated_norm(value, w, gate, eps, DIM, 1, x.dtype.element_ty), mask=inside)
@@ -51,7 +50,6 @@ def norm_heads(
     weight: Tensor,  # [dim]
     eps: float,
     *,
-    skip: int = 0,  # the first tokens, which are left as they are
     pdl: bool = False,
 ) -> None:
     assert x.is_contiguous() and z.stride(1) == 1 and weight.is_contiguous() and x.shape == z.shape
@@ -60,12 +58,11 @@ def norm_heads(
     rows = max(1, TILE // padded)
     launch(
         _norm_heads_kernel,
-        (cdiv((x.shape[0] - skip) * heads, rows),),
+        (cdiv(x.shape[0] * heads, rows),),
         x,
         z,
         weight,
         eps,
-        skip,
         x.shape[0],
         z.stride(0),
         HEADS=heads,
