@@ -20,16 +20,40 @@ STEP_CHANNELS = 256  # of a program that has one sequence
 
 
 @triton.jit
-def _finished(y, bias, after, at, channel, inside, SILU: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr):
-    """Bias, SiLU, and with GATED the product with after[at], rounded before as a tensor would be."""
+def _store_results(
+    x,
+    times,
+    after,
+    weight,
+    bias,
+    before,
+    out,
+    first,
+    number,
+    channel,
+    inside,
+    kept,
+    x_stride,
+    channels,
+    KERNEL: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ALL_NEW: tl.constexpr,
+):
+    """Convolution, bias, SiLU, and with GATED the product with `after`, rounded before as a tensor would be."""
+    y = convolved(
+        x, times, before, weight, first, number, channel, inside, kept, x_stride, channels, KERNEL, GATED, ALL_NEW
+    )
+    token = first + number
     if BIAS:
         y += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         y = y * tl.sigmoid(y)
     if GATED:
         y = y.to(after.dtype.element_ty).to(tl.float32)
-        y = y * tl.load(after + at, mask=inside, other=0.0).to(tl.float32)
-    return y
+        y = y * tl.load(after + token * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
@@ -70,24 +94,51 @@ def _conv_tokens_kernel(
     row = tl.load(rows + seq, mask=used, other=0).to(tl.int64)
     before = state + row * state_stride
     number = token - first
-    y = convolved(
-        x,
-        times,
-        before,
-        weight,
-        first,
-        number,
-        channel,
-        inside,
-        tl.where(start > 0, channels, 0),
-        x_stride,
-        channels,
-        KERNEL=KERNEL,
-        GATED=GATED,
-    )
-    token = token.to(tl.int64)
-    y = _finished(y, bias, after, token * x_stride + channel, channel, inside, SILU=SILU, BIAS=BIAS, GATED=GATED)
-    tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=inside)
+    kept = tl.where(start > 0, channels, 0)
+    if tl.min(tl.where(used, number, KERNEL)) >= KERNEL - 1:
+        _store_results(
+            x,
+            times,
+            after,
+            weight,
+            bias,
+            before,
+            out,
+            first,
+            number,
+            channel,
+            inside,
+            kept,
+            x_stride,
+            channels,
+            KERNEL=KERNEL,
+            SILU=SILU,
+            BIAS=BIAS,
+            GATED=GATED,
+            ALL_NEW=True,
+        )
+    else:
+        _store_results(
+            x,
+            times,
+            after,
+            weight,
+            bias,
+            before,
+            out,
+            first,
+            number,
+            channel,
+            inside,
+            kept,
+            x_stride,
+            channels,
+            KERNEL=KERNEL,
+            SILU=SILU,
+            BIAS=BIAS,
+            GATED=GATED,
+            ALL_NEW=False,
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
@@ -115,36 +166,41 @@ def _conv_steps_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     seq = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     first = tl.load(first_tokens + seq).to(tl.int64)
-    start = tl.load(starts + seq)
     num = tl.load(num_new + seq)
     before = state + tl.load(rows + seq).to(tl.int64) * state_stride
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    start = tl.load(starts + seq)  # an early kernel of a decode step writes it
     if COMPUTES:
+        kept = tl.where(start > 0, channels, 0)
         for number in range(num):
-            y = convolved(
+            _store_results(
                 x,
                 times,
-                before,
+                after,
                 weight,
+                bias,
+                before,
+                out,
                 first,
                 number,
                 channel,
                 inside,
-                tl.where(start > 0, channels, 0),
+                kept,
                 x_stride,
                 channels,
                 KERNEL=KERNEL,
+                SILU=SILU,
+                BIAS=BIAS,
                 GATED=GATED,
+                ALL_NEW=False,
             )
-            at = (first + number) * x_stride + channel
-            y = _finished(y, bias, after, at, channel, inside, SILU=SILU, BIAS=BIAS, GATED=GATED)
-            tl.store(out + (first + number) * channels + channel, y.to(out.dtype.element_ty), mask=inside)
     store_newest_inputs(
         x, times, before, first, num, channel, inside, start, x_stride, channels, KERNEL=KERNEL, TAPS=TAPS, GATED=GATED
     )

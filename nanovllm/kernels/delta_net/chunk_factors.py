@@ -5,7 +5,7 @@ corrections n(t) that the tokens add to the state (`layers/delta_rule.py`) are t
 
     n(t) + beta(t) * sum over s < t of d(t) / d(s) * (k(t) . k(s)) * n(s) = beta(t) * (v(t) - d(t) * S^T k(t))
 
-One program computes, for one chunk and value head, the inverse of this triangular system with columns multiplied by
+One program computes, for one chunk and each value head of a key head, the inverse of this triangular system with columns multiplied by
 beta (`solved`), the scores of the outputs (`within`), and for each token four factors (`factors`):
     0: d(t) / |k(t)|, 1: d(t) / |q(t)| with the scale of queries, 2: d(end) / d(t) / |k(t)|, 3: d(end)
 `chunk_states.py` then passes the state from chunk to chunk.
@@ -26,43 +26,47 @@ from nanovllm.kernels.delta_net.sequences import CHUNK, OF_ANY_ALIGNMENT, NewTok
 from nanovllm.kernels.delta_net.weights import DeltaNetShape, DeltaNetWeights
 from nanovllm.kernels.launch import launch, next_power_of_2
 
+NUM_WARPS = 4
+HEADS_EACH = 1
 SHORTEST_DOT = 16  # dimension of a product of matrices
 DOT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
 class ChunkFactors:
-    solved: Tensor  # [num_chunks, value_heads, CHUNK, CHUNK] float32
+    solved: Tensor  # [num_chunks, value_heads, CHUNK, CHUNK]
     within: Tensor  # [num_chunks, value_heads, CHUNK, CHUNK]
     factors: Tensor  # [num_chunks, value_heads, 4, CHUNK] float32
 
 
 @triton.jit
-def _store_inverse(own, beta, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Replace L, [CHUNK, CHUNK] at `own`, zero on the diagonal and above, by (1 + L)^-1 * beta."""
-    BLOCK: tl.constexpr = 16
-    small = tl.arange(0, BLOCK)[:, None]
-    column = tl.arange(0, CHUNK)[None, :]
-    block = column // BLOCK * BLOCK  # first row of the diagonal block that a column belongs to
-    inverse = tl.where(small == column % BLOCK, 1.0, 0.0)  # [BLOCK, CHUNK] the diagonal blocks side by side
-    tl.debug_barrier()  # L is written
-    for i in range(1, BLOCK):
-        row_i = tl.load(own + (block + i) * CHUNK + block + small)  # of each block, as a column
-        correction = tl.sum(row_i * inverse, axis=0)
-        inverse = tl.where(small == i, inverse - correction[None, :], inverse)
-    tl.debug_barrier()  # the diagonal blocks are read
-    tl.store(own + (block + small) * CHUNK + column, inverse)
-    tl.debug_barrier()
-    row = tl.arange(0, CHUNK)[:, None]
-    both = tl.load(own + row * CHUNK + column)
-    diagonal = tl.where(row // BLOCK == column // BLOCK, both, 0.0)
-    rest = tl.where(row // BLOCK > column // BLOCK, both, 0.0)
-    once = tl.dot(diagonal, rest, input_precision=PRECISION)
-    twice = tl.dot(once, once, input_precision=PRECISION)
-    even = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
-    whole = even - tl.dot(once, even, input_precision=PRECISION)
-    tl.debug_barrier()
-    tl.store(own + row * CHUNK + column, whole * beta[None, :])
+def _joined(inverse, system, row, column, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverses of diagonal blocks of 2 * SIZE rows of a triangular matrix, from those of its blocks of SIZE rows."""
+    # With A and B on the diagonal and C below A: [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]
+    below = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE > column // SIZE)
+    below = tl.where(below, system, 0.0)
+    left = tl.dot(inverse, below, input_precision=PRECISION)
+    return inverse - tl.dot(left, inverse, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + system)^-1, where `system`, [CHUNK, CHUNK], is zero on the diagonal and above."""
+    BLOCK: tl.constexpr = 16  # of the blocks that are inverted side by side
+    COUNT: tl.constexpr = CHUNK // BLOCK
+    same = tl.arange(0, COUNT)[:, None, None, None] == tl.arange(0, COUNT)[None, None, :, None]
+    blocks = tl.reshape(system, (COUNT, BLOCK, COUNT, BLOCK))
+    blocks = tl.sum(tl.where(same, blocks, 0.0), axis=2)  # [COUNT, BLOCK, BLOCK]
+    row, column = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
+    inverse = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -blocks, 0.0))
+    inverse = _joined(inverse, blocks, row, column, 2, PRECISION)
+    inverse = _joined(inverse, blocks, row, column, 4, PRECISION)
+    inverse = _joined(inverse, blocks, row, column, 8, PRECISION)
+    inverse = tl.where(same, inverse[:, :, None, :], 0.0)
+    inverse = tl.reshape(inverse, (CHUNK, CHUNK))
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    inverse = _joined(inverse, system, row, column, 16, PRECISION)
+    return _joined(inverse, system, row, column, 32, PRECISION)
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
@@ -83,52 +87,57 @@ def _chunk_factors_kernel(
     CHANNELS: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     SCALE: tl.constexpr,  # of queries
+    HEADS_EACH: tl.constexpr,
     CHUNK: tl.constexpr,
     DOT_TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head = tl.program_id(1)
-    item = tl.program_id(0).to(tl.int64) * VALUE_HEADS + head
-    rate = tl.load(A_log + head).to(tl.float32)
-    offset = tl.load(dt_bias + head).to(tl.float32)
+    PER_KEY: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    key_head = tl.program_id(0) * HEADS_EACH // PER_KEY
+    chunk = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    seq = tl.load(chunks + 2 * tl.program_id(0))
-    begin = tl.load(chunks + 2 * tl.program_id(0) + 1) * CHUNK
+    seq = tl.load(chunks + 2 * chunk)
+    begin = tl.load(chunks + 2 * chunk + 1) * CHUNK
     first = tl.load(first_tokens + seq).to(tl.int64) + begin
     token = tl.arange(0, CHUNK)
     used = token < tl.load(num_new + seq) - begin
     key = tl.arange(0, KEY_PADDED)
     inside = used[:, None] & (key < KEY_DIM)[None, :]
-    at = (first + token)[:, None] * CHANNELS + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key[None, :]
+    at = (first + token)[:, None] * CHANNELS + key_head * KEY_DIM + key[None, :]
     q = tl.load(x + at, mask=inside, other=0.0)
     k = tl.load(x + at + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
     q_scale = inverse_length(q.to(tl.float32), AXIS=1) * SCALE
     k_scale = inverse_length(k.to(tl.float32), AXIS=1)
-    gate = gates + (first + token) * (2 * VALUE_HEADS) + head
-    beta = tl.where(used, tl.sigmoid(tl.load(gate, mask=used, other=0.0).to(tl.float32)), 0.0)
-    a = tl.load(gate + VALUE_HEADS, mask=used, other=0.0).to(tl.float32)
-    decay = tl.where(used, log_decay(a, offset, rate), 0.0)
-    since = tl.cumsum(decay, axis=0)
-    total = tl.sum(decay, axis=0)
-    own = factors + item * (4 * CHUNK) + token
-    tl.store(own, tl.exp(since) * k_scale)
-    tl.store(own + CHUNK, tl.exp(since) * q_scale)
-    tl.store(own + 2 * CHUNK, tl.exp(total - since) * k_scale)
-    tl.store(own + 3 * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
-
     row, column = token[:, None], token[None, :]
-    between = tl.exp(tl.where(row >= column, since[:, None] - since[None, :], 0.0))
-    square = item * (CHUNK * CHUNK) + row * CHUNK + column
     scores = tl.dot(q.to(DOT_TYPE), tl.trans(k.to(DOT_TYPE)), input_precision=PRECISION)
-    scores = tl.where(row >= column, scores * (q_scale[:, None] * k_scale[None, :] * between), 0.0)
-    tl.store(within + square, scores.to(within.dtype.element_ty))
-    system = tl.dot(k.to(DOT_TYPE), tl.trans(k.to(DOT_TYPE)), input_precision=PRECISION)
-    system = system * ((k_scale * beta)[:, None] * k_scale[None, :] * between)
-    tl.store(solved + square, tl.where(row > column, system, 0.0))
-    _store_inverse(solved + item * (CHUNK * CHUNK), beta, CHUNK=CHUNK, PRECISION=PRECISION)
+    scores = tl.where(row >= column, scores * (q_scale[:, None] * k_scale[None, :]), 0.0)
+    products = tl.dot(k.to(DOT_TYPE), tl.trans(k.to(DOT_TYPE)), input_precision=PRECISION)
+    products = tl.where(row > column, products * (k_scale[:, None] * k_scale[None, :]), 0.0)
+    for index in range(HEADS_EACH):
+        head = tl.program_id(0) * HEADS_EACH + index
+        rate = tl.load(A_log + head).to(tl.float32)
+        offset = tl.load(dt_bias + head).to(tl.float32)
+        gate = gates + (first + token) * (2 * VALUE_HEADS) + head
+        beta = tl.where(used, tl.sigmoid(tl.load(gate, mask=used, other=0.0).to(tl.float32)), 0.0)
+        a = tl.load(gate + VALUE_HEADS, mask=used, other=0.0).to(tl.float32)
+        decay = tl.where(used, log_decay(a, offset, rate), 0.0)
+        since = tl.cumsum(decay, axis=0)
+        total = tl.sum(decay, axis=0)
+        item = chunk.to(tl.int64) * VALUE_HEADS + head
+        own = factors + item * (4 * CHUNK) + token
+        tl.store(own, tl.exp(since) * k_scale)
+        tl.store(own + CHUNK, tl.exp(since) * q_scale)
+        tl.store(own + 2 * CHUNK, tl.exp(total - since) * k_scale)
+        tl.store(own + 3 * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
+
+        between = tl.exp(tl.where(row >= column, since[:, None] - since[None, :], 0.0))
+        square = item * (CHUNK * CHUNK) + row * CHUNK + column
+        tl.store(within + square, (scores * between).to(within.dtype.element_ty))
+        inverse = _inverse(products * between * beta[:, None], CHUNK=CHUNK, PRECISION=PRECISION)
+        tl.store(solved + square, (inverse * beta[None, :]).to(solved.dtype.element_ty))
 
 
 def chunk_factors(
@@ -144,13 +153,13 @@ def chunk_factors(
     assert x.is_contiguous() and gates.is_contiguous() and chunks.is_contiguous()
     heads = len(chunks), shape.value_heads
     found = ChunkFactors(
-        solved=x.new_empty((*heads, CHUNK, CHUNK), dtype=torch.float32),
+        solved=x.new_empty((*heads, CHUNK, CHUNK)),
         within=x.new_empty((*heads, CHUNK, CHUNK)),
         factors=x.new_empty((*heads, 4, CHUNK), dtype=torch.float32),
     )
     launch(
         _chunk_factors_kernel,
-        heads,
+        (shape.value_heads // HEADS_EACH, len(chunks)),
         x,
         gates,
         weights.dt_bias,
@@ -167,11 +176,12 @@ def chunk_factors(
         CHANNELS=shape.channels,
         KEY_PADDED=max(SHORTEST_DOT, next_power_of_2(shape.key_dim)),
         SCALE=shape.key_dim**-0.5,
+        HEADS_EACH=HEADS_EACH,
         CHUNK=CHUNK,
         DOT_TYPE=DOT_TYPES[x.dtype],
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        num_warps=4,
+        num_warps=NUM_WARPS,
         num_stages=1,
         pdl=pdl,
     )

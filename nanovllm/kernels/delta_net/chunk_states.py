@@ -16,6 +16,7 @@ from nanovllm.kernels.delta_net.weights import DeltaNetShape
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 
 TILE = 32  # values of a program
+NUM_WARPS, NUM_STAGES = 4, 2
 
 
 @triton.jit(do_not_specialize=["first_seq"], do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
@@ -136,7 +137,7 @@ def chunk_states(
         DOT_TYPE=DOT_TYPES[x.dtype],
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        num_warps=4,
-        num_stages=1 if x.dtype == torch.float32 else 2,
+        num_warps=NUM_WARPS,
+        num_stages=1 if x.dtype == torch.float32 else NUM_STAGES,
         pdl=pdl,
     )

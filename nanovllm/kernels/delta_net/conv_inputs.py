@@ -22,16 +22,21 @@ def load_inputs(
     channels,
     KERNEL: tl.constexpr,
     GATED: tl.constexpr,
+    ALL_NEW: tl.constexpr,  # no number is negative
 ):
     """The inputs with these numbers of these channels, in float32; shapes are broadcast."""
     token = first + number
     at = token * x_stride + channel
-    # bounds rather than conditions: the interpreter cannot combine a scalar condition with a mask
-    is_new = inside & (channel < tl.where(token < first, 0, channels))
+    is_new = inside
+    if not ALL_NEW:
+        # bounds rather than conditions: the interpreter cannot combine a scalar condition with a mask
+        is_new = inside & (channel < tl.where(token < first, 0, channels))
     new = tl.load(x + at, mask=is_new, other=0.0)
     if GATED:
         factor = tl.load(times + at, mask=is_new, other=0.0)
         new = (new.to(tl.float32) * factor.to(tl.float32)).to(x.dtype.element_ty)
+    if ALL_NEW:
+        return new.to(tl.float32)
     is_old = inside & (channel < tl.where(token < first, kept_channels, 0))
     old = tl.load(before + (KERNEL - 1 + number) * channels + channel, mask=is_old, other=0.0)
     return new.to(tl.float32) + old
@@ -52,21 +57,18 @@ def convolved(
     channels,
     KERNEL: tl.constexpr,
     GATED: tl.constexpr,
+    ALL_NEW: tl.constexpr,  # no result needs an input of the state
 ):
     """The result for the inputs with these numbers, in float32; arguments as those of `load_inputs`."""
     known = channel < channels
-    w = tl.load(weight + channel * KERNEL + KERNEL - 1, mask=known, other=0.0).to(tl.float32)
-    y = w * load_inputs(
-        x, times, before, first, number, channel, inside, kept_channels, x_stride, channels, KERNEL=KERNEL, GATED=GATED
-    )
-    for tap in tl.static_range(KERNEL - 1):
-        earlier = number - (KERNEL - 1) + tap
+    for tap in tl.static_range(KERNEL):
+        earlier = (KERNEL - tap) % KERNEL  # the newest input first
         value = load_inputs(
             x,
             times,
             before,
             first,
-            earlier,
+            number - earlier,
             channel,
             inside,
             kept_channels,
@@ -74,9 +76,13 @@ def convolved(
             channels,
             KERNEL=KERNEL,
             GATED=GATED,
+            ALL_NEW=ALL_NEW,
         )
-        factor = tl.load(weight + channel * KERNEL + tap, mask=known, other=0.0).to(tl.float32)
-        y = tl.fma(factor, value, y)  # stated, so that every compilation rounds alike
+        factor = tl.load(weight + channel * KERNEL + KERNEL - 1 - earlier, mask=known, other=0.0).to(tl.float32)
+        if tap == 0:
+            y = factor * value
+        else:
+            y = tl.fma(factor, value, y)  # stated, so that every compilation rounds alike
     return y
 
 
@@ -114,6 +120,7 @@ def store_newest_inputs(
         channels,
         KERNEL=KERNEL,
         GATED=GATED,
+        ALL_NEW=False,
     )
     tl.debug_barrier()  # all threads have read what others are about to replace
     tl.store(before + tap * channels + channel[None, :], newest, mask=stored)
