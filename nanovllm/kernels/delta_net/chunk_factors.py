@@ -5,13 +5,14 @@ corrections n(t) that the tokens add to the state (`layers/delta_rule.py`) are t
 
     n(t) + beta(t) * sum over s < t of d(t) / d(s) * (k(t) . k(s)) * n(s) = beta(t) * (v(t) - d(t) * S^T k(t))
 
-One program computes, for one chunk and each value head of a key head, the inverse of this triangular system with columns multiplied by
-beta (`solved`), the scores of the outputs (`within`), and for each token four factors (`factors`):
+One program computes, for one chunk and some value heads of a key head, the inverse of this triangular system with
+columns multiplied by beta (`solved`), the scores of the outputs (`within`), and for each token four factors
+(`factors`):
     0: d(t) / |k(t)|, 1: d(t) / |q(t)| with the scale of queries, 2: d(end) / d(t) / |k(t)|, 3: d(end)
 `chunk_states.py` then passes the state from chunk to chunk.
 
-The inverse: the four diagonal blocks of 16 rows by forward substitution, side by side; then, with X the matrix of these
-inverses and N = X * (what is left of the diagonal blocks), the whole one is (1 - N)(1 + N^2) X, since N^4 = 0.
+The inverse of a block on the diagonal follows from those of its two halves by two products of matrices. So the inverses
+of blocks of 2, 4, 8 and 16 rows are computed for all blocks side by side, then those of 32 rows and of the whole chunk.
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class ChunkFactors:
 
 @triton.jit
 def _joined(inverse, system, row, column, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverses of diagonal blocks of 2 * SIZE rows of a triangular matrix, from those of its blocks of SIZE rows."""
+    """The inverses of a triangular matrix's diagonal blocks of 2 * SIZE rows, from those of its blocks of SIZE rows."""
     # With A and B on the diagonal and C below A: [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]
     below = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE > column // SIZE)
     below = tl.where(below, system, 0.0)

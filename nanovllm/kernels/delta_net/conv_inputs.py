@@ -61,28 +61,17 @@ def convolved(
 ):
     """The result for the inputs with these numbers, in float32; arguments as those of `load_inputs`."""
     known = channel < channels
-    for tap in tl.static_range(KERNEL):
-        earlier = (KERNEL - tap) % KERNEL  # the newest input first
+    w = tl.load(weight + channel * KERNEL + KERNEL - 1, mask=known, other=0.0).to(tl.float32)
+    y = w * load_inputs(
+        x, times, before, first, number, channel, inside, kept_channels, x_stride, channels, KERNEL, GATED, ALL_NEW
+    )
+    for tap in tl.static_range(KERNEL - 1):
+        at = number - (KERNEL - 1) + tap
         value = load_inputs(
-            x,
-            times,
-            before,
-            first,
-            number - earlier,
-            channel,
-            inside,
-            kept_channels,
-            x_stride,
-            channels,
-            KERNEL=KERNEL,
-            GATED=GATED,
-            ALL_NEW=ALL_NEW,
+            x, times, before, first, at, channel, inside, kept_channels, x_stride, channels, KERNEL, GATED, ALL_NEW
         )
-        factor = tl.load(weight + channel * KERNEL + KERNEL - 1 - earlier, mask=known, other=0.0).to(tl.float32)
-        if tap == 0:
-            y = factor * value
-        else:
-            y = tl.fma(factor, value, y)  # stated, so that every compilation rounds alike
+        w = tl.load(weight + channel * KERNEL + tap, mask=known, other=0.0).to(tl.float32)
+        y = tl.fma(w, value, y)  # stated, so that every compilation rounds alike
     return y
 
 
