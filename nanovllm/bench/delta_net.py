@@ -3,7 +3,7 @@
 Times one layer between its projections: convolution, delta rule, norm and gate. Decode steps run in a CUDA graph, with
 other rows in every call, so that states come from memory and not from the L2 cache; for these the bytes of the states,
 read and written, per second are printed, too. Prompts are launched one by one. What is printed of `fla`, where it is
-installed, is the delta rule alone, without convolution, gates and norm.
+installed, is the delta rule alone, without convolution, gates and norm; docs/models.md compares the rules.
 
     python -m nanovllm.bench.delta_net
 """

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE_CHANNELS", 32)
-    monkeypatch.setattr(kernels, "STEP_CHANNELS", 32)
-    monkeypatch.setattr(kernels, "TILE_TOKENS", 32)
+    monkeypatch.setattr(kernels, "PART_CHANNELS", 16)
+    monkeypatch.setattr(kernels, "FEW_SEQS_CHANNELS", 32)
 
 
 def make(parts: Sequence[Part], kernel_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

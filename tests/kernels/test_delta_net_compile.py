@@ -28,18 +28,21 @@ recurrent.recurrent(y, gates, weights, state, seqs, shape, out=out, num_seqs=1, 
 odd = DeltaNetShape(2, 4, 24, 40, 4, 1e-6)  # keys and values are padded to different sizes
 recurrent.recurrent(y, gates, weights, state, seqs, odd, out=out, num_seqs=1, pdl=True)
 found = chunk_factors.chunk_factors(y, gates, weights, seqs.chunks, seqs, shape, pdl=True)
-chunk_states.chunk_states(y, found, seqs.first_chunks, state, seqs, shape, out=out, skip=0, pdl=True)
+for num_sms in (132, 1):
+    chunk_states._device_limits = lambda: (num_sms, 232_448)
+    chunk_states.chunk_states(y, found, seqs.first_chunks, state, seqs, shape, out=out, skip=0, pdl=True)
 head_norm.norm_heads(out, x[:, 8192:], weights.norm, 1e-6, pdl=True)
 b, c, h = torch.empty(64, 3 * 2048, dtype=torch.bfloat16).chunk(3, dim=-1)
 kept, short = torch.empty(2, 2, 2048), conv[:2048, :, :3].contiguous()
-causal_conv.causal_conv(h, short, None, kept, seqs, times_and_after=(b, c), few=True, pdl=True)
+for few in (True, False):
+    causal_conv.causal_conv(h, short, None, kept, seqs, times_and_after=(b, c), few=few, pdl=True)
 """
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
     found = compile_for_hopper(COMPILE, tmp_path)
-    products = {"_chunk_factors_kernel": 1, "_chunk_states_kernel": 1}
+    products = {"_chunk_factors_kernel": 1, "_chunk_states_kernel": 2}
     others = {"_recurrent_kernel": 2, "_norm_heads_kernel": 1}
-    others |= {"_conv_tokens_kernel": 1, "_conv_steps_kernel": 2}
+    others |= {"_conv_tokens_kernel": 2, "_conv_steps_kernel": 3}
     assert Counter(one.kernel for one in found) == products | others
     assert all(("wgmma" in one.instructions) == (one.kernel in products) for one in found)

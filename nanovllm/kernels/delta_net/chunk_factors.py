@@ -5,9 +5,8 @@ corrections n(t) that the tokens add to the state (`layers/delta_rule.py`) are t
 
     n(t) + beta(t) * sum over s < t of d(t) / d(s) * (k(t) . k(s)) * n(s) = beta(t) * (v(t) - d(t) * S^T k(t))
 
-One program computes, for one chunk and some value heads of a key head, the inverse of this triangular system with
-columns multiplied by beta (`solved`), the scores of the outputs (`within`), and for each token four factors
-(`factors`):
+One program computes, for one chunk of a value head, the inverse of this triangular system with columns multiplied by
+beta (`solved`), the scores of the outputs (`within`), and for each token four factors (`factors`):
     0: d(t) / |k(t)|, 1: d(t) / |q(t)| with the scale of queries, 2: d(end) / d(t) / |k(t)|, 3: d(end)
 `chunk_states.py` then passes the state from chunk to chunk.
 
@@ -27,8 +26,6 @@ from nanovllm.kernels.delta_net.sequences import CHUNK, OF_ANY_ALIGNMENT, NewTok
 from nanovllm.kernels.delta_net.weights import DeltaNetShape, DeltaNetWeights
 from nanovllm.kernels.launch import launch, next_power_of_2
 
-NUM_WARPS = 4
-HEADS_EACH = 1
 SHORTEST_DOT = 16  # dimension of a product of matrices
 DOT_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -88,14 +85,13 @@ def _chunk_factors_kernel(
     CHANNELS: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     SCALE: tl.constexpr,  # of queries
-    HEADS_EACH: tl.constexpr,
     CHUNK: tl.constexpr,
     DOT_TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    PER_KEY: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    key_head = tl.program_id(0) * HEADS_EACH // PER_KEY
+    head = tl.program_id(0)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
     chunk = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -117,28 +113,26 @@ def _chunk_factors_kernel(
     scores = tl.where(row >= column, scores * (q_scale[:, None] * k_scale[None, :]), 0.0)
     products = tl.dot(k.to(DOT_TYPE), tl.trans(k.to(DOT_TYPE)), input_precision=PRECISION)
     products = tl.where(row > column, products * (k_scale[:, None] * k_scale[None, :]), 0.0)
-    for index in range(HEADS_EACH):
-        head = tl.program_id(0) * HEADS_EACH + index
-        rate = tl.load(A_log + head).to(tl.float32)
-        offset = tl.load(dt_bias + head).to(tl.float32)
-        gate = gates + (first + token) * (2 * VALUE_HEADS) + head
-        beta = tl.where(used, tl.sigmoid(tl.load(gate, mask=used, other=0.0).to(tl.float32)), 0.0)
-        a = tl.load(gate + VALUE_HEADS, mask=used, other=0.0).to(tl.float32)
-        decay = tl.where(used, log_decay(a, offset, rate), 0.0)
-        since = tl.cumsum(decay, axis=0)
-        total = tl.sum(decay, axis=0)
-        item = chunk.to(tl.int64) * VALUE_HEADS + head
-        own = factors + item * (4 * CHUNK) + token
-        tl.store(own, tl.exp(since) * k_scale)
-        tl.store(own + CHUNK, tl.exp(since) * q_scale)
-        tl.store(own + 2 * CHUNK, tl.exp(total - since) * k_scale)
-        tl.store(own + 3 * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
+    rate = tl.load(A_log + head).to(tl.float32)
+    offset = tl.load(dt_bias + head).to(tl.float32)
+    gate = gates + (first + token) * (2 * VALUE_HEADS) + head
+    beta = tl.where(used, tl.sigmoid(tl.load(gate, mask=used, other=0.0).to(tl.float32)), 0.0)
+    a = tl.load(gate + VALUE_HEADS, mask=used, other=0.0).to(tl.float32)
+    decay = tl.where(used, log_decay(a, offset, rate), 0.0)
+    since = tl.cumsum(decay, axis=0)
+    total = tl.sum(decay, axis=0)
+    item = chunk.to(tl.int64) * VALUE_HEADS + head
+    own = factors + item * (4 * CHUNK) + token
+    tl.store(own, tl.exp(since) * k_scale)
+    tl.store(own + CHUNK, tl.exp(since) * q_scale)
+    tl.store(own + 2 * CHUNK, tl.exp(total - since) * k_scale)
+    tl.store(own + 3 * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
 
-        between = tl.exp(tl.where(row >= column, since[:, None] - since[None, :], 0.0))
-        square = item * (CHUNK * CHUNK) + row * CHUNK + column
-        tl.store(within + square, (scores * between).to(within.dtype.element_ty))
-        inverse = _inverse(products * between * beta[:, None], CHUNK=CHUNK, PRECISION=PRECISION)
-        tl.store(solved + square, (inverse * beta[None, :]).to(solved.dtype.element_ty))
+    between = tl.exp(tl.where(row >= column, since[:, None] - since[None, :], 0.0))
+    square = item * (CHUNK * CHUNK) + row * CHUNK + column
+    tl.store(within + square, (scores * between).to(within.dtype.element_ty))
+    inverse = _inverse(products * between * beta[:, None], CHUNK=CHUNK, PRECISION=PRECISION)
+    tl.store(solved + square, (inverse * beta[None, :]).to(solved.dtype.element_ty))
 
 
 def chunk_factors(
@@ -160,7 +154,7 @@ def chunk_factors(
     )
     launch(
         _chunk_factors_kernel,
-        (shape.value_heads // HEADS_EACH, len(chunks)),
+        (shape.value_heads, len(chunks)),
         x,
         gates,
         weights.dt_bias,
@@ -177,13 +171,13 @@ def chunk_factors(
         CHANNELS=shape.channels,
         KEY_PADDED=max(SHORTEST_DOT, next_power_of_2(shape.key_dim)),
         SCALE=shape.key_dim**-0.5,
-        HEADS_EACH=HEADS_EACH,
         CHUNK=CHUNK,
         DOT_TYPE=DOT_TYPES[x.dtype],
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        num_warps=NUM_WARPS,
+        num_warps=4,
         num_stages=1,
+        maxnreg=None if x.dtype == torch.float32 else 128,  # four programs share an SM
         pdl=pdl,
     )
     return found

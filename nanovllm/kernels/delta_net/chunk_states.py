@@ -14,9 +14,11 @@ from nanovllm.kernels.delta_net.chunk_factors import DOT_TYPES, SHORTEST_DOT, Ch
 from nanovllm.kernels.delta_net.sequences import CHUNK, OF_ANY_ALIGNMENT, NewTokens
 from nanovllm.kernels.delta_net.weights import DeltaNetShape
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
+from nanovllm.kernels.linear.tiled import _device_limits
 
-TILE = 32  # values of a program
-NUM_WARPS, NUM_STAGES = 4, 2
+TILE = 64  # values of a program
+SMALL_TILE = 32  # where every program then has an SM of its own
+LOADED_AHEAD = 190_000  # bytes of shared memory for two chunks besides the one that is computed
 
 
 @triton.jit(do_not_specialize=["first_seq"], do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
@@ -108,10 +110,13 @@ def chunk_states(
     pdl: bool = False,
 ) -> None:
     assert x.is_contiguous() and out.is_contiguous() and state.stride(1) == 1
-    tile = min(TILE, max(SHORTEST_DOT, next_power_of_2(shape.value_dim)))
+    num_sms, shared_bytes = _device_limits()
+    num_seqs = len(sequences.rows) - skip
+    few = num_seqs * shape.value_heads * cdiv(shape.value_dim, SMALL_TILE) <= num_sms
+    tile = min(SMALL_TILE if few else TILE, max(SHORTEST_DOT, next_power_of_2(shape.value_dim)))
     launch(
         _chunk_states_kernel,
-        (len(sequences.rows) - skip, shape.value_heads, cdiv(shape.value_dim, tile)),
+        (num_seqs, shape.value_heads, cdiv(shape.value_dim, tile)),
         x,
         state,
         found.solved,
@@ -137,7 +142,7 @@ def chunk_states(
         DOT_TYPE=DOT_TYPES[x.dtype],
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
-        num_warps=NUM_WARPS,
-        num_stages=1 if x.dtype == torch.float32 else NUM_STAGES,
+        num_warps=4,
+        num_stages=3 if x.dtype != torch.float32 and shared_bytes >= LOADED_AHEAD else 1,
         pdl=pdl,
     )

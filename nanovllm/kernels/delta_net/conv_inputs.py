@@ -9,6 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
+def load_new_inputs(x, times, at, mask, GATED: tl.constexpr):
+    """The new inputs at these places of x, in float32."""
+    new = tl.load(x + at, mask=mask, other=0.0)
+    if GATED:
+        factor = tl.load(times + at, mask=mask, other=0.0)
+        new = (new.to(tl.float32) * factor.to(tl.float32)).to(x.dtype.element_ty)
+    return new.to(tl.float32)
+
+
+@triton.jit
 def load_inputs(
     x,  # new inputs
     times,  # what they are multiplied by
@@ -22,24 +32,15 @@ def load_inputs(
     channels,
     KERNEL: tl.constexpr,
     GATED: tl.constexpr,
-    ALL_NEW: tl.constexpr,  # no number is negative
 ):
     """The inputs with these numbers of these channels, in float32; shapes are broadcast."""
     token = first + number
-    at = token * x_stride + channel
-    is_new = inside
-    if not ALL_NEW:
-        # bounds rather than conditions: the interpreter cannot combine a scalar condition with a mask
-        is_new = inside & (channel < tl.where(token < first, 0, channels))
-    new = tl.load(x + at, mask=is_new, other=0.0)
-    if GATED:
-        factor = tl.load(times + at, mask=is_new, other=0.0)
-        new = (new.to(tl.float32) * factor.to(tl.float32)).to(x.dtype.element_ty)
-    if ALL_NEW:
-        return new.to(tl.float32)
+    # bounds rather than conditions: the interpreter cannot combine a scalar condition with a mask
+    is_new = inside & (channel < tl.where(token < first, 0, channels))
+    new = load_new_inputs(x, times, token * x_stride + channel, is_new, GATED)
     is_old = inside & (channel < tl.where(token < first, kept_channels, 0))
     old = tl.load(before + (KERNEL - 1 + number) * channels + channel, mask=is_old, other=0.0)
-    return new.to(tl.float32) + old
+    return new + old
 
 
 @triton.jit
@@ -57,18 +58,17 @@ def convolved(
     channels,
     KERNEL: tl.constexpr,
     GATED: tl.constexpr,
-    ALL_NEW: tl.constexpr,  # no result needs an input of the state
 ):
     """The result for the inputs with these numbers, in float32; arguments as those of `load_inputs`."""
     known = channel < channels
     w = tl.load(weight + channel * KERNEL + KERNEL - 1, mask=known, other=0.0).to(tl.float32)
     y = w * load_inputs(
-        x, times, before, first, number, channel, inside, kept_channels, x_stride, channels, KERNEL, GATED, ALL_NEW
+        x, times, before, first, number, channel, inside, kept_channels, x_stride, channels, KERNEL, GATED
     )
     for tap in tl.static_range(KERNEL - 1):
         at = number - (KERNEL - 1) + tap
         value = load_inputs(
-            x, times, before, first, at, channel, inside, kept_channels, x_stride, channels, KERNEL, GATED, ALL_NEW
+            x, times, before, first, at, channel, inside, kept_channels, x_stride, channels, KERNEL, GATED
         )
         w = tl.load(weight + channel * KERNEL + tap, mask=known, other=0.0).to(tl.float32)
         y = tl.fma(w, value, y)  # stated, so that every compilation rounds alike
@@ -109,7 +109,6 @@ def store_newest_inputs(
         channels,
         KERNEL=KERNEL,
         GATED=GATED,
-        ALL_NEW=False,
     )
     tl.debug_barrier()  # all threads have read what others are about to replace
     tl.store(before + tap * channels + channel[None, :], newest, mask=stored)

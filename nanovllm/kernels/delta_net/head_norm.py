@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm.kernels.delta_net.gates import gated_norm
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 
-TILE = 4096  # numbers of a program
+TILE = 1024  # numbers of a program
 
 
 def norm_heads_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:  # [num_tokens, heads, dim] each

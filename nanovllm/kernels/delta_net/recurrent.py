@@ -22,8 +22,7 @@ from nanovllm.kernels.delta_net.sequences import OF_ANY_ALIGNMENT, NewTokens
 from nanovllm.kernels.delta_net.weights import DeltaNetShape, DeltaNetWeights
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 
-TILE = 16  # values of a program: 64 registers of each thread hold the state of 128 keys
-NUM_WARPS = 1
+TILE = 32  # values of a program: 128 registers of each thread hold the state of 128 keys
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_ANY_ALIGNMENT)
@@ -134,7 +133,7 @@ def recurrent(
         SCALE=shape.key_dim**-0.5,
         TILE=tile,
         PDL=pdl,
-        num_warps=NUM_WARPS,
+        num_warps=1,
         enable_fp_fusion=False,
         pdl=pdl,
     )
