@@ -14,10 +14,10 @@ from nanovllm.native import GROUP
 from nanovllm.weights.forms import Form, GroupForm
 from nanovllm.weights.int8 import quantize_rows
 
-TILE = 4  # rows of a packed weight that are interleaved
+QUAD, TILE = 4, 16  # rows that are interleaved: of a packed, and of a dense matrix
 DENSE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT4, INT8, INT8_BY_16 = 3, 4, 5
-IN_TILE_ORDER = ("Q4_0", "Q4_1", "Q8_0")  # GGUF types whose blocks have the codes in the order of a tile
+IN_QUAD_ORDER = ("Q4_0", "Q4_1", "Q8_0")  # GGUF types whose blocks have the codes in the order of a quad
 CPU = torch.device("cpu")
 
 
@@ -60,28 +60,36 @@ class NativeWeight:
         if self._packs and len(self.shape) == 2 and isinstance(getattr(tensor, "form", None), GroupForm):
             self._keep_groups(tensor)
             return
-        data = tensor.read(part).clone(memory_format=torch.contiguous_format)  # the file may be mapped
-        self.data = data if len(self.shape) == 2 and data.dtype in DENSE else data.float()
-        self._type = DENSE[self.data.dtype]
+        data = tensor.read(part)
+        if len(self.shape) == 2:
+            self._keep_dense(data if data.dtype in DENSE else data.float())
+        else:
+            self.data = data.to(torch.float32, copy=True)  # the file may be mapped
+
+    def _keep_dense(self, data: Tensor) -> None:
+        (rows, columns), data = data.shape, data.contiguous()
+        self.data = torch.empty(-(-rows // TILE) * TILE, columns, dtype=data.dtype)
+        self._library.pack_dense(pointer(data), rows, columns, data.itemsize, pointer(self.data))
+        self._type = DENSE[data.dtype]
 
     def _keep_rows(self, codes: Tensor, scale: Tensor) -> None:
         self._store_codes(codes, bits=8)
-        self.scales = in_tiles(scale[:, None])
+        self.scales = in_quads(scale[:, None])
         self._type, self._groups_per_scale = INT8, self.shape[1] // GROUP
 
     def _store_codes(self, codes: Tensor, bits: int) -> None:
         rows, columns = self.shape
         codes = codes.contiguous()
-        self.data = self._in_whole_tiles(columns * bits // 8, torch.uint8)
+        self.data = self._in_whole_quads(columns * bits // 8, torch.uint8)
         self._library.pack_codes(pointer(codes), rows, columns, bits, pointer(self.data))
 
-    def _in_whole_tiles(self, columns: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(-(-self.shape[0] // TILE) * TILE, columns, dtype=dtype)
+    def _in_whole_quads(self, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(-(-self.shape[0] // QUAD) * QUAD, columns, dtype=dtype)
 
     def _keep_groups(self, tensor: Any) -> None:
         form: GroupForm = tensor.form
         sizes = form.sizes_in(self.shape[1])
-        if getattr(tensor, "type_name", None) in IN_TILE_ORDER:
+        if getattr(tensor, "type_name", None) in IN_QUAD_ORDER:
             scale, minimum = self._store_blocks(tensor.blocks(())[0], form)
         else:
             scale, minimum = self._store_pieces(tensor.pieces((), sizes, CPU), form, sizes)
@@ -94,10 +102,10 @@ class NativeWeight:
         self._groups_per_scale = max(sizes[0] // GROUP, 1)
 
     def _store_blocks(self, blocks: Tensor, form: GroupForm) -> tuple[Tensor, Tensor | None]:
-        """Store the codes of a file's blocks, and return scales and minima in tiles."""
+        """Store the codes of a file's blocks, and return scales and minima in quads."""
         rows, columns = self.shape
-        self.data = self._in_whole_tiles(columns * form.bits // 8, torch.uint8)
-        scale = self._in_whole_tiles(columns // GROUP, torch.float16)
+        self.data = self._in_whole_quads(columns * form.bits // 8, torch.uint8)
+        scale = self._in_whole_quads(columns // GROUP, torch.float16)
         minimum = torch.empty_like(scale) if form.minimum else None
         outputs = pointer(self.data), pointer(scale), None if minimum is None else pointer(minimum)
         if not self._library.pack_blocks(pointer(blocks), rows, columns, form.bits, *outputs):
@@ -105,7 +113,7 @@ class NativeWeight:
         return scale, minimum
 
     def _store_pieces(self, pieces: Pieces, form: GroupForm, sizes: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-        """Store the codes, and return scales and minima in tiles. `sizes`: columns per scale and per unit."""
+        """Store the codes, and return scales and minima in quads. `sizes`: columns per scale and per unit."""
         self._store_codes(pieces.codes, form.bits)
         scale, minimum = pieces.scale, pieces.minimum
         if scale.dtype != torch.float16:
@@ -120,7 +128,7 @@ class NativeWeight:
         elif pieces.zero is not None:
             scale = scale.float()
             minimum = scale * pieces.zero.float()
-        return in_tiles(scale), None if minimum is None else in_tiles(minimum)
+        return in_quads(scale), None if minimum is None else in_quads(minimum)
 
     @property
     def is_packed(self) -> bool:
@@ -152,10 +160,10 @@ def made(form: Form, weight: Tensor) -> Any:
     return Int8Tensor(InMemory(codes), InMemory(scale))
 
 
-def in_tiles(values: Tensor) -> Tensor:
-    """[rows, groups] -> [tile, group, row of the tile]; missing rows of the last tile are 0."""
-    padded = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % TILE))
-    return padded.unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()
+def in_quads(values: Tensor) -> Tensor:
+    """[rows, groups] -> [quad, group, row of the quad]; missing rows of the last quad are 0."""
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % QUAD))
+    return padded.unflatten(0, (-1, QUAD)).transpose(1, 2).contiguous()
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:

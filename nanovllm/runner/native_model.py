@@ -63,6 +63,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "engine_step": (None, [POINTER, ctypes.POINTER(StepArguments)]),
         "engine_logits": (None, [POINTER, POINTER, ctypes.c_int, POINTER]),
         "engine_seconds": (None, [POINTER, POINTER]),
+        "pack_dense": (None, [POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int, POINTER]),
         "pack_codes": (None, [POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int, POINTER]),
         "pack_blocks": (ctypes.c_int, [POINTER, *3 * [ctypes.c_int], *3 * [POINTER]]),
     }

@@ -11,6 +11,17 @@ INLINE f32x4 load_as(const void *numbers, int64_t index, const int type) {
     return type == BFLOAT16 ? load_bfloat16(halves) : load_halves(halves);
 }
 
+/* Eight numbers. */
+INLINE void load_two_as(const void *numbers, int64_t index, const int type, f32x4 two[2]) {
+    if (type == FLOAT32) {
+        two[0] = load((const float *)numbers + index), two[1] = load((const float *)numbers + index + 4);
+    } else if (type == BFLOAT16) {
+        load_two_bfloat16((const uint16_t *)numbers + index, two);
+    } else {
+        load_two_halves((const uint16_t *)numbers + index, two);
+    }
+}
+
 /* Begin to read the cache line of a number from memory. */
 INLINE void fetch_as(const void *numbers, int64_t index, const int type) {
     __builtin_prefetch((const char *)numbers + index * (type == FLOAT32 ? 4 : 2));

@@ -4,39 +4,52 @@
 #include "floats.h"
 
 enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
-enum { GROUP = 32, TILE = 4, MOST_ROWS = 32 }; /* columns that share a scale of x; rows of W, and of x, at a time */
+enum { GROUP = 32, QUAD = 4 };                 /* packed: columns that share a scale of x; rows of W in one vector */
+enum { TILE = 16, BLOCK = 4, MOST_ROWS = 64 }; /* rows of W of a product, and of x: with sums in registers, at most */
 
 typedef struct {
     int32_t type, rows, columns;
     int32_t half_scales;      /* whether scales and minima are float16, else float32 */
     int32_t groups_per_scale; /* groups of GROUP columns that share a scale, and a minimum */
-    const void *data;     /* dense: row after row. Packed: tiles of 4 rows, see pack_codes */
-    const void *scales;   /* packed: [tile][scale of a row][row of the tile]; INT8_BY_16 has two scales per group */
+    const void *data;     /* dense: in tiles of 16 rows, see pack_dense. Packed: in quads of 4 rows, see pack_codes */
+    const void *scales;   /* packed: [quad][scale of a row][row of the quad]; INT8_BY_16 has two scales per group */
     const void *minima;   /* w = q * scale - minimum; NULL = none */
     const float *bias;    /* NULL = none */
 } Matrix;
 
+/* A group of columns of a block of rows of x: x = code * scale. */
 typedef struct {
-    const float *x;      /* [rows][columns] */
-    const int8_t *codes; /* the same rounded: x = code * scale */
-    const float *scales; /* [rows][columns / GROUP] */
-    const float *sums;   /* of each group's code * scale */
+    int8_t codes[BLOCK][GROUP];
+    float scales[BLOCK], minus_sums[BLOCK]; /* minus_sums: of code * scale, times -1 */
+} Rounded;
+
+typedef struct {
+    const float *x;         /* [rows][columns] */
+    const Rounded *rounded; /* [rows / BLOCK][columns / GROUP], for packed matrices */
     int rows, columns;
 } Inputs;
 
-/* Outputs 4 * tile .. 4 * tile + 3 of `count` (1 to MOST_ROWS) rows of x from `first`, into y[row][output]. The order
- * of additions does not depend on `count`. */
+/* Outputs TILE * tile .. TILE * tile + 15 of `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of BLOCK, into
+ * y[row][output]; what is past the last row of W is undefined. The order of additions does not depend on `count`. */
 void product_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
+void dense_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
+void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
 
-/* Round a row of x: int8 codes with one scale per GROUP columns. */
-void round_row(const float *x, int columns, int8_t *codes, float *scales, float *sums);
+/* Round row `row` of a block of x. */
+void round_row(const float *x, int columns, Rounded *rounded, int row);
 
 /* Row `row` of W in float32. */
 void matrix_row(const Matrix *w, int row, float *out);
+void dense_row(const Matrix *w, int row, float *out);
+void packed_row(const Matrix *w, int row, float *out);
+
+/* A dense weight [rows][columns] of numbers of `size` bytes in tiles of 16 rows: [tile][column][row of the tile].
+ * Missing rows of the last tile are 0. */
+void pack_dense(const void *weight, int rows, int columns, int size, void *out);
 
 /* Codes of a weight, [rows][columns] int8 or [rows][columns / 2] with the even column in the low half of a byte, in
- * tiles of 4 rows: [tile][group of 32 columns][4 columns][row of the tile][column]. With 4 bits, columns 0 to 15 of a
- * group are the low halves of the bytes that hold columns 16 to 31. Missing rows of the last tile are 0. */
+ * quads of 4 rows: [quad][group of 32 columns][4 columns][row of the quad][column]. With 4 bits, columns 0 to 15 of a
+ * group are the low halves of the bytes that hold columns 16 to 31. Missing rows of the last quad are 0. */
 void pack_codes(const uint8_t *codes, int rows, int columns, int bits, uint8_t *out);
 
 /* The same from blocks of a GGUF file, [rows][columns / GROUP], that have the codes in this order after one float16
@@ -47,3 +60,12 @@ int pack_blocks(const uint8_t *blocks, int rows, int columns, int bits, uint8_t 
 
 static inline int is_packed(const Matrix *w) { return w->type >= INT4; }
 static inline int num_tiles(const Matrix *w) { return (w->rows + TILE - 1) / TILE; }
+
+/* Call a function whose first argument, the number of rows of x, is a constant. */
+#define BY_COUNT(count, function, ...)               \
+    switch (count) {                                 \
+        case 1: function(1, __VA_ARGS__); break;     \
+        case 2: function(2, __VA_ARGS__); break;     \
+        case 3: function(3, __VA_ARGS__); break;     \
+        default: function(4, __VA_ARGS__);           \
+    }

@@ -11,13 +11,12 @@ int simd_available(void) { return HAVE_SIMD; }
 #if HAVE_SIMD
 
 enum { PASS_ROWS = 256, PASS_SEGMENTS = 2048 }; /* of a part of a step: they bound the memory of its activations */
-enum { MOST_OUTPUTS = 3, PRODUCT_CHUNKS = 8 }; /* matrices of one product; chunks per thread, so that none waits long */
+enum { MOST_OUTPUTS = 3, PRODUCT_CHUNKS = 8 }; /* matrices of one product; least chunks per thread: none waits long */
 
 /* Rows of activations, and the same rounded to int8 where a packed matrix reads them. */
 typedef struct {
     float *x;
-    int8_t *codes;
-    float *scales, *sums;
+    Rounded *rounded;
 } Rows;
 
 struct Engine {
@@ -64,17 +63,13 @@ static int64_t qkv_size(const Model *m) { return (int64_t)(m->num_heads + 2 * m-
 
 static int make_rows(Rows *rows, int64_t columns) {
     rows->x = malloc(PASS_ROWS * columns * sizeof(float));
-    rows->codes = malloc(PASS_ROWS * columns);
-    rows->scales = malloc(PASS_ROWS * (columns / GROUP + 1) * sizeof(float));
-    rows->sums = malloc(PASS_ROWS * (columns / GROUP + 1) * sizeof(float));
-    return rows->x && rows->codes && rows->scales && rows->sums;
+    rows->rounded = malloc(PASS_ROWS / BLOCK * (columns / GROUP + 1) * sizeof(Rounded));
+    return rows->x && rows->rounded;
 }
 
 static void free_rows(Rows *rows) {
     free(rows->x);
-    free(rows->codes);
-    free(rows->scales);
-    free(rows->sums);
+    free(rows->rounded);
 }
 
 void engine_destroy(Engine *e) {
@@ -136,19 +131,21 @@ static void norm_row(const float *x, const float *weight, int size, float eps, f
 
 /* y = silu(y) * up, of one tile */
 static void activate(float y[TILE], const float up[TILE]) {
-    const f32x4 gate = load(y), size = exponential(-absolute(gate)); /* e^-|x|, which cannot overflow */
-    const f32x4 positive = (f32x4)(gate > splat(0)), one = splat(1);
-    const f32x4 top = (f32x4)(((s32x4)one & (s32x4)positive) | ((s32x4)size & ~(s32x4)positive));
-    store(y, gate * top / (one + size) * load(up));
+    for (int i = 0; i < TILE; i += 4) {
+        const f32x4 gate = load(y + i), size = exponential(-absolute(gate)); /* e^-|x|, which cannot overflow */
+        const f32x4 positive = (f32x4)(gate > splat(0)), one = splat(1);
+        const f32x4 top = (f32x4)(((s32x4)one & (s32x4)positive) | ((s32x4)size & ~(s32x4)positive));
+        store(y + i, gate * top / (one + size) * load(up + i));
+    }
 }
 
 static void round_inputs(const Rows *rows, int row, int columns) {
-    const int64_t at = (int64_t)row * columns, group = (int64_t)row * (columns / GROUP);
-    round_row(rows->x + at, columns, rows->codes + at, rows->scales + group, rows->sums + group);
+    Rounded *block = rows->rounded + (int64_t)(row / BLOCK) * (columns / GROUP);
+    round_row(rows->x + (int64_t)row * columns, columns, block, row % BLOCK);
 }
 
 static Inputs inputs_of(const Rows *rows, int count, int columns) {
-    return (Inputs){rows->x, rows->codes, rows->scales, rows->sums, count, columns};
+    return (Inputs){rows->x, rows->rounded, count, columns};
 }
 
 /* A job for each row: the norm of x, rounded where a packed matrix reads it. */
@@ -211,8 +208,8 @@ static void product_chunk(void *argument, int chunk) {
 static void run_product(Engine *e, int part, Product *job) {
     int tiles = 0;
     for (int i = 0; i < (job->mode == GATE ? 1 : job->num_outputs); i++) tiles += num_tiles(job->matrices[i]);
-    int chunks = e->num_threads * PRODUCT_CHUNKS;
-    job->tiles_per_chunk = (tiles + chunks - 1) / chunks;
+    const int share = tiles / (e->num_threads * PRODUCT_CHUNKS);
+    job->tiles_per_chunk = share > 0 ? share : 1;
     run(e, part, product_chunk, job, (tiles + job->tiles_per_chunk - 1) / job->tiles_per_chunk);
 }
 
@@ -338,12 +335,10 @@ static void route_chunk(void *argument, int row) {
 
 static void gather_chunk(void *argument, int index) {
     const Pass *p = argument;
-    const Rows *from = &p->e->normed, *to = &p->e->gathered;
-    const int64_t size = p->e->model.hidden, groups = size / GROUP, row = p->e->expert_rows[index];
-    memcpy(to->x + index * size, from->x + row * size, (size_t)size * sizeof(float));
-    memcpy(to->codes + index * size, from->codes + row * size, (size_t)size);
-    memcpy(to->scales + index * groups, from->scales + row * groups, (size_t)groups * sizeof(float));
-    memcpy(to->sums + index * groups, from->sums + row * groups, (size_t)groups * sizeof(float));
+    const int size = p->e->model.hidden;
+    const float *from = p->e->normed.x + (int64_t)p->e->expert_rows[index] * size;
+    memcpy(p->e->gathered.x + (int64_t)index * size, from, (size_t)size * sizeof(float));
+    if (is_packed(p->layer->experts)) round_inputs(&p->e->gathered, index, size);
 }
 
 static void add_share_chunk(void *argument, int index) {
@@ -372,7 +367,7 @@ static void run_experts(Pass *p) {
     Engine *e = p->e;
     const Layer *layer = p->layer;
     const Model *m = &e->model;
-    norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, 1);
+    norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, is_packed(&layer->router));
     Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE, 0,
                       inputs_of(&e->normed, p->num_rows, m->hidden)};
     run_product(e, ROUTING, &router);
