@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.features import gluon_usable
-from nanovllm.kernels.linear.fp8_inputs import fp8_linear, fp8_split_k_linear, fp8_tile, round_inputs
+from nanovllm.kernels.linear.fp8_inputs import fp8_linear, fp8_split_k_linear, fp8_tile, scaled_mm_linear
 from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.packed_dequantize import packed_dequantize
 from nanovllm.kernels.linear.packed_rows import RowTile, packed_rows_linear, row_tile
@@ -125,8 +125,10 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
     if m > MOST_ROW_ROWS and weight.rounds_inputs:
         names, tile_of = ("fp8", "fp8_split_k"), fp8_tile(m, shape.outputs)
         yield from tiled("fp8", names, fp8_linear, fp8_split_k_linear, tile_of)
+        if gluon_usable():
+            yield from fp8_on_hopper(shape, weight, x, own)
         if weight.scale.shape[-1] == 1 and not shape.gated:
-            yield Candidate("torch._scaled_mm", partial(_scaled_mm, x), False)
+            yield Candidate("torch._scaled_mm", partial(scaled_mm_linear, x), own == "fp8_scaled_mm")
     if m > MOST_SPLIT_ROWS:
         yield Candidate("unpacked, cuBLAS", partial(_unpacked, x, pdl=pdl), own == "packed_dequantized")
 
@@ -148,11 +150,38 @@ def wide(shape: Shape, weight: PackedWords, x: Tensor, *, chosen: bool) -> Itera
             yield Candidate(label, run, chosen and (tile, splits) == best)
 
 
+def fp8_on_hopper(shape: Shape, weight: PackedWords, x: Tensor, own: str) -> Iterator[Candidate]:
+    from nanovllm.kernels.linear.fp8_many_rows import fp8_many_rows_linear
+    from nanovllm.kernels.linear.fp8_some_rows import (
+        FP8_TILES,
+        fp8_some_rows_linear,
+        fp8_some_rows_split_k_linear,
+        some_rows_tile,
+    )
+
+    m, blocked = x.shape[0], weight.scale.shape[-1] > 1
+    if m <= MOST_TILED_ROWS:
+        best = some_rows_tile(m, shape.outputs, split=shape.added, blocked=blocked)
+        for tile in dict.fromkeys((best, *FP8_TILES)):
+            if tile.x_rows > 2 * m or (tile.splits > 1) != (best.splits > 1):
+                continue
+            label = f"Hopper {tile.x_rows}x{64 * tile.groups}" + (f", {tile.splits} splits" if shape.added else "")
+            chosen = tile == best and own in ("fp8_some_rows", "fp8_some_rows_split_k")
+            if shape.added:
+                yield Candidate(label, partial(fp8_some_rows_split_k_linear, x, pdl=True, tile=tile), chosen)
+            else:
+                yield Candidate(label, partial(fp8_some_rows_linear, x, gated=shape.gated, pdl=True, tile=tile), chosen)
+    else:
+        run = partial(fp8_many_rows_linear, x, gated=shape.gated)
+        yield Candidate("Hopper, many rows", run, own == "fp8_many_rows")
+
+
 def chosen_kernel(shape: Shape, weight: PackedWords, rows: int) -> str:
     """What the engine runs."""
+    fp8 = "fp8" if weight.scale_rows == 1 else "fp8_block"
     kernel = select_linear(
         LinearCase(
-            format={"int4": "int4_groups", "int8": "int8_groups", "fp4": "mxfp4"}.get(weight.kind, weight.kind),
+            format={"int4": "int4_groups", "int8": "int8_groups", "fp4": "mxfp4", "fp8": fp8}[weight.kind],
             rows=rows,
             outputs=shape.outputs,
             inputs=shape.inputs,
@@ -166,6 +195,7 @@ def chosen_kernel(shape: Shape, weight: PackedWords, rows: int) -> str:
             gluon=gluon_usable(),
             distance=weight.distance,
             group=shape.inputs // weight.scale.shape[-1],
+            scale_rows=weight.scale_rows,
             rounds_inputs=weight.rounds_inputs,
             minimum=weight.minimum is not None,
         )
@@ -176,12 +206,6 @@ def chosen_kernel(shape: Shape, weight: PackedWords, rows: int) -> str:
 
 def _unpacked(x: Tensor, weight: PackedWords, *, pdl: bool) -> Tensor:
     return F.linear(x, packed_dequantize(weight, x.dtype, pdl=pdl))
-
-
-def _scaled_mm(x: Tensor, weight: PackedWords) -> Tensor:
-    codes, scale = round_inputs(x, 1, weight.distance)
-    right = weight.words.view(torch.float8_e4m3fn).t()
-    return torch._scaled_mm(codes, right, scale_a=scale, scale_b=weight.scale.t(), out_dtype=x.dtype)
 
 
 def seconds_in_graph(run: Callable[[Any], Tensor], weights: Sequence[Any], *, repeats: int = 5) -> float:

@@ -51,6 +51,7 @@ class LinearCase:
     gluon: bool  # kernels written in Gluon run on this device
     distance: int = 0  # between the pairs of a packed weight's words; 0 = its words have another order
     group: int = 0  # its columns that have one scale
+    scale_rows: int = 1  # and its rows
     rounds_inputs: bool = False  # a packed weight's product rounds its inputs to fp8
     minimum: bool = False  # a packed weight's groups have a minimum
 
@@ -131,16 +132,29 @@ def _packed_dequantized(case: LinearCase) -> bool:
     return case.distance > 0 and not case.deterministic and (case.half or not case.rounds_inputs)
 
 
+def _fp8_inputs(case: LinearCase) -> bool:
+    whole_groups = case.distance > 0 and case.group % FP8_GROUP == 0
+    return case.rounds_inputs and whole_groups and case.half and not case.deterministic
+
+
 def _fp8(case: LinearCase) -> bool:
     most = HUNDREDS_OF_ROWS if case.gated else HUNDREDS_OF_ROWS // 2
-    return (
-        case.rounds_inputs
-        and case.distance > 0
-        and case.half
-        and not case.deterministic
-        and case.group % FP8_GROUP == 0
-        and FEW_ROWS < case.rows <= most
-    )
+    return _fp8_inputs(case) and FEW_ROWS < case.rows <= most
+
+
+def _fp8_some_rows(case: LinearCase) -> bool:
+    return case.gluon and _fp8_inputs(case) and case.outputs % 16 == 0
+
+
+def _fp8_scaled_mm(case: LinearCase) -> bool:
+    plain = case.bfloat16 and not case.bias and not case.gated
+    return case.gluon and _fp8_inputs(case) and plain and case.outputs % 16 == 0
+
+
+def _fp8_many_rows(case: LinearCase) -> bool:
+    # one scale per row, or per block that holds whole tiles
+    scales = case.format == "fp8" or (case.group == FP8_GROUP < case.inputs and case.scale_rows % 64 == 0)
+    return case.gluon and _fp8_inputs(case) and scales and case.outputs % 128 == 0
 
 
 # One row only reads the weight: norm, gate and residual cost nothing within the same kernel. For a few rows the kernels
@@ -209,6 +223,42 @@ LINEAR_KERNELS = (
         serves=lambda case: not case.deterministic and _packed_rows(case),
         compiled_for=(1, 2, 8, FEW_ROWS),
         symbol="_packed_rows_kernel",
+    ),
+    LinearKernel(
+        "fp8_some_rows_split_k",
+        ("fp8",),
+        min_rows=FEW_ROWS + 1,
+        max_rows=HUNDREDS_OF_ROWS,
+        add=True,
+        splits=True,
+        serves=lambda case: case.added and case.whole and _fp8_some_rows(case),
+        compiled_for=TILE_ROWS,
+        symbol="_fp8_some_rows_kernel",
+    ),
+    LinearKernel(
+        "fp8_some_rows",
+        ("fp8",),
+        min_rows=FEW_ROWS + 1,
+        max_rows=HUNDREDS_OF_ROWS,
+        gate=True,
+        serves=_fp8_some_rows,
+        compiled_for=TILE_ROWS,
+        symbol="_fp8_some_rows_kernel",
+    ),
+    LinearKernel(  # torch's
+        "fp8_scaled_mm",
+        ("fp8",),
+        min_rows=HUNDREDS_OF_ROWS + 1,
+        serves=_fp8_scaled_mm,
+        symbol="_round_inputs_kernel",
+    ),
+    LinearKernel(
+        "fp8_many_rows",
+        FP8,
+        min_rows=HUNDREDS_OF_ROWS + 1,
+        gate=True,
+        serves=_fp8_many_rows,
+        symbol="_fp8_many_rows_kernel",
     ),
     LinearKernel(
         "fp8_split_k",
@@ -316,6 +366,8 @@ def graph_sizes(largest: int) -> list[int]:
 SLOW_TO_COMPILE = (
     "_long_prefill_kernel",
     "_many_rows_kernel",
+    "_fp8_many_rows_kernel",
+    "_fp8_some_rows_kernel",
     "_small_batch_attention_kernel",
     "_decode_kernel",
     "_packed_wide_kernel",

@@ -57,6 +57,7 @@ def choose_kernel(
             gluon=gluon,
             distance=0 if packed is None else packed.distance,
             group=0 if packed is None else packed.shape[-1] // packed.scale.shape[-1],
+            scale_rows=1 if packed is None else packed.scale_rows,
             rounds_inputs=packed is not None and packed.rounds_inputs,
             minimum=packed is not None and packed.minimum is not None,
         )

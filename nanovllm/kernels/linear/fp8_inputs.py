@@ -22,6 +22,8 @@ from nanovllm.kernels.select import ENOUGH_OUTPUTS
 
 MIN_DISTANCE = 64
 LARGEST = 448.0
+COLUMNS_A_PROGRAM = 4096  # that are rounded together, at least one group
+PADDING = 256  # rows of the largest tile
 
 
 def fp8_tile(m: int, num_weight_rows: int) -> PackedTile:
@@ -43,64 +45,102 @@ def round_inputs_reference(x: Tensor, groups: int) -> Tensor:
 
 
 @triton.jit
+def _code(value, LARGEST: tl.constexpr):
+    """The bits of e4m3 numbers in uint16, for the interpreter. Its conversion truncates some numbers: round them to
+    fp8's steps before it."""
+    value = tl.clamp(value, -LARGEST, LARGEST)
+    power = tl.maximum((value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 2**-6)
+    value = value + power * 1572864.0 - power * 1572864.0
+    return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint16)
+
+
+@triton.jit
+def _pair(first, second, LARGEST: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Two numbers as e4m3 in the lower and the upper byte of uint16.
+
+    One instruction converts both. (Converted apart and put together with shifts, ptxas 12.8 gave wrong bytes.)
+    """
+    if INTERPRETED:
+        return _code(first, LARGEST) | (_code(second, LARGEST) << 8)
+    else:
+        ASM: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
+        return tl.inline_asm_elementwise(ASM, "=h,f,f", [first, second], dtype=tl.uint16, is_pure=True, pack=1)
+
+
+@triton.jit
 def _round_inputs_kernel(
     x,
-    codes,
+    codes,  # in pairs
     scale,
     x_stride,
+    scale_stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM: tl.constexpr,  # groups per program
+    HALF: tl.constexpr,  # columns of half a group, rounded up to a power of two
     DISTANCE: tl.constexpr,
     LARGEST: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row and group."""
-    m, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.arange(0, BLOCK)  # in the order of words: byte 2 i + j of word c is column DISTANCE * j + 2 c + i
-    within = place % (2 * DISTANCE)
-    column = place - within + within % 2 * DISTANCE + within // 4 * 2 + within // 2 % 2
+    """A program rounds NUM groups of a row. In the order of words, columns that are DISTANCE apart are neighbours."""
+    m = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * NUM + tl.arange(0, NUM)
+    i = tl.arange(0, HALF)
+    inside = (group < K // GROUP)[:, None] & (i < GROUP // 2)[None, :]
+    column = group[:, None] * GROUP + (i // DISTANCE * (2 * DISTANCE) + i % DISTANCE)[None, :]
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    value = tl.load(x + m * x_stride + group * GROUP + column, mask=place < GROUP, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(value), axis=0)
+        tl.extra.cuda.gdc_wait()
+    first = tl.load(x + m * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + m * x_stride + column + DISTANCE, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
     s = tl.where(largest == 0, 1.0, largest / LARGEST)
-    value = tl.clamp(value / s, -LARGEST, LARGEST)
-    if INTERPRETED:  # its conversion truncates some numbers: round them to fp8's steps before it
-        power = tl.maximum((value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 2**-6)
-        value = value + power * 1572864.0 - power * 1572864.0
-    tl.store(codes + m * K + group * GROUP + place, value.to(codes.dtype.element_ty), mask=place < GROUP)
-    tl.store(scale + m * (K // GROUP) + group, s)
+    pair = _pair(first / s[:, None], second / s[:, None], LARGEST, INTERPRETED)
+    tl.store(codes + m * (K // 2) + (group[:, None] * (GROUP // 2) + i[None, :]), pair, mask=inside)
+    tl.store(scale + group * scale_stride + m, s, mask=group < K // GROUP)
 
 
 def round_inputs(x: Tensor, groups: int, distance: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """[M, K] -> codes [M, K] in the order of words, and float32 scales [M, groups]."""
+    """[M, K] -> codes [M, K] in the order of words, and float32 scales [groups, M].
+
+    The scales' memory goes on for PADDING numbers after each group, which kernels may read for rows past the last.
+    """
     m, k = x.shape
     group = k // groups
     assert x.stride(1) == 1 and k % groups == 0 and group % (2 * distance) == 0
     codes = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(m, groups, dtype=torch.float32, device=x.device)
-    block = next_power_of_2(group)
+    scale = torch.empty(groups, cdiv(m + PADDING, 16) * 16, dtype=torch.float32, device=x.device)[:, :m]
+    half = next_power_of_2(group // 2)
+    num = min(next_power_of_2(groups), max(1, COLUMNS_A_PROGRAM // (2 * half)))
     launch(
         _round_inputs_kernel,
-        (m, groups),
+        (m, cdiv(groups, num)),
         x,
-        codes,
+        codes.view(torch.uint16),
         scale,
         x.stride(0),
+        scale.stride(0),
         K=k,
         GROUP=group,
-        BLOCK=block,
+        NUM=num,
+        HALF=half,
         DISTANCE=distance,
         LARGEST=LARGEST,
         INTERPRETED=interpreted(_round_inputs_kernel),
         PDL=pdl,
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=min(8, max(1, num * half // 256)),
         pdl=pdl,
     )
     return codes, scale
+
+
+def scaled_mm_linear(x: Tensor, weight: PackedWords) -> Tensor:
+    """x [M, K] bfloat16 and a weight with a scale per row -> [M, N], by torch's own kernels, which add sums of 128
+    columns in float32 as ours do."""
+    codes, scale = round_inputs(x, 1, weight.distance)
+    right = weight.words.view(torch.float8_e4m3fn).t()
+    return torch._scaled_mm(codes, right, scale_a=scale[0, :, None], scale_b=weight.scale.t(), out_dtype=x.dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -113,6 +153,7 @@ def _fp8_kernel(
     out,
     M,
     N,  # columns of `out`
+    x_scale_stride,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -153,7 +194,7 @@ def _fp8_kernel(
         if GROUPS > 1:
             group = step * BLOCK_K // (K // GROUPS)
             sums *= tl.load(scale + w_rows // SCALE_ROWS * GROUPS + group)[:, None]
-            sums *= tl.load(x_scale + rows * GROUPS + group)[None, :]
+            sums *= tl.load(x_scale + group * x_scale_stride + rows)[None, :]
         y += sums
     if GROUPS == 1:
         y *= scales(scale, None, w_rows, 0, None, 1, 1, SCALE_ROWS)[:, None] * tl.load(x_scale + rows)[None, :]
@@ -225,6 +266,7 @@ def _launch(
         out,
         m,
         out.shape[-1],
+        x_scale.stride(0),
         K=k,
         GROUPS=groups,
         SCALE_ROWS=weight.scale_rows,

@@ -103,6 +103,20 @@ def _end_product(y, empty, it, PENDING: gl.constexpr):
 
 
 @gluon.jit
+def silu(x):
+    sigmoid = gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;"
+        " add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return x * sigmoid
+
+
+@gluon.jit
 def _put(out, staged, pairs, row, column, half, G: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr):
     """Apply the activation to PIECE columns of a tile and store them.
 
@@ -112,19 +126,10 @@ def _put(out, staged, pairs, row, column, half, G: gl.constexpr, P: gl.constexpr
     right = (pairs & -65536).to(gl.float32, bitcast=True)
     column += P * PIECE
     if GATED:
-        sigmoid = gl.inline_asm_elementwise(
-            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;"
-            " add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
-            "=f,f",
-            [left],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=1,
-        )
         buffer = staged.index(2 * G + P)
         tma.store_wait(1)  # the previous tile's store from this buffer has finished reading
         _barrier()
-        buffer.store((left * sigmoid * right).to(gl.bfloat16))
+        buffer.store((silu(left) * right).to(gl.bfloat16))
         fence_async_shared()
         _barrier()
         _async_store(out, [row, column], buffer)

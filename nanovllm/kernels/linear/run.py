@@ -41,6 +41,19 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
 
         launch = packed_wide.packed_wide_linear if name == "packed_wide" else packed_wide.packed_wide_split_k_linear
         return partial(launch, **weight, bias=bias, pdl=pdl)
+    if name in ("fp8_some_rows", "fp8_some_rows_split_k"):
+        from nanovllm.kernels.linear.fp8_some_rows import fp8_some_rows_linear, fp8_some_rows_split_k_linear
+
+        linear = fp8_some_rows_linear if name == "fp8_some_rows" else fp8_some_rows_split_k_linear
+        return partial(linear, **weight, bias=bias, pdl=pdl)
+    if name == "fp8_scaled_mm":
+        from nanovllm.kernels.linear.fp8_inputs import scaled_mm_linear
+
+        return partial(scaled_mm_linear, **weight)
+    if name == "fp8_many_rows":
+        from nanovllm.kernels.linear.fp8_many_rows import fp8_many_rows_linear
+
+        return partial(fp8_many_rows_linear, **weight, bias=bias)
     return partial(_with_norm, _launcher(name), **weight, bias=bias, pdl=pdl)
 
 

@@ -1,0 +1,128 @@
+"""The Gluon kernels for fp8 weights and inputs: compared with plain torch on a Hopper GPU; elsewhere only compiled."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.features import gluon_usable
+from nanovllm.kernels.linear.fp8_inputs import round_inputs_reference, scaled_mm_linear
+from nanovllm.kernels.linear.one_row import linear_reference
+from nanovllm.kernels.linear.packed import PackedWords, dequantize_reference
+from nanovllm.kernels.select import LinearCase, select_linear
+from tests.kernels.hopper import compile_for_hopper
+from tests.kernels.packed_weights import random_packed
+
+TOLERANCE = 4e-3
+FORMS = {"fp8": {"group": 0}, "fp8_block": {"group": 128, "scale_rows": 128}}
+COMPILE = """
+from nanovllm.kernels.linear import fp8_inputs, fp8_many_rows, fp8_some_rows
+from nanovllm.kernels.linear.packed import PackedWords
+
+for module in (fp8_inputs, fp8_many_rows, fp8_some_rows):
+    module.launch, module.num_sms, module._device_limits = compile, lambda: 132, lambda: (132, 232_448)
+
+def weight(n, k, rows, group):
+    words = torch.empty(n, k // 4, dtype=torch.int32)
+    return PackedWords("fp8", 64, words, torch.empty(n // rows, k // group), rows, rounds_inputs=True)
+
+def x(rows):
+    return torch.empty(rows, 512, dtype=torch.bfloat16)
+
+per_row, per_block = weight(16384, 512, 1, 512), weight(16384, 512, 128, 128)
+for m, one in ((17, per_row), (256, per_block)):
+    assert fp8_some_rows.fp8_some_rows_linear(x(m), one, gated=True, pdl=True).shape == (m, 8192)
+narrow = weight(1024, 512, 128, 128)
+bias = torch.empty(1024, dtype=torch.bfloat16)
+assert fp8_some_rows.fp8_some_rows_split_k_linear(x(200), narrow, bias, pdl=True).shape == (4, 200, 1024)
+assert fp8_many_rows.fp8_many_rows_linear(x(300), per_row, gated=True).shape == (300, 8192)
+"""
+
+
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    found = compile_for_hopper(COMPILE, tmp_path)
+    products = [one for one in found if one.kernel != "_round_inputs_kernel"]
+    assert Counter(one.kernel for one in products) == {"_fp8_some_rows_kernel": 3, "_fp8_many_rows_kernel": 1}
+    assert all(one.instructions == ("wgmma", "cp.async.bulk.tensor") for one in products)
+    assert [one.num_programs for one in products] == [86, 132, 64, 132]
+
+
+def chosen(form: str, rows: int, *, gated: bool = False, added: bool = False, **changed: bool) -> str:
+    flags = dict(half=True, bfloat16=True, bias=False, whole=True, deterministic=False, gluon=True) | changed
+    columns, scale_rows = (4096, 1) if form == "fp8" else (128, 128)
+    case = LinearCase(
+        form, rows, 6144, 4096, gated=gated, added=added, distance=64, group=columns, scale_rows=scale_rows,
+        rounds_inputs=True, **flags,
+    )  # fmt: skip
+    kernel = select_linear(case)
+    assert kernel is not None
+    return kernel.name
+
+
+def test_which_kernel_runs() -> None:
+    assert [chosen("fp8", rows) for rows in (16, 17, 256, 257)] == [
+        "packed_rows", "fp8_some_rows", "fp8_some_rows", "fp8_scaled_mm",
+    ]  # fmt: skip
+    assert chosen("fp8", 256, added=True) == "fp8_some_rows_split_k"
+    assert chosen("fp8", 64, added=True, whole=False) == "fp8_some_rows"
+    for changed in ({"gated": True}, {"bias": True}, {"bfloat16": False}):
+        assert chosen("fp8", 300, **changed) == "fp8_many_rows"
+    assert chosen("fp8_block", 300) == chosen("fp8_block", 8192, gated=True) == "fp8_many_rows"
+    assert chosen("fp8", 64, gluon=False) == "fp8" and chosen("fp8", 300, gluon=False) == "packed_dequantized"
+    assert chosen("fp8", 300, deterministic=True) == "packed_deterministic"
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def case(form: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, PackedWords, Tensor, Tensor, Tensor]:
+    """x, the weight, a bias, and both factors in float32, rounded."""
+    if not gluon_usable():
+        pytest.skip("needs a GPU of the kind the kernels are written for")
+    torch.manual_seed(m + n + k)
+    weight = random_packed(n, k, kind="fp8", scale_type=torch.float32, **FORMS[form])
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    rounded = round_inputs_reference(x, weight.scale.shape[1])
+    return x, weight, torch.randn(n, device="cuda").to(dtype), rounded, dequantize_reference(weight)
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual.float() - expected).norm() / expected.norm() < TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("m", [17, 33, 64, 100, 131, 256])
+@pytest.mark.parametrize(("n", "k"), [(1216, 640), (2560, 4096), (16384, 384)])
+def test_some_rows(form: str, m: int, n: int, k: int) -> None:
+    from nanovllm.kernels.linear.fp8_some_rows import fp8_some_rows_linear, fp8_some_rows_split_k_linear
+
+    for dtype in (torch.bfloat16, torch.float16):
+        x, weight, bias, rounded, dense = case(form, m, n, k, dtype)
+        for gated in (False, True):
+            expected = linear_reference(rounded, dense, bias=bias, gated=gated)
+            actual = fp8_some_rows_linear(x, weight, bias, gated=gated, pdl=True)
+            assert actual.dtype == dtype and close(actual, expected)
+            assert torch.equal(actual, fp8_some_rows_linear(x, weight, bias, gated=gated, pdl=True))
+        sums = fp8_some_rows_split_k_linear(x, weight, bias, pdl=True)
+        assert close(sums.sum(0), linear_reference(rounded, dense, bias=bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("m", [1, 257, 1000, 8192])
+@pytest.mark.parametrize(("n", "k"), [(128, 384), (1152, 640), (6144, 4096)])
+def test_many_rows(form: str, m: int, n: int, k: int) -> None:
+    from nanovllm.kernels.linear.fp8_many_rows import fp8_many_rows_linear
+
+    for dtype in (torch.bfloat16, torch.float16):
+        x, weight, bias, rounded, dense = case(form, m, n, k, dtype)
+        for gated in (False, True):
+            expected = linear_reference(rounded, dense, bias=bias, gated=gated)
+            actual = fp8_many_rows_linear(x, weight, bias, gated=gated)
+            assert actual.dtype == dtype and close(actual, expected)
+    if form == "fp8":
+        x, weight, _, rounded, dense = case(form, m, n, k, torch.bfloat16)
+        assert close(scaled_mm_linear(x, weight), linear_reference(rounded, dense))
