@@ -3,10 +3,8 @@
 `nanovllm simulate` leaves out the host's time. Here it counts, because the pacer has to see through it: the kernels of
 a step with prompts are launched one by one, which takes longer than a decode step, and the host reads a step's tokens
 only after it has launched the next step. The constants give the times measured with Qwen3-8B on an H200: decode steps
-of 4.05, 6.9 and 16.5 ms at 1, 64 and 256 sequences of 960 tokens, and 47,500 prompt tokens/s. The host's times are
-chosen so that a pacer that takes all times as exact (commit 59f10e1) has the latencies that it had in a real server at
-48 requests/s. At other loads it is off: real tokens waited longer (p99 121 ms instead of 77 with 256 clients, 192
-instead of 127 at 96 requests/s).
+of 4.05, 6.9 and 16.5 ms at 1, 64 and 256 sequences of 960 tokens, and 47,500 prompt tokens/s; the host launches the
+kernels of a step with prompts in 15.5 ms and spends 11 us on each token that it reads (commit f4f3b4e, in the server).
 
 `python -m tests.engine.paced_loads` prints throughput and latencies of the loads in docs/performance.md.
 """
@@ -45,10 +43,10 @@ PARAMS = SamplingParams(ignore_eos=True)
 class Host:
     """Times of the engine's process and of the way to the client and back, in seconds."""
 
-    launch_prompts: float = 0.014
+    launch_prompts: float = 0.0155
     launch_decodes: float = 0.0005
     schedule: float = 0.0003
-    per_token: float = 40e-6  # that is read, made text and sent
+    per_token: float = 11e-6  # that is read, made text and sent
     add_request: float = 0.0003
     parse_request: float = 0.002  # in the server's process, one after the other
     network: float = 0.003
