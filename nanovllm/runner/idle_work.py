@@ -25,11 +25,12 @@ SPARED_BYTES = 2 << 30  # while less memory of the GPU is free, graphs are only 
 DISTANCES = ((2048, 32), (4608, 64), (sys.maxsize, 512))  # between numbers of rows that are tried, up to a number
 
 
-def sizes_to_try(largest: int) -> Iterator[int]:
-    size = 32
-    while size < largest:
-        size += next(distance for most, distance in DISTANCES if size < most)
-        yield min(size, largest)
+def sizes_to_try(largest: int) -> list[int]:
+    """The largest first, so that torch reuses its memory for smaller ones."""
+    sizes = [64]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + next(distance for most, distance in DISTANCES if sizes[-1] < most))
+    return [min(size, largest) for size in reversed(sizes)]
 
 
 @torch.inference_mode()

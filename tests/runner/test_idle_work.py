@@ -7,11 +7,11 @@ from nanovllm.runner import idle_work
 from tests.helpers import open_llm
 
 
-def test_sizes_grow_up_to_the_largest_step() -> None:
-    sizes = list(idle_work.sizes_to_try(16_900))
-    assert sizes == sorted(set(sizes)) and sizes[0] == 64 and sizes[-1] == 16_900
+def test_sizes_are_close_to_each_other_and_the_largest_comes_first() -> None:
+    sizes = idle_work.sizes_to_try(16_900)
+    assert sizes == sorted(set(sizes), reverse=True) and sizes[0] == 16_900 and sizes[-1] == 64
     assert {1024, 2048, 4096} <= set(sizes) and len(sizes) < 150
-    assert list(idle_work.sizes_to_try(20)) == []
+    assert idle_work.sizes_to_try(20) == [20]
 
 
 def test_each_shape_of_weights_is_multiplied_with_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
