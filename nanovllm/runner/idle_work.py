@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imports Triton, which may not be installed
     from nanovllm.runner.decode_step import DecodeStep
 
 SPARED_BYTES = 2 << 30  # while less memory of the GPU is free, graphs are only recorded where a step needs them
-DISTANCES = ((2048, 32), (4608, 64), (sys.maxsize, 512))  # between numbers of rows that are tried, up to a number
+DISTANCES = ((4608, 16), (sys.maxsize, 256))  # between numbers of rows that are tried, up to a number
 
 
 def sizes_to_try(largest: int) -> list[int]:
