@@ -29,9 +29,10 @@ from nanovllm.kernels.linear.tiled import num_sms
 from nanovllm.kernels.linear.wide_tile import MAX_SPLITS, MICROSECONDS, wide_tile
 from nanovllm.kernels.select import LinearCase, select_linear
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)
 FORMATS = ("int4", "int8", "fp8", "fp8_block", "mxfp4")
-MOST_ROW_ROWS, MOST_TILED_ROWS, MOST_SPLIT_ROWS, MOST_WIDE_SPLIT_ROWS = 16, 256, 64, 128
+MOST_ROW_ROWS, MOST_TILED_ROWS, MOST_SPLIT_ROWS = 16, 256, 64
+MOST_WIDE_ROWS, MOST_WIDE_SPLIT_ROWS = 2048, 128
 COPIED_BYTES = 1 << 28  # of the copies of a weight: several times the L2 cache
 
 ROW_TILES = (RowTile(1, 4, 2), RowTile(1, 4, 4), RowTile(1, 8, 2), RowTile(2, 4, 1), RowTile(2, 4, 2), RowTile(2, 8, 2))
@@ -120,7 +121,7 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
     if m <= MOST_TILED_ROWS:
         names, tile_of = ("packed_tiled", "packed_split_k"), packed_tile(m, shape.outputs, weight.bits)
         yield from tiled("tiled", names, packed_tiled_linear, packed_split_k_linear, tile_of)
-    if m <= MOST_TILED_ROWS and gluon_usable() and weight.minimum is None:
+    if m <= MOST_WIDE_ROWS and gluon_usable() and weight.minimum is None:
         yield from wide(shape, weight, x, chosen=own.startswith("packed_wide"))
     if m > MOST_ROW_ROWS and weight.rounds_inputs:
         names, tile_of = ("fp8", "fp8_split_k"), fp8_tile(m, shape.outputs)
@@ -139,7 +140,7 @@ def wide(shape: Shape, weight: PackedWords, x: Tensor, *, chosen: bool) -> Itera
     m, split = x.shape[0], shape.added and x.shape[0] <= MOST_WIDE_SPLIT_ROWS
     options: dict[str, Any] = {"most_splits": MAX_SPLITS if split else 1, "num_sms": num_sms()}
     best = wide_tile(m, shape.outputs, shape.inputs, **options)
-    near = [tile for tile in MICROSECONDS if m / 4 <= tile.block_m < 2 * max(m, 16)]
+    near = [tile for tile in MICROSECONDS if min(m / 4, 128) <= tile.block_m < 2 * max(m, 16)]
     for tile, splits in dict.fromkeys((best, *((tile, n) for tile in near for n in ((1, 2, 4) if split else (1,))))):
         label = f"wide {tile.block_m}x{tile.rows}, {tile.k_parts} K parts"
         if split:

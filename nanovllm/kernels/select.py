@@ -15,6 +15,7 @@ TENS_OF_ROWS = 64  # up to here our tiles beat cuBLAS for weights of any size, a
 HUNDREDS_OF_ROWS = 256
 THOUSANDS_OF_ROWS = 2048  # from here on the tensor cores are the limit
 TILE_ROWS = (16, 32, 64, 128, 256)  # numbers of rows up to which the tiled kernel has another tile
+WIDE_ROWS = (*TILE_ROWS, 512)  # and packed_wide, which has one more up to THOUSANDS_OF_ROWS
 EXPERT_ROWS = 4  # up to this many tokens, each (token, expert) pair reads its expert instead of being grouped
 
 NARROW_INPUTS = 1024
@@ -30,7 +31,6 @@ FP8 = ("fp8", "fp8_block")
 FP8_GROUP = 128  # columns that have one scale, or a multiple of it
 SHORTEST_DISTANCE = 32  # between the pairs of a word, so that those of a thread have one scale
 LONGEST_DISTANCE = 64
-WIDE_GROUP = 128  # columns that have one scale: for fewer, `packed_wide` waits for the tensor cores too often
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _packed_tiles(case: LinearCase) -> bool:
 
 def _packed_wide(case: LinearCase) -> bool:
     known = case.gluon and case.half and not case.deterministic and not case.minimum
-    return known and case.distance == LONGEST_DISTANCE and case.group >= WIDE_GROUP
+    return known and case.distance == LONGEST_DISTANCE
 
 
 def _packed_wide_split_k(case: LinearCase) -> bool:
@@ -250,7 +250,6 @@ LINEAR_KERNELS = (
         ("fp8",),
         min_rows=HUNDREDS_OF_ROWS + 1,
         serves=_fp8_scaled_mm,
-        symbol="_round_inputs_kernel",
     ),
     LinearKernel(
         "fp8_many_rows",
@@ -279,17 +278,17 @@ LINEAR_KERNELS = (
         add=True,
         splits=True,
         serves=_packed_wide_split_k,
-        compiled_for=TILE_ROWS[1:4],
+        compiled_for=WIDE_ROWS[1:4],
         symbol="_packed_wide_kernel",
     ),
     LinearKernel(
         "packed_wide",
         ("int4_groups",),
         min_rows=FEW_ROWS + 1,
-        max_rows=HUNDREDS_OF_ROWS,
+        max_rows=THOUSANDS_OF_ROWS - 1,
         gate=True,
         serves=_packed_wide,
-        compiled_for=TILE_ROWS[1:],
+        compiled_for=WIDE_ROWS[1:],
         symbol="_packed_wide_kernel",
     ),
     LinearKernel(

@@ -3,7 +3,7 @@
 Words are in the order of checkpoint/packed/words.py. A number becomes a 16-bit float by placing its bits in one, two at
 a time: an integer in the mantissa of 128 (bfloat16) or 1024 (float16), which is then subtracted; a small float in
 exponent and mantissa, which is then multiplied with the power of two by which the exponents' biases differ. Both are
-exact. Scales are float32 and are applied to sums of products.
+exact. Scales are float32 and are applied to sums of products, except in packed_wide.py's larger tiles.
 """
 
 from typing import Any, NamedTuple
@@ -159,8 +159,8 @@ def _integers(words, zero, PAIR: tl.constexpr, BITS: tl.constexpr, ITEM: tl.cons
 
 
 @triton.jit
-def _bits(integers, ITEM: tl.constexpr):
-    return integers.to(ITEM).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+def _bits(values, ITEM: tl.constexpr):
+    return values.to(ITEM).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
@@ -187,13 +187,28 @@ def numbers(words, zero, PAIR: tl.constexpr, KIND: tl.constexpr, ITEM: tl.conste
     BITS: tl.constexpr = 4 if KIND == "int4" or KIND == "fp4" else 8
     if INTERPRETED:
         low, high = _number(words, zero, BITS * PAIR, KIND), _number(words, zero, 16 + BITS * PAIR, KIND)
-    elif KIND == "int4" or KIND == "int8":
-        low, high = halves(_integers(words, zero, PAIR, BITS, ITEM), ITEM, False)
-    elif KIND == "fp8":
-        low, high = halves(_fp8(words, PAIR, ITEM), ITEM, False)
     else:
-        low, high = halves(_fp4(words, PAIR, ITEM), ITEM, False)
+        low, high = halves(_pair(words, zero, PAIR, KIND, ITEM), ITEM, False)
     return tl.join(low, high)
+
+
+@triton.jit
+def scaled_numbers(words, zero, scale, PAIR: tl.constexpr, KIND: tl.constexpr, ITEM: tl.constexpr):
+    """As `numbers`, multiplied with float32 scales. Scale and product are rounded to ITEM."""
+    factor = _bits(scale, ITEM)
+    low, high = halves(times2(_pair(words, zero, PAIR, KIND, ITEM), factor | (factor << 16), ITEM), ITEM, False)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _pair(words, zero, PAIR: tl.constexpr, KIND: tl.constexpr, ITEM: tl.constexpr):
+    """Pair PAIR of each word as two floats of type ITEM in a word."""
+    if KIND == "int4" or KIND == "int8":
+        return _integers(words, zero, PAIR, 4 if KIND == "int4" else 8, ITEM)
+    elif KIND == "fp8":
+        return _fp8(words, PAIR, ITEM)
+    else:
+        return _fp4(words, PAIR, ITEM)
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
-"""A linear layer with a packed weight for tens to hundreds of rows on Hopper, with its own warps for loads.
+"""A linear layer with a packed weight for 9 to 2,047 rows on Hopper, with its own warps for loads.
 
 As packed_tiled.py it computes W x^T with the weight unpacked in registers, the left operand of wgmma. Two producer
 warps load ahead with TMA, into two rings of shared-memory stages: one the words of the weight, a span of columns per
 stage, the other the inputs of one pair of each word. One to three consumer warpgroups each take a slab of 64 rows of
 the weight, or take the spans of one slab in turn: while one unpacks words, applies scales or waits, the tensor cores
 multiply for the others. wide_tile.py says which of that is fastest.
+
+For up to 64 rows scales multiply the sums of a group's products. For more, and for small groups, that would cost more
+than the tensor cores: there scales multiply the weight, and both are rounded to the inputs' type, as they are where a
+weight is dequantized before a 16-bit product.
 
 Written in Gluon, as many_rows.py. Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
@@ -25,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import cdiv, launch
 from nanovllm.kernels.linear.many_rows import NEIGHBOURS, _async_load, _barrier
-from nanovllm.kernels.linear.packed import PackedWords, numbers, scales
+from nanovllm.kernels.linear.packed import PackedWords, numbers, scaled_numbers, scales
 from nanovllm.kernels.linear.packed_tiled import _groups
 from nanovllm.kernels.linear.tiled import num_sms
 from nanovllm.kernels.linear.wide_tile import (
@@ -40,6 +44,7 @@ from nanovllm.kernels.linear.wide_tile import (
 ROWS = gl.constexpr(SLAB_ROWS)
 SYNCHRONOUS = gl.constexpr(SYNCHRONOUS_ROWS)
 PRODUCER = gl.constexpr(PRODUCER_REGISTERS)
+COLUMNS_AT_ONCE = gl.constexpr(128)
 
 
 @gluon.jit
@@ -142,6 +147,27 @@ def _release(empty, slot):
 
 
 @gluon.jit
+def _operand(
+    words, found, PAIR: gl.constexpr, PAIRS: gl.constexpr, PARTS: gl.constexpr, KIND: gl.constexpr,
+    ITEM: gl.constexpr, SCALED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Pair PAIR of each word as a left operand, [64, distance]; SCALED: multiplied with its scale."""
+    PART: gl.constexpr = PAIR * PARTS // PAIRS
+    found_scales, _, found_zeros = found
+    zeros = None
+    if len(found_zeros) > 0:
+        zeros = found_zeros[PART]
+        if zeros.type.is_block():
+            zeros = gl.convert_layout(zeros, words.type.layout, assert_trivial=True)
+    if SCALED:
+        scale = gl.convert_layout(gl.expand_dims(found_scales[PART], 1), words.type.layout, assert_trivial=True)
+        left = scaled_numbers(words, zeros, scale, PAIR, KIND, ITEM)
+    else:
+        left = numbers(words, zeros, PAIR, KIND, ITEM, False)
+    return gl.convert_layout(gl.reshape(left, [ROWS, 2 * words.shape[1]]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def _begin_product(left, x, sums, USE_ACC: gl.constexpr):
     """sums + left x^T; for more rows than SYNCHRONOUS it is running when this returns."""
     if x.shape[0] <= SYNCHRONOUS:
@@ -181,6 +207,7 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
     SCALE_ROWS: gl.constexpr = FORMAT[5]
     SPLITS: gl.constexpr = FORMAT[6]
     K_PARTS: gl.constexpr = FORMAT[7]
+    SCALED: gl.constexpr = FORMAT[8]
     SLABS: gl.constexpr = ws.shape[0] // w_full.shape[0]
     STAGE_PIECES: gl.constexpr = xs.shape[0] // x_full.shape[0]
     GATED: gl.constexpr = len(ws.shape) == 4
@@ -189,7 +216,9 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
     SPAN: gl.constexpr = DISTANCE * PAIRS
     GROUP: gl.constexpr = K // GROUPS
     PARTS: gl.constexpr = max(1, SPAN // GROUP)
-    PIECES: gl.constexpr = PAIRS // PARTS
+    SUMMED: gl.constexpr = GROUPS > 1 and not SCALED  # sums of groups are multiplied with scales
+    # pairs to multiply before waiting for the tensor cores: a group's, or as many as registers can hold
+    AT_ONCE: gl.constexpr = PAIRS // PARTS if SUMMED else min(PAIRS, COLUMNS_AT_ONCE // DISTANCE)
     SPANS: gl.constexpr = K // SPAN
     SYNC: gl.constexpr = BLOCK_M <= SYNCHRONOUS
     MMA: gl.constexpr = (
@@ -222,38 +251,34 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
             mbarrier.wait(w_full.index(slot), phase)
             words = _load_words(ws.index(slot * SLABS + SLAB))
             _release(w_empty, slot)
-            found_scales, _, found_zeros = found
+            of_span = found
             # those of the next span: they are loaded while this one is multiplied
             found = _groups(
                 scale, zero, None, scale_unit, None, w_rows, gl.minimum(span + K_PARTS, SPANS - 1), SPAN, GROUP, KIND,
                 GROUPS, UNITS, SCALE_ROWS,
             )  # fmt: skip
-            for part in gl.static_range(PARTS):
-                zeros = None
-                if len(found_zeros) > 0:
-                    zeros = found_zeros[part]
-                    if zero is not None:
-                        zeros = gl.convert_layout(zeros, words.type.layout, assert_trivial=True)
-                sums = y if GROUPS == 1 else gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
-                for i in gl.static_range(PIECES):
-                    pair = part * PIECES + i
-                    left = gl.reshape(numbers(words, zeros, pair, KIND, xs.dtype, False), [ROWS, DISTANCE])
-                    left = gl.convert_layout(left, LEFT, assert_trivial=True)
+            for part in gl.static_range(PAIRS // AT_ONCE):
+                sums = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA) if SUMMED else y
+                for i in gl.static_range(AT_ONCE):
+                    left = _operand(
+                        words, of_span, part * AT_ONCE + i, PAIRS, PARTS, KIND, xs.dtype, SCALED, LEFT
+                    )  # fmt: skip
+                    pair = part * AT_ONCE + i
                     slot, phase = _stage(x_full, K_PART, (it * PAIRS + pair) // STAGE_PIECES, K_PARTS)
                     if pair % STAGE_PIECES == 0:
                         mbarrier.wait(x_full.index(slot), phase)
                     right = xs.index(slot * STAGE_PIECES + pair % STAGE_PIECES)
-                    sums = _begin_product(left, right, sums, GROUPS == 1 or i > 0)
+                    sums = _begin_product(left, right, sums, not SUMMED or i > 0)
                 if not SYNC:
                     sums = warpgroup_mma_wait(0, deps=[sums])
                     _barrier()
-                    for i in gl.static_range(PIECES):
-                        slot, _ = _stage(x_full, K_PART, it * PAIRS + part * PIECES + i, K_PARTS)
+                    for i in gl.static_range(AT_ONCE):
+                        slot, _ = _stage(x_full, K_PART, it * PAIRS + part * AT_ONCE + i, K_PARTS)
                         mbarrier.arrive(x_empty.index(slot), count=1)
-                if GROUPS == 1:
-                    y = sums
+                if SUMMED:
+                    y += sums * gl.expand_dims(of_span[0][part], 1)
                 else:
-                    y += sums * gl.expand_dims(found_scales[part], 1)
+                    y = sums
             if SYNC:
                 slot, _ = _stage(x_full, K_PART, it, K_PARTS)
                 _release(x_empty, slot)
@@ -304,6 +329,7 @@ def _packed_wide_kernel(
     STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,  # of consumers
+    SCALED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     if PDL:
@@ -340,7 +366,7 @@ def _packed_wide_kernel(
     weight = scale, zero, scale_unit, bias
     rings = xs, ws, x_full, x_empty, w_full, w_empty, sums_of, sums_full, sums_empty
     sizes = M, N, tiles_m, tiles_n
-    FORMAT: gl.constexpr = (K, KIND, PAIRS, GROUPS, UNITS, SCALE_ROWS, SPLITS, K_PARTS)
+    FORMAT: gl.constexpr = (K, KIND, PAIRS, GROUPS, UNITS, SCALE_ROWS, SPLITS, K_PARTS, SCALED)
     if SLABS * K_PARTS == 1:
         gl.warp_specialize(
             [
@@ -459,6 +485,7 @@ def _launch(
         STAGES=stages,
         X_STAGES=x_stages,
         REGISTERS=consumer_registers,
+        SCALED=tile.scales_weight(weight),
         PDL=pdl,
         num_warps=4,
         pdl=pdl,

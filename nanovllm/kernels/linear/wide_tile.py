@@ -13,7 +13,17 @@ SHARED_BYTES = 208 * 1024  # for the rings and sums: the compiler takes some to 
 WORDS_BYTES = 80 * 1024  # of them for the words, at most
 MAX_STAGES = 16
 MAX_SPLITS = 4
-ROW_CLASSES = (32, 64, 128, 256)  # numbers of rows up to which one tile is taken: each is compiled for itself
+SUMMED_ROWS = 64  # up to this many rows of x it is cheaper to scale sums of products than the weight
+SUMMED_GROUP = 128  # if they are sums of this many columns or more
+ROW_CLASSES = (
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    2048,
+)  # numbers of rows up to which one tile is taken: each is compiled for itself
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,6 @@ class WideTile:
     block_m: int  # rows of x
     slabs: int  # of 64 rows of the weight
     k_parts: int = 1  # warpgroups that share a slab: they take spans of K in turn
-    programs: int = 1  # for which a multiprocessor has room, so that the next kernel can start to load
 
     @property
     def rows(self) -> int:  # of the weight
@@ -32,15 +41,21 @@ class WideTile:
         """Per thread when the kernel starts, and of consumers when producers have given most of theirs back. The two
         producer warps count as four."""
         groups = self.slabs * self.k_parts
-        start = 512 // self.programs // (groups + 1) // 8 * 8
+        start = 512 // (groups + 1) // 8 * 8
         return start, ((groups + 1) * start - PRODUCER_REGISTERS) // groups // 8 * 8
+
+    def scales_weight(self, weight: PackedWords) -> bool:
+        """Whether numbers are multiplied with their scales before the product, otherwise sums of products are."""
+        num_groups = weight.scale.shape[-1]
+        group = weight.shape[-1] // num_groups
+        return num_groups > 1 and (self.block_m > SUMMED_ROWS or group < SUMMED_GROUP)
 
     def stages(self, weight: PackedWords) -> tuple[int, int]:
         """Of the rings for words and for inputs: as many as fit, the same number for each K part."""
         few = self.block_m <= SYNCHRONOUS_ROWS
         x_bytes = self.block_m * weight.distance * 2  # of a pair of each word
         span_bytes, words_bytes = weight.num_pairs * x_bytes, self.rows * weight.distance * 2
-        each = (SHARED_BYTES // self.programs - (self.k_parts - 1) * self.rows * self.block_m * 4) // self.k_parts
+        each = (SHARED_BYTES - (self.k_parts - 1) * self.rows * self.block_m * 4) // self.k_parts
         for_words = each - 2 * span_bytes if few else min(WORDS_BYTES // self.k_parts, each - span_bytes)
         most = MAX_STAGES // self.k_parts
         stages = min(for_words // words_bytes, most)
@@ -51,12 +66,16 @@ class WideTile:
 # Microseconds of one program for MEASURED_K columns of an int4 weight, by bench/packed_kernels.py on an H200; of them,
 # those that do not depend on the number of columns; and those for adding the sums of one more part of K elsewhere.
 MICROSECONDS = {
-    WideTile(32, 1, 2): 10.0,
-    WideTile(32, 3): 22.0,
-    WideTile(64, 1, 2): 12.0,
-    WideTile(64, 3): 27.0,
-    WideTile(128, 1, 2): 17.0,
-    WideTile(128, 2): 32.0,
+    WideTile(16, 1, 3): 9.0,
+    WideTile(16, 3): 23.5,
+    WideTile(32, 1, 2): 10.4,
+    WideTile(32, 3): 24.0,
+    WideTile(64, 1, 2): 12.5,
+    WideTile(64, 3): 29.5,
+    WideTile(128, 1, 2): 16.0,
+    WideTile(128, 2): 28.0,
+    WideTile(128, 3): 37.5,
+    WideTile(256, 2): 43.5,
 }
 MEASURED_K = 4096
 START, PER_SPLIT = 3.0, 0.5
