@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+EIGHT_ROWS = 8  # an operand of the tensor cores
 FEW_ROWS = 16
 SOME_ROWS = 32
 TENS_OF_ROWS = 64  # up to here our tiles beat cuBLAS for weights of any size, above only for small ones
@@ -27,6 +28,7 @@ LONGEST_INPUTS = 32768  # of a kernel whose loop over the inputs is unrolled
 
 PACKED = ("int4_groups", "int8_groups", "fp8", "fp8_block", "mxfp4", "nvfp4")
 FOUR_BITS = ("int4_groups", "mxfp4", "nvfp4")
+WIDE_FORMATS = ("int4_groups", "int8_groups", "mxfp4")
 FP8 = ("fp8", "fp8_block")
 FP8_GROUP = 128  # columns that have one scale, or a multiple of it
 SHORTEST_DISTANCE = 32  # between the pairs of a word, so that those of a thread have one scale
@@ -115,8 +117,10 @@ def _packed_tiles(case: LinearCase) -> bool:
 
 
 def _packed_wide(case: LinearCase) -> bool:
-    known = case.gluon and case.half and not case.deterministic and not case.minimum
-    return known and case.distance == LONGEST_DISTANCE
+    if not case.gluon or not case.half or case.deterministic or case.minimum:
+        return False
+    # with groups of 32 columns only tens of rows were measured
+    return case.distance == LONGEST_DISTANCE or (case.distance == SHORTEST_DISTANCE and case.rows <= TENS_OF_ROWS)
 
 
 def _packed_wide_split_k(case: LinearCase) -> bool:
@@ -214,6 +218,27 @@ LINEAR_KERNELS = (
         symbol="_packed_tiled_kernel",
     ),
     LinearKernel(
+        "packed_wide_split_k",
+        WIDE_FORMATS,
+        min_rows=EIGHT_ROWS + 1,
+        max_rows=HUNDREDS_OF_ROWS // 2,
+        add=True,
+        splits=True,
+        serves=_packed_wide_split_k,
+        compiled_for=WIDE_ROWS[:4],
+        symbol="_packed_wide_kernel",
+    ),
+    LinearKernel(
+        "packed_wide",
+        WIDE_FORMATS,
+        min_rows=EIGHT_ROWS + 1,
+        max_rows=THOUSANDS_OF_ROWS - 1,
+        gate=True,
+        serves=_packed_wide,
+        compiled_for=WIDE_ROWS,
+        symbol="_packed_wide_kernel",
+    ),
+    LinearKernel(
         "packed_rows",
         PACKED,
         max_rows=FEW_ROWS,
@@ -270,27 +295,6 @@ LINEAR_KERNELS = (
         symbol="_fp8_kernel",
     ),
     LinearKernel("fp8", FP8, gate=True, serves=_fp8, compiled_for=TILE_ROWS, symbol="_fp8_kernel"),
-    LinearKernel(
-        "packed_wide_split_k",
-        ("int4_groups",),
-        min_rows=FEW_ROWS + 1,
-        max_rows=HUNDREDS_OF_ROWS // 2,
-        add=True,
-        splits=True,
-        serves=_packed_wide_split_k,
-        compiled_for=WIDE_ROWS[1:4],
-        symbol="_packed_wide_kernel",
-    ),
-    LinearKernel(
-        "packed_wide",
-        ("int4_groups",),
-        min_rows=FEW_ROWS + 1,
-        max_rows=THOUSANDS_OF_ROWS - 1,
-        gate=True,
-        serves=_packed_wide,
-        compiled_for=WIDE_ROWS[1:],
-        symbol="_packed_wide_kernel",
-    ),
     LinearKernel(
         "packed_split_k",
         PACKED,

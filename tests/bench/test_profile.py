@@ -74,13 +74,14 @@ OURS = {
     ],
     "linear": [
         *("_dequantize_kernel", "_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_fp8_kernel"),
+        *("_fp8_many_rows_kernel", "_fp8_some_rows_kernel"),
         *("_gate_up_row_kernel", "_many_rows_kernel", "_matmul_kernel", "_one_row_kernel", "_packed_dequantize_kernel"),
         *("_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel"),
         *("_packed_wide_kernel", "_tiled_kernel"),
     ],
     "delta net, convolution": [
         *("_chunk_factors_kernel", "_chunk_states_kernel", "_conv_steps_kernel", "_conv_tokens_kernel"),
-        *("_finish_recurrent_kernel", "_norm_heads_kernel", "_recurrent_kernel"),
+        *("_norm_heads_kernel", "_recurrent_kernel"),
     ],
     "sampling": ["_cut_kernel", "_sample_kernel"],
     "norm, rotation, activation": [

@@ -103,7 +103,7 @@ def test_chosen_kernels(case: str) -> None:
 
 @pytest.mark.usefixtures("in_words")
 def test_kernels_of_a_hopper_gpu() -> None:
-    """int4 in groups of 64 and more from 17 rows on; other groups, minima and more rows as elsewhere."""
+    """Integers from 9 rows on, with groups of 32 up to 64 rows; minima and more rows as elsewhere."""
     options: dict[str, Any] = dict(gated=False, whole=True, gluon=True, pdl=False, dtype=torch.bfloat16)
 
     def name(form: GroupForm, rows: int, *, added: bool = False, deterministic: bool = False) -> str:
@@ -113,16 +113,16 @@ def test_kernels_of_a_hopper_gpu() -> None:
         return chosen.kernel.name
 
     zeros = GroupForm(4, 128, zero=True)
-    assert [name(zeros, rows) for rows in (16, 17, 2047, 2048)] == [
+    assert [name(zeros, rows) for rows in (8, 9, 2047, 2048)] == [
         *("packed_rows", "packed_wide", "packed_wide", "packed_dequantized")
     ]
-    assert [name(zeros, rows, added=True) for rows in (17, 128, 129)] == [
+    assert [name(zeros, rows, added=True) for rows in (9, 128, 129)] == [
         *("packed_wide_split_k", "packed_wide_split_k", "packed_wide")
     ]
-    assert name(GroupForm(4, 64), 300) == "packed_wide"
+    assert {name(GroupForm(bits, 64), rows) for bits in (4, 8) for rows in (16, 300)} == {"packed_wide"}
+    assert [name(GroupForm(4, 32), rows) for rows in (64, 65)] == ["packed_wide", "packed_tiled"]
     assert name(zeros, 64, deterministic=True) == "packed_deterministic"
-    for form in (GroupForm(4, 32), GroupForm(8, 128), GroupForm(4, 128, minimum=True)):
-        assert name(form, 64) == "packed_tiled"
+    assert name(GroupForm(4, 128, minimum=True), 64) == "packed_tiled"
 
 
 @pytest.mark.usefixtures("in_words")
