@@ -33,24 +33,49 @@ class Attention(ctypes.Structure):
     )
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, window: int) -> Tensor:
-    """One token at the end of a sequence; keys and values: [block, kv_head, position, head_dim]."""
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, window: int = 0, together: int = 1
+) -> Tensor:
+    """The last tokens of a sequence. queries: [token, head, head_dim]; keys, values: [block, kv_head, position, ...]"""
     assert LIBRARY is not None
-    num_heads, num_segments = query.shape[0], -(-length // SEGMENT)
-    partial = torch.empty(num_segments, num_heads, HEAD_DIM + 2)
-    position, first = torch.tensor([length - 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    tables = (ctypes.c_void_p * 1)(table.data_ptr())
+    num_tokens, num_heads, _ = queries.shape
+    positions = torch.arange(length - num_tokens, length, dtype=torch.int32)
+    segments = positions // SEGMENT + 1
+    first = (segments.cumsum(0) - segments).int()
+    partial = torch.empty(int(segments.sum()), num_heads, HEAD_DIM + 2)
+    tables = (ctypes.c_void_p * num_tokens)(*[table.data_ptr()] * num_tokens)
     arguments = Attention(
         *(num_heads, KV_HEADS, HEAD_DIM, BLOCK, window, HEAD_DIM**-0.5),
-        *(pointer(query), query.numel(), pointer(keys), pointer(values), DENSE[keys.dtype]),
-        *(pointer(position), ctypes.addressof(tables), 0, pointer(first), pointer(partial)),
+        *(pointer(queries), num_heads * HEAD_DIM, pointer(keys), pointer(values), DENSE[keys.dtype]),
+        *(pointer(positions), ctypes.addressof(tables), 0, pointer(first), pointer(partial)),
     )
-    for segment in range(num_segments):
-        for head in range(KV_HEADS):
-            LIBRARY.attend_segment(ctypes.byref(arguments), 0, head, segment)
-    out = torch.empty(num_heads, HEAD_DIM)
-    LIBRARY.attend_merge(ctypes.byref(arguments), 0, pointer(out))
+    out = torch.empty_like(queries)
+    token = 0
+    while token < num_tokens:
+        count = min(together, LIBRARY.tokens_together(ctypes.byref(arguments), token, num_tokens))
+        for segment in range(int(segments[token])):
+            for head in range(KV_HEADS):
+                LIBRARY.attend_segment(ctypes.byref(arguments), token, count, head, segment)
+        token += count
+    for token in range(num_tokens):
+        LIBRARY.attend_merge(ctypes.byref(arguments), token, pointer(out[token]))
     return out
+
+
+@pytest.mark.parametrize("dtype", DENSE)
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_tokens_that_are_computed_together_have_the_same_bits(dtype: torch.dtype, group: int) -> None:
+    generator = torch.Generator().manual_seed(group)
+    length, num_tokens = 150, 45  # through the end of a segment, from and to the middle of 8 tokens
+    keys, values = (torch.randn(10, KV_HEADS, BLOCK, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
+    queries = torch.randn(num_tokens, group * KV_HEADS, HEAD_DIM, generator=generator)
+    table = torch.arange(10, dtype=torch.int32)
+    alone = attend(queries, keys, values, table, length)
+    for together in (2, 3, 8):
+        assert torch.equal(attend(queries, keys, values, table, length, together=together), alone)
+    for token in (0, 22, 44):  # one whose neighbours are not there at all
+        only = attend(queries[token : token + 1], keys, values, table, length - num_tokens + token + 1)
+        assert torch.equal(only[0], alone[token])
 
 
 @settings(max_examples=min(25, settings().max_examples))
@@ -76,5 +101,5 @@ def test_attention(dtype: torch.dtype, length: int, window: int, group: int, see
     )
     scores = torch.einsum("hd,hpd->hp", query.double(), k) * HEAD_DIM**-0.5
     expected = torch.einsum("hp,hpd->hd", scores.softmax(dim=-1), v)
-    out = attend(query, keys, values, table, length, window)
+    out = attend(query[None], keys, values, table, length, window)[0]
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

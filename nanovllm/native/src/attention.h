@@ -5,6 +5,9 @@
 /* Positions that one chunk of work reads: a fixed number, so that results do not depend on the batch. */
 enum { SEGMENT = 128 };
 
+/* Tokens of one sequence that are computed together. */
+enum { MOST_TOKENS = 8 };
+
 typedef struct {
     int num_heads, num_kv_heads, head_dim, block_size;
     int window;                     /* positions that a token attends to, itself included; 0 = all */
@@ -20,8 +23,13 @@ typedef struct {
     float *partial;                 /* [segment][head][head_dim + 2]: weighted values, the largest score, the sum */
 } Attention;
 
-/* What the query heads of one KV head gather from one segment of positions, into `partial`. */
-void attend_segment(const Attention *a, int token, int kv_head, int segment);
+/* How many tokens before `end`, from `token` on, are computed together: neighbours in one sequence, which read the same
+ * segments. */
+int tokens_together(const Attention *a, int token, int end);
+
+/* What the queries of these tokens, one with a window, for one KV head gather from one segment of positions, into
+ * `partial`. The order of additions does not depend on `num_tokens`. */
+void attend_segment(const Attention *a, int token, int num_tokens, int kv_head, int segment);
 
 /* The segments of a token added up, in order: [head][head_dim]. */
 void attend_merge(const Attention *a, int token, float *out);

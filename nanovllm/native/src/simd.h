@@ -21,6 +21,7 @@ INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) {
 }
 INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)vcvtnq_s32_f32((float32x4_t)x); }
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE float largest_of(f32x4 a) { return vmaxvq_f32((float32x4_t)a); }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)vabsq_f32((float32x4_t)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vld1_f16((const __fp16 *)p)); }
 INLINE f32x4 load_bfloat16(const uint16_t *p) { /* zeros between the numbers: a shift has only one of two pipes */
@@ -60,6 +61,10 @@ INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) {
 }
 INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)_mm_cvtps_epi32((__m128)x); }
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)_mm_max_ps((__m128)a, (__m128)b); }
+INLINE float largest_of(f32x4 v) {
+    const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+    return a > b ? a : b;
+}
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)_mm_andnot_ps(_mm_set1_ps(-0.0f), (__m128)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
 INLINE f32x4 load_bfloat16(const uint16_t *p) {
@@ -104,16 +109,12 @@ INLINE void store_bfloat16(uint16_t *p, f32x4 x) {
     for (int i = 0; i < 4; i++) p[i] = (uint16_t)kept[i];
 }
 INLINE float sum_of(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
-INLINE float largest_of(f32x4 v) {
-    float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
-    return a > b ? a : b;
-}
 
 /* e^x for x <= 0, or x >= 0 below 88, to 2 ulp: 2^n times a polynomial (Taylor) on [-ln 2 / 2, ln 2 / 2] */
 INLINE f32x4 exponential(f32x4 x) {
     x = larger(x, splat(-87.0f));
-    s32x4 n = round_to_int(x * splat(1.44269504f));
-    f32x4 whole = __builtin_convertvector(n, f32x4);
+    const f32x4 shift = splat(12582912.0f); /* 1.5 * 2^23: a sum with it is an integer, in its lowest bits */
+    const f32x4 sum = multiply_add(shift, x, splat(1.44269504f)), whole = sum - shift;
     f32x4 r = multiply_add(x, whole, splat(-0.693359375f)); /* ln 2 in two parts */
     r = multiply_add(r, whole, splat(2.12194440e-4f));
     f32x4 p = splat(1.0f / 720);
@@ -123,6 +124,6 @@ INLINE f32x4 exponential(f32x4 x) {
     p = multiply_add(splat(0.5f), p, r);
     p = multiply_add(splat(1.0f), p, r);
     p = multiply_add(splat(1.0f), p, r);
-    return (f32x4)((s32x4)p + (n << 23));
+    return (f32x4)((u32x4)p + ((u32x4)sum << 23));
 }
 #endif

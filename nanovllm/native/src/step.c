@@ -19,6 +19,11 @@ typedef struct {
     Rounded *rounded;
 } Rows;
 
+/* Tokens that attend to the same segment of positions, and are computed together. */
+typedef struct {
+    int32_t token, num_tokens, segment;
+} AttentionJob;
+
 struct Engine {
     Model model;
     Pool *pool;
@@ -34,7 +39,7 @@ struct Engine {
     int32_t expert_rows[PASS_ROWS];
     float expert_shares[PASS_ROWS];
     int32_t first_segments[PASS_ROWS];
-    int32_t segment_tokens[PASS_SEGMENTS + 1];
+    AttentionJob jobs[PASS_SEGMENTS];
     const int32_t *tables[PASS_ROWS];
     double seconds[NUM_PARTS]; /* since engine_seconds was called */
 };
@@ -223,7 +228,7 @@ typedef struct {
     int num_tokens, num_rows, first_wanted;     /* num_rows: those that are wanted */
     Attention attention;
     int64_t group_stride; /* from the block tables of a group to those of the next */
-    int num_segments;
+    int num_jobs; /* of attention, for each KV head */
     int width; /* of the activated rows */
     float *x; /* the residual of these rows */
 } Pass;
@@ -267,8 +272,11 @@ static void rotate_chunk(void *argument, int token) {
 
 static void attend_chunk(void *argument, int chunk) {
     const Pass *p = argument;
-    const int segment = chunk / p->e->model.num_kv_heads, token = p->e->segment_tokens[segment];
-    attend_segment(&p->attention, token, chunk % p->e->model.num_kv_heads, segment - p->e->first_segments[token]);
+    const int kv_heads = p->e->model.num_kv_heads, together = p->layer->window ? 1 : MOST_TOKENS;
+    const AttentionJob *job = &p->e->jobs[chunk / kv_heads];
+    for (int t = 0; t < job->num_tokens; t += together)
+        attend_segment(&p->attention, job->token + t, job->num_tokens < together ? job->num_tokens : together,
+                       chunk % kv_heads, job->segment);
 }
 
 static void merge_chunk(void *argument, int row) {
@@ -399,7 +407,7 @@ static void run_layer(Pass *p) {
     p->attention.table_offset = layer->group * p->group_stride;
     run(e, ROTATION, rotate_chunk, p, p->num_tokens);
     if (p->num_rows == 0) return;
-    run(e, ATTENTION, attend_chunk, p, p->num_segments * m->num_kv_heads);
+    run(e, ATTENTION, attend_chunk, p, p->num_jobs * m->num_kv_heads);
     run(e, ATTENTION, merge_chunk, p, p->num_rows);
     Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, 0, inputs_of(&e->mixed, p->num_rows, heads)};
     run_product(e, OUTPUT, &o);
@@ -420,7 +428,6 @@ static int begin_pass(Pass *p, const Step *step, int first) {
         const int own = step->positions[first + count] / SEGMENT + 1;
         if (count > 0 && segments + own > PASS_SEGMENTS) break;
         e->first_segments[count] = segments;
-        for (int s = 0; s < own; s++) e->segment_tokens[segments + s] = count;
         segments += own;
         e->tables[count] = step->tables + (int64_t)step->sequences[first + count] * step->table_stride;
     }
@@ -428,13 +435,18 @@ static int begin_pass(Pass *p, const Step *step, int first) {
     p->tokens = step->tokens + first;
     p->positions = step->positions + first;
     p->num_tokens = count;
-    p->num_segments = segments;
+    p->num_jobs = 0;
     p->attention = (Attention){
         .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads, .head_dim = m->head_dim,
         .block_size = m->block_size, .scale = m->scale, .type = m->kv_type,
         .queries = e->qkv, .query_stride = qkv_size(m), .positions = p->positions,
         .tables = e->tables, .first_segments = e->first_segments, .partial = e->partial,
     };
+    for (int token = 0, together; token < count; token += together) {
+        together = tokens_together(&p->attention, token, count);
+        for (int s = 0; s < num_segments(&p->attention, token); s++)
+            e->jobs[p->num_jobs++] = (AttentionJob){token, together, s};
+    }
     return count;
 }
 
