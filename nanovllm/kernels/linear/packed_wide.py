@@ -2,13 +2,13 @@
 
 As packed_tiled.py it computes W x^T with the weight unpacked in registers, the left operand of wgmma. Two producer
 warps load ahead with TMA, into two rings of shared-memory stages: one the words of the weight, a span of columns per
-stage, the other the inputs of one pair of each word. One to three consumer warpgroups each take a slab of 64 rows of
+stage, the other the inputs of one pair of each word. Two or three consumer warpgroups each take a slab of 64 rows of
 the weight, or take the spans of one slab in turn: while one unpacks words, applies scales or waits, the tensor cores
 multiply for the others. wide_tile.py says which of that is fastest.
 
 For up to 64 rows scales multiply the sums of a group's products. For more, and for small groups, that would cost more
-than the tensor cores: there scales multiply the weight, and both are rounded to the inputs' type, as they are where a
-weight is dequantized before a 16-bit product.
+than the tensor cores: there scales multiply the weight. The result is rounded to the inputs' type, as where a weight is
+dequantized before a 16-bit product, and so is the scale before that.
 
 Written in Gluon, as many_rows.py. Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
@@ -367,17 +367,7 @@ def _packed_wide_kernel(
     rings = xs, ws, x_full, x_empty, w_full, w_empty, sums_of, sums_full, sums_empty
     sizes = M, N, tiles_m, tiles_n
     FORMAT: gl.constexpr = (K, KIND, PAIRS, GROUPS, UNITS, SCALE_ROWS, SPLITS, K_PARTS, SCALED)
-    if SLABS * K_PARTS == 1:
-        gl.warp_specialize(
-            [
-                (_multiply, (rings, weight, out, sizes, FORMAT, 0)),
-                (_produce_words, (words, ws, w_full, w_empty, tiles_m, tiles_n, SPANS, SPLITS, K_PARTS)),
-                (_produce_inputs, (x, xs, x_full, x_empty, tiles_m, tiles_n, SPANS, SPLITS, PAIRS, K_PARTS, PDL)),
-            ],
-            [1, 1],
-            [PRODUCER, PRODUCER],
-        )
-    elif SLABS * K_PARTS == 2:
+    if SLABS * K_PARTS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (rings, weight, out, sizes, FORMAT, 0)),
