@@ -374,6 +374,8 @@ SLOW_TO_COMPILE = (
     "_small_batch_attention_kernel",
     "_decode_kernel",
     "_packed_wide_kernel",
+    "_packed_wide_experts_kernel",
+    "_packed_expert_rows_kernel",
     "_packed_rows_kernel",
     "_packed_tiled_kernel",
     "_few_rows_kernel",
@@ -386,4 +388,5 @@ SLOW_TO_COMPILE = (
 def linear_symbols() -> list[str]:
     """The names of our linear and expert kernels in a profile."""
     experts = {"_experts_kernel", "_packed_experts_kernel", "_row_kernel"}
+    experts |= {"_packed_expert_rows_kernel", "_packed_wide_experts_kernel"}
     return sorted({kernel.symbol for kernel in LINEAR_KERNELS if kernel.symbol} | experts)

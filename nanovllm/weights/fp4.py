@@ -16,6 +16,8 @@ from nanovllm.checkpoint.stored import Index, Part, Stored
 from nanovllm.weights.forms import Fp4Form
 from nanovllm.weights.tiles import matmul_by_tiles
 
+LARGEST_EXPONENT = 160  # of an MXFP4 scale (e8m0), by `scaled_fp4` of kernels/linear/packed.py
+
 
 class Fp4Weight:
     def __init__(self, form: "Fp4Format", shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -37,6 +39,8 @@ class Fp4Weight:
             source = quantize_fp4(tensor.read().to(self.pieces.codes.device, self._dtype), self._form.form)
         read: Fp4Pieces = source.pieces(part, self.group, self.pieces.codes.device)
         if self.words is not None:
+            if read.scale.dtype == torch.uint8 and read.scale.numel() and read.scale.max() > LARGEST_EXPONENT:
+                raise ValueError("its scales are larger than 2^33, which the kernels do not support")
             read = read._replace(codes=to_words(read.codes, self.words))
         for held, new in zip(self.pieces, read, strict=True):
             if held is not None and new is not None:

@@ -76,8 +76,8 @@ OURS = {
         *("_dequantize_kernel", "_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_fp8_kernel"),
         *("_fp8_many_rows_kernel", "_fp8_some_rows_kernel"),
         *("_gate_up_row_kernel", "_many_rows_kernel", "_matmul_kernel", "_one_row_kernel", "_packed_dequantize_kernel"),
-        *("_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel"),
-        *("_packed_wide_kernel", "_tiled_kernel"),
+        *("_packed_expert_rows_kernel", "_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel"),
+        *("_packed_wide_experts_kernel", "_packed_wide_kernel", "_tiled_kernel"),
     ],
     "delta net, convolution": [
         *("_chunk_factors_kernel", "_chunk_states_kernel", "_conv_steps_kernel", "_conv_tokens_kernel"),
@@ -85,7 +85,14 @@ OURS = {
     ],
     "sampling": ["_cut_kernel", "_sample_kernel"],
     "norm, rotation, activation": [
-        *("_embed_kernel", "_group_kernel", "_rms_norm_kernel", "_rope_store_kernel", "_round_inputs_kernel"),
+        *(
+            "_embed_kernel",
+            "_gather_kernel",
+            "_group_kernel",
+            "_rms_norm_kernel",
+            "_rope_store_kernel",
+            "_round_inputs_kernel",
+        ),
         *("_route_groups_kernel", "_route_kernel", "_scatter_kernel", "_silu_and_mul_kernel", "_sum_kernel"),
     ],
 }

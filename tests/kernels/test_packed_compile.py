@@ -8,10 +8,10 @@ from tests.kernels.hopper import compile_for_hopper
 COMPILE = """
 from nanovllm.kernels.linear import fp8_inputs, packed_dequantize, packed_rows, packed_tiled
 from nanovllm.kernels.linear.packed import PackedWords
-from nanovllm.kernels.moe import grouped, packed
+from nanovllm.kernels.moe import grouped, packed, packed_rows as expert_rows
 from nanovllm.kernels.moe.experts import experts_forward
 
-for module in (fp8_inputs, grouped, packed, packed_dequantize, packed_rows, packed_tiled):
+for module in (expert_rows, fp8_inputs, grouped, packed, packed_dequantize, packed_rows, packed_tiled):
     module.launch = compile
 fp8_inputs._device_limits = packed_tiled._device_limits = lambda: (132, 232_448)
 
@@ -33,7 +33,9 @@ fp8_inputs.fp8_linear(x(64), fp8, gated=True, pdl=True)
 mxfp4 = weight("fp4", 4, 32, torch.uint8, 8)
 choices = torch.empty(16, 2, dtype=torch.int32)
 down = PackedWords("fp4", 32, torch.empty(8, 512, 16, dtype=torch.int32), torch.empty(8, 512, 4, dtype=torch.uint8))
-experts_forward(x(16), mxfp4, down, torch.empty(16, 2, dtype=torch.bfloat16), choices, pdl=True)
+for tokens in (1, 16):
+    routing = torch.empty(tokens, 2, dtype=torch.bfloat16), choices[:tokens]
+    experts_forward(x(tokens), mxfp4, down, *routing, pdl=True)
 """
 
 
@@ -41,6 +43,6 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
     found = compile_for_hopper(COMPILE, tmp_path)
     tiles = {"_packed_tiled_kernel": 1, "_packed_experts_kernel": 2, "_fp8_kernel": 1}
     others = {"_packed_rows_kernel": 2, "_packed_dequantize_kernel": 1, "_round_inputs_kernel": 1}
-    others |= {"_group_kernel": 1, "_sum_kernel": 1}
+    others |= {"_packed_expert_rows_kernel": 2, "_group_kernel": 1, "_sum_kernel": 1}
     assert Counter(one.kernel for one in found) == tiles | others
     assert all(("wgmma" in one.instructions) == (one.kernel in tiles) for one in found)

@@ -64,6 +64,14 @@ def loaded(form: WeightFormat, dense: Tensor, dtype: torch.dtype = torch.float16
     return weight
 
 
+def test_too_large_scales(in_words: None) -> None:
+    """A number times its scale must fit what the kernels for experts compute with."""
+    largest = torch.full((N, K), 4 * 2.0**33)  # 4 times the largest scale
+    assert torch.equal(loaded(FORMATS["mxfp4"], largest, torch.float32).dequantized(), largest)
+    with pytest.raises(ValueError, match="larger than 2\\^33"):
+        loaded(FORMATS["mxfp4"], 2 * largest, torch.float32)
+
+
 @pytest.mark.parametrize("case", FORMATS)
 def test_same_numbers(case: str, request: pytest.FixtureRequest) -> None:
     for shape in ((N, K), (2, N, K)):

@@ -138,6 +138,33 @@ def _fp4(words, PAIR: tl.constexpr, ITEM: tl.constexpr):
         return times2((bits & both(0x8000)) | ((bits & both(0x01C0)) << 3), both(0x7400), ITEM)  # 2^14
 
 
+# --- 4-bit floats with their scale ---
+
+# Products and sums of them have this factor, so that a bfloat16 holds numbers with scales from 2^-93 to 2^33.
+SCALED_FP4 = tl.constexpr(2.0**-32)
+
+
+@triton.jit
+def fp4_factors(exponents, PART: tl.constexpr):
+    """Byte PART of words of exponents (e8m0), as what `scaled_fp4` multiplies with: 2^126 * scale * SCALED_FP4, twice
+    in a word, as bfloat16."""
+    return ((exponents >> (8 * PART)) & 0xFF) * both(0x80) + both((126 - 32) << 7)
+
+
+@triton.jit
+def scaled_fp4(words, factors, PAIR: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Pair PAIR of each word times its scale and SCALED_FP4, exactly: [..., 2] bfloat16 (float32 in the interpreter).
+    `factors`: of the words' shape or one that broadcasts to it."""
+    bits = _fp4_bits(words, PAIR)
+    if INTERPRETED:
+        factor = (factors << 16).to(tl.float32, bitcast=True)
+        low = (bits << 16).to(tl.float32, bitcast=True) * factor
+        high = (bits & -65536).to(tl.float32, bitcast=True) * factor
+    else:
+        low, high = halves(times2(bits, tl.broadcast_to(factors, bits.shape), tl.bfloat16), tl.bfloat16, False)
+    return tl.join(low, high)
+
+
 @triton.jit
 def _integers(words, zero, PAIR: tl.constexpr, BITS: tl.constexpr, ITEM: tl.constexpr):
     BFLOAT16: tl.constexpr = ITEM.is_bf16()

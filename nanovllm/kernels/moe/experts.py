@@ -13,7 +13,7 @@ from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.moe.grouped import grouped_forward
 from nanovllm.kernels.moe.rows import rows_forward
 from nanovllm.kernels.moe.tiles import choose_tiles, row_tiles
-from nanovllm.kernels.moe.weights import ExpertWeights
+from nanovllm.kernels.moe.weights import ExpertWeights, PackedExperts
 
 ROW_TOKENS = 4  # up to this many tokens few pairs have the same expert, and grouping costs more than it saves
 
@@ -43,7 +43,7 @@ def experts_forward(
     if x.shape[0] == 0:
         return out
     if isinstance(gate_up, PackedWords) or isinstance(down, PackedWords):
-        from nanovllm.kernels.moe.packed import PackedExperts, packed_experts_forward
+        from nanovllm.kernels.moe.packed import packed_experts_forward
 
         assert isinstance(gate_up, PackedWords) and isinstance(down, PackedWords)
         packed = PackedExperts(gate_up, down, gate_up_bias, down_bias, alpha, limit, gelu)

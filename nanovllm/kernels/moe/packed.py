@@ -1,45 +1,57 @@
 """The experts of any number of tokens with packed weights.
 
-Pairs are grouped by expert as in grouped.py, and the weights are unpacked in registers as in linear/packed_tiled.py.
-With many pairs per expert the weights of the layer are unpacked once instead, and multiplied by the kernels of
-grouped.py. Inputs are not rounded, also where the checkpoint says so.
+Which kernel is the fastest depends on the format and on how many pairs an expert has. Few only read the weights
+(packed_rows.py). For more MXFP4 has a kernel on Hopper (packed_wide.py); all else uses the kernel of this file: pairs
+are grouped by expert as in grouped.py, and the weights are unpacked in registers as in linear/packed_tiled.py. With
+many pairs per expert the weights of the layer are unpacked once instead, and multiplied by the kernels of grouped.py.
+Inputs are not rounded, also where the checkpoint says so.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.features import gluon_usable
 from nanovllm.kernels.launch import cdiv, launch
 from nanovllm.kernels.linear.packed import PackedWords, interpreted, scales
 from nanovllm.kernels.linear.packed_dequantize import packed_dequantize
 from nanovllm.kernels.linear.packed_tiled import PackedTile, _groups, _num_stages, add_span
 from nanovllm.kernels.moe.activation import gated
 from nanovllm.kernels.moe.grouped import group, grouped_forward, sum_choices
+from nanovllm.kernels.moe.packed_rows import is_mxfp4, packed_expert_rows, rows_serve
 from nanovllm.kernels.moe.tiles import choose_tiles
-from nanovllm.kernels.moe.weights import ExpertWeights
-
-
-class PackedExperts(NamedTuple):
-    """The experts of one layer."""
-
-    gate_up: PackedWords  # [E, 2 * I, H]
-    down: PackedWords  # [E, H, I]
-    gate_up_bias: Tensor | None = None  # [E, 2 * I]
-    down_bias: Tensor | None = None  # [E, H]
-    alpha: float = 1.0  # and limit: of the clamped activation
-    limit: float = 0.0  # 0 = silu(gate) * up
-    gelu: bool = False  # gelu(gate) * up, in its approximation with tanh
-
+from nanovllm.kernels.moe.weights import ExpertWeights, PackedExperts
 
 DETERMINISTIC = PackedTile(64, 64, most_stages=3)
 # From so many pairs per expert on unpacking once should be faster, by what linears of these sizes take on an H200: 250
 # TFLOP/s when unpacked in registers and about 500 when dense, and 1.1 ns for 1,000 weights unpacked in memory.
 UNPACKED_PAIRS = 300
 MAX_UNPACKED_BYTES = 4 << 30  # the memory is taken from the KV cache
+# Up to here the kernel of packed_rows.py is the fastest that was measured on an H200: for gpt-oss-20b (MXFP4) at 1, 8
+# and 16 tokens, for Qwen3-30B-A3B (fp8) at 1 but not at 8, where its weights are read faster by tiles.
+ROW_TOKENS = 2  # without groups
+ROW_CHOICES = 8
+ROW_PAIRS = 2  # per expert, of 4-bit weights, in groups
+
+
+def choose_kernel(layer: PackedExperts, num_tokens: int, top_k: int, dtype: torch.dtype, *, gluon: bool) -> str:
+    """`rows` (without groups), `grouped_rows`, `wide`, `unpacked` or `tiled`."""
+    weights, pairs_per_expert = (layer.gate_up, layer.down), num_tokens * top_k / layer.down.shape[0]
+    if all(rows_serve(weight, dtype) for weight in weights):
+        if num_tokens <= ROW_TOKENS and top_k <= ROW_CHOICES:
+            return "rows"
+        if pairs_per_expert <= ROW_PAIRS and all(weight.bits == 4 for weight in weights):
+            return "grouped_rows"
+    if gluon and dtype == torch.bfloat16 and all(is_mxfp4(weight) for weight in weights):
+        return "wide"
+    num_weights = sum(math.prod(weight.shape) for weight in weights)
+    if pairs_per_expert > UNPACKED_PAIRS and num_weights * dtype.itemsize <= MAX_UNPACKED_BYTES:
+        return "unpacked"
+    return "tiled"
 
 
 def expert_tile(pairs_per_expert: float, *, deterministic: bool) -> PackedTile:
@@ -174,17 +186,41 @@ def packed_experts_forward(
     *,
     deterministic: bool = False,
     pdl: bool = False,
-    tile: PackedTile | None = None,
+) -> Tensor:
+    """Returns `out`. `deterministic` uses one kernel with one tile for any number of tokens."""
+    pairs_per_expert = experts.numel() / layer.down.shape[0]
+    kernel = "tiled"
+    if not deterministic:
+        kernel = choose_kernel(layer, x.shape[0], experts.shape[1], x.dtype, gluon=gluon_usable())
+    arguments = weights, experts, out, residual
+    if kernel in ("rows", "grouped_rows"):
+        return packed_expert_rows(x, layer, *arguments, grouped=kernel == "grouped_rows", pdl=pdl)
+    if kernel == "wide":
+        from nanovllm.kernels.moe.packed_wide import packed_wide_experts, wide_block_m
+
+        return packed_wide_experts(x, layer, *arguments, wide_block_m(pairs_per_expert), pdl=pdl)
+    if kernel == "unpacked":
+        tiles = choose_tiles(pairs_per_expert, x.dtype, deterministic=False)
+        return grouped_forward(x, _unpacked(layer, x, pdl=pdl), *arguments, tiles, pdl=pdl)
+    return packed_tiled_experts(
+        x, layer, *arguments, expert_tile(pairs_per_expert, deterministic=deterministic), pdl=pdl
+    )
+
+
+def packed_tiled_experts(
+    x: Tensor,  # [T, H] bfloat16 or float16
+    layer: PackedExperts,
+    weights: Tensor,  # [T, k]
+    experts: Tensor,  # [T, k]
+    out: Tensor,  # [T, H]
+    residual: Tensor | None,
+    tile: PackedTile,
+    *,
+    pdl: bool,
 ) -> Tensor:
     """Four launches: group, gate_up, down, sum. Returns `out`."""
     num_experts, hidden_size, size = layer.down.shape
     top_k, num_pairs = experts.shape[1], experts.numel()
-    if num_pairs > UNPACKED_PAIRS * num_experts and not deterministic and tile is None:
-        num_weights = math.prod(layer.gate_up.shape) + math.prod(layer.down.shape)
-        if num_weights * x.element_size() <= MAX_UNPACKED_BYTES:
-            tiles = choose_tiles(num_pairs / num_experts, x.dtype, deterministic=False)
-            return grouped_forward(x, _unpacked(layer, x, pdl=pdl), weights, experts, out, residual, tiles, pdl=pdl)
-    tile = tile or expert_tile(num_pairs / num_experts, deterministic=deterministic)
     pairs, block_experts = group(experts, num_experts, block_m=tile.block_m, pdl=pdl)
     hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
