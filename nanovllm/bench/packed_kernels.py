@@ -113,7 +113,7 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
 
     if m <= MOST_ROW_ROWS:
         options: dict[str, Any] = {"norm_weight": norm, "eps": 1e-6, "residual": residual, "gated": shape.gated}
-        best = row_tile(m, shape.outputs, shape.inputs, weight.bits)
+        best = row_tile(m, shape.outputs, shape.inputs, weight.bits, weight.scale.shape[-1])
         for tile in dict.fromkeys((best, *ROW_TILES)):
             label = f"rows {16 * tile.sixteens} {tile.num_warps} warps {tile.num_ahead} ahead"
             run = partial(packed_rows_linear, x, pdl=pdl, tile=tile, **options)

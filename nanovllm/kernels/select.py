@@ -147,7 +147,8 @@ def _fp8(case: LinearCase) -> bool:
 
 
 def _fp8_some_rows(case: LinearCase) -> bool:
-    return case.gluon and _fp8_inputs(case) and case.outputs % 16 == 0
+    scales = case.group in (FP8_GROUP, case.inputs)
+    return case.gluon and _fp8_inputs(case) and scales and case.outputs % 16 == 0
 
 
 def _fp8_scaled_mm(case: LinearCase) -> bool:
@@ -251,7 +252,7 @@ LINEAR_KERNELS = (
     ),
     LinearKernel(
         "fp8_some_rows_split_k",
-        ("fp8",),
+        FP8,
         min_rows=FEW_ROWS + 1,
         max_rows=HUNDREDS_OF_ROWS,
         add=True,
@@ -262,7 +263,7 @@ LINEAR_KERNELS = (
     ),
     LinearKernel(
         "fp8_some_rows",
-        ("fp8",),
+        FP8,
         min_rows=FEW_ROWS + 1,
         max_rows=HUNDREDS_OF_ROWS,
         gate=True,

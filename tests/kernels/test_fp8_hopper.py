@@ -69,6 +69,7 @@ def test_which_kernel_runs() -> None:
     assert chosen("fp8", 64, added=True, whole=False) == "fp8_some_rows"
     for changed in ({"gated": True}, {"bias": True}, {"bfloat16": False}):
         assert chosen("fp8", 300, **changed) == "fp8_many_rows"
+    assert chosen("fp8_block", 64) == "fp8_some_rows"
     assert chosen("fp8_block", 300) == chosen("fp8_block", 8192, gated=True) == "fp8_many_rows"
     assert chosen("fp8", 64, gluon=False) == "fp8" and chosen("fp8", 300, gluon=False) == "packed_dequantized"
     assert chosen("fp8", 300, deterministic=True) == "packed_deterministic"

@@ -34,8 +34,15 @@ class RowTile:
     num_ahead: int  # spans per warp that are loaded ahead
 
 
-def row_tile(m: int, num_weight_rows: int, k: int, bits: int) -> RowTile:
-    """The fastest at 1 and 8 rows of Qwen3-8B's linears on an H200, of those that bench/packed_kernels.py measures."""
+def row_tile(m: int, num_weight_rows: int, k: int, bits: int, groups: int) -> RowTile:
+    """The fastest at 1 and 8 rows of Qwen3-8B's linears on an H200, of those that bench/packed_kernels.py measures.
+
+    `groups`: of columns that have a scale. With one the sums of a row are one long chain of additions, and the engine
+    was faster with few rows and many loads ahead.
+    """
+    if groups == 1:
+        num_warps = 8 if k > LONG_INPUTS else 4
+        return RowTile(1, num_warps, 4) if m <= 2 else RowTile(2, num_warps, 2)
     if num_weight_rows >= ENOUGH_OUTPUTS:
         return RowTile(2, 4, 2 if bits == 4 else 1)
     if bits == 8:
@@ -267,7 +274,7 @@ def packed_rows_linear(
     out = residual if residual is not None else x.new_empty(m, n)
     assert out.shape == (m, n) and out.is_contiguous()
     assert out.data_ptr() != x.data_ptr()  # some programs still read x when others write
-    tile = tile or row_tile(m, num_weight_rows, k, weight.bits)
+    tile = tile or row_tile(m, num_weight_rows, k, weight.bits, weight.scale.shape[-1])
     launch(
         _packed_rows_kernel,
         (cdiv(num_weight_rows, 16 * tile.sixteens),),
