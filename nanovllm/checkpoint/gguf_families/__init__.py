@@ -47,7 +47,7 @@ def _as_stored(file: GGUFFile, tensors: Iterable[tuple[str, Stored]]) -> Iterato
 class GGUFFamily:
     hf_class: str
     model_type: str  # as Hugging Face calls it
-    # Of a layer's tensors, beyond or in place of the common ones.
+    # names of a layer's tensors: added to the common names, or replacing them
     names: Mapping[str, str] = field(default_factory=dict)
     top_names: Mapping[str, str] = field(default_factory=dict)  # of tensors outside the layers
     permuted: bool = False  # the converter permuted the rows of attn_q and attn_k for interleaved RoPE

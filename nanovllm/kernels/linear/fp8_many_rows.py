@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.launch import cdiv, launch
 from nanovllm.kernels.linear.fp8_inputs import round_inputs
-from nanovllm.kernels.linear.many_rows import _async_load, _async_store, _barrier, _halves, silu
+from nanovllm.kernels.linear.many_rows import _async_load, _async_store, _barrier, _halves, silu, tile_place
 from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.tiled import num_sms
 
@@ -32,7 +32,6 @@ GROUPS = gl.constexpr(3)  # consumer warpgroups
 COLUMNS = gl.constexpr(64)  # of gate and of up per tile; not gated: of the left and of the right half of y
 BLOCK_K = gl.constexpr(128)
 STAGES = gl.constexpr(5)
-NEIGHBOURS = gl.constexpr(8)  # row tiles that walk the column tiles together, so that W is read from L2
 
 CODES = gl.NVMMASharedLayout(128, 8, rank=2)
 W_CODES = gl.NVMMASharedLayout(128, 8, rank=3)
@@ -41,11 +40,9 @@ OUT = gl.NVMMASharedLayout(128, 16, rank=2)
 
 @gluon.jit
 def _tile_origin(tile, tiles_m, tiles_n):
-    """The first row and column of a tile, in an order that reuses W from L2."""
-    first = tile // (NEIGHBOURS * tiles_n) * NEIGHBOURS
-    size = gl.minimum(tiles_m - first, NEIGHBOURS)
-    within = tile % (NEIGHBOURS * tiles_n)
-    return (first + within % size) * (GROUPS * ROWS), within // size * COLUMNS
+    """The first row and column of a tile."""
+    m, n = tile_place(tile, tiles_m, tiles_n)
+    return m * (GROUPS * ROWS), n * COLUMNS
 
 
 @gluon.jit

@@ -46,12 +46,19 @@ _async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 
 
 @gluon.jit
-def _tile_origin(tile, tiles_m, tiles_n, GROUPS: gl.constexpr):
-    """The first row and column of a tile, in an order that reuses W from L2."""
+def tile_place(tile, tiles_m, tiles_n):
+    """The row and the column of a tile among all tiles, in an order that reuses W from L2."""
     first = tile // (NEIGHBOURS * tiles_n) * NEIGHBOURS
     size = gl.minimum(tiles_m - first, NEIGHBOURS)
     within = tile % (NEIGHBOURS * tiles_n)
-    return (first + within % size) * (GROUPS * ROWS), within // size * COLUMNS
+    return first + within % size, within // size
+
+
+@gluon.jit
+def _tile_origin(tile, tiles_m, tiles_n, GROUPS: gl.constexpr):
+    """The first row and column of a tile."""
+    m, n = tile_place(tile, tiles_m, tiles_n)
+    return m * (GROUPS * ROWS), n * COLUMNS
 
 
 @gluon.jit

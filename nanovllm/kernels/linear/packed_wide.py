@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import cdiv, launch
-from nanovllm.kernels.linear.many_rows import NEIGHBOURS, _async_load, _barrier
+from nanovllm.kernels.linear.many_rows import _async_load, _barrier, tile_place
 from nanovllm.kernels.linear.packed import PackedWords, numbers, scaled_numbers, scales
 from nanovllm.kernels.linear.packed_tiled import _groups
 from nanovllm.kernels.linear.tiled import num_sms
@@ -51,11 +51,8 @@ COLUMNS_AT_ONCE = gl.constexpr(128)
 def _tile(index, tiles_m, tiles_n, SPANS: gl.constexpr, SPLITS: gl.constexpr):
     """A tile's place: rows of x, rows of the weight, and its part of K. Neighbours in time read the same words."""
     split = index // (tiles_m * tiles_n)
-    index = index % (tiles_m * tiles_n)
-    first = index // (NEIGHBOURS * tiles_n) * NEIGHBOURS
-    size = gl.minimum(tiles_m - first, NEIGHBOURS)
-    within = index % (NEIGHBOURS * tiles_n)
-    return first + within % size, within // size, split, SPANS * split // SPLITS, SPANS * (split + 1) // SPLITS
+    m, n = tile_place(index % (tiles_m * tiles_n), tiles_m, tiles_n)
+    return m, n, split, SPANS * split // SPLITS, SPANS * (split + 1) // SPLITS
 
 
 @gluon.jit

@@ -51,7 +51,8 @@ class WideTile:
         return num_groups > 1 and (self.block_m > SUMMED_ROWS or group < SUMMED_GROUP)
 
     def stages(self, weight: PackedWords) -> tuple[int, int]:
-        """Of the rings for words and for inputs: as many as fit, the same number for each K part."""
+        """How many stages the ring of words and the ring of inputs have: as many as fit in shared memory, with the same
+        number for each K part."""
         few = self.block_m <= SYNCHRONOUS_ROWS
         x_bytes = self.block_m * weight.distance * 2  # of a pair of each word
         span_bytes, words_bytes = weight.num_pairs * x_bytes, self.rows * weight.distance * 2
