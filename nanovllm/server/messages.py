@@ -19,6 +19,7 @@ from nanovllm.server.conversation import (
 from nanovllm.server.errors import ApiError, refuse
 from nanovllm.server.http import ErrorFormat, EventStream
 from nanovllm.server.parsers import forces_call
+from nanovllm.server.parsers.json_object import ObjectScanner
 from nanovllm.server.protocol import ApiRequest, Int, NeutralValues, parse_request
 from nanovllm.server.sampling import check_stop
 from nanovllm.server.service import Service
@@ -278,8 +279,14 @@ def _content(block: ContentBlock) -> dict[str, Any]:
         case "text":
             return {"type": "text", "text": block.text}
     assert block.call is not None
-    arguments = orjson.loads(block.text) if block.text else {}
-    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments}
+    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments as an object; if they were cut, the members that are complete."""
+    scanner = ObjectScanner(0)
+    scanner.scan(arguments)
+    return {name: orjson.loads(arguments[place]) for name, place in scanner.members.items()}
 
 
 def _delta(block: ContentBlock, text: str) -> dict[str, Any]:

@@ -58,8 +58,23 @@ async def test_streamed(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     deltas = [json.loads(line)["choices"][0]["delta"] for line in lines[:-1]]
     parts = [part["function"] for delta in deltas for part in delta.get("tool_calls") or []]
-    assert parts[0]["name"] == "add" and json.loads("".join(part["arguments"] for part in parts)) == {"a": 2}
+    assert parts[0] == {"name": "add", "arguments": ""} and all(set(part) == {"arguments"} for part in parts[1:])
+    assert json.loads("".join(part["arguments"] for part in parts)) == {"a": 2}
+    assert len(parts) > 3, "the arguments come in pieces"
     assert not any(delta.get("content") for delta in deltas)
+
+
+async def test_cut_arguments(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+    engine.says = '{"name": "add", "arguments": {"a": 2, "b": 3, "c": "a long text that does not fit"}}'
+    assert engine.tokenizer is not None
+    limit = len(engine.tokenizer.encode(engine.says.partition(" that")[0]))
+    choice = await chat(client, max_tokens=limit)
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+    assert call["function"]["arguments"] == '{"a": 2, "b": 3, "c": "a long text'
+    body = {"messages": HELLO, "max_tokens": limit, "tools": ANTHROPIC_TOOLS}
+    answer = (await client.post("/v1/messages", json=body)).json()
+    assert (answer["stop_reason"], answer["content"][0]["input"]) == ("max_tokens", {"a": 2, "b": 3})
 
 
 async def test_the_other_apis(engine: FakeEngine, client: httpx.AsyncClient) -> None:

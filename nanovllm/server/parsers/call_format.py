@@ -24,15 +24,15 @@ class CallScanner(Protocol):
     """Reads what follows the opener, from its first character on."""
 
     def scan(self, text: str) -> Status:
-        """Scan the text, which has grown since the last time. COMPLETE only if all calls are of known tools."""
+        """Scan the text, which has grown since the last time. COMPLETE only if there is a call of a known tool."""
 
     @property
     def end(self) -> int:
-        """Where the call ends, once it is complete."""
+        """Where the call ends, once it is complete; if it is invalid, where it stops being a call."""
 
     @property
     def calls(self) -> list[NamedCall]:
-        """What was called, once it is complete."""
+        """The calls so far. The arguments of the last one may still grow; the call itself is certain."""
 
 
 class JsonCall:
@@ -49,17 +49,16 @@ class JsonCall:
 
     def scan(self, text: str) -> Status:
         status = self._object.scan(text)
-        if status is not Status.COMPLETE:
-            return status
-        call = self._read(text)
+        call = self._read(text, missing="{}" if status is Status.COMPLETE else "")
         self.calls = [call] if call else []
-        return Status.COMPLETE if call else Status.INVALID
+        return Status.INVALID if status is Status.COMPLETE and not call else status
 
-    def _read(self, text: str) -> NamedCall | None:
-        """The call, if the object is one. Missing arguments are `{}`."""
-        members = {key: text[span] for key, span in self._object.members.items()}
-        name = members.get("name", "")
-        arguments = next((members[key] for key in ARGUMENT_KEYS if key in members), "{}")
+    def _read(self, text: str, *, missing: str) -> NamedCall | None:
+        """The call, once its name is known and its arguments have begun. `missing`: the arguments if there are none."""
+        members = self._object.members_so_far
+        name = text[members["name"]] if "name" in members else ""
+        key = next((key for key in members if key in ARGUMENT_KEYS), None)
+        arguments = missing if key is None else text[members[key]]
         if not name.startswith('"') or not arguments.startswith("{"):
             return None
         name = json.loads(name)

@@ -140,7 +140,7 @@ def check_parsers(*, reasoning: str | None, tools: str | None) -> None:
 
 
 def parse_forced_call(text: str) -> ParsedMessage:
-    """Parse a completion that follows `forced_call_schema`. If it was truncated by the length limit, it is content."""
+    """Parse a completion that follows `forced_call_schema`. If the length limit truncated it, so are the arguments."""
     return _forced_parser(FORCED_CALL, None).parse(text)
 
 

@@ -37,7 +37,7 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
 class ToolCall:
     id: str
     name: str
-    arguments: str  # a JSON object, exactly as the model generated it
+    arguments: str  # a JSON object, exactly as the model generated it; cut if the length limit cut the completion
 
 
 @dataclass(frozen=True)

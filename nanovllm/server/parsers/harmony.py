@@ -23,7 +23,7 @@ from nanovllm.server.parsers.events import (
     collect,
     new_call_id,
 )
-from nanovllm.server.parsers.json_object import WHITESPACE, ObjectScanner, Status
+from nanovllm.server.parsers.json_object import WHITESPACE
 from nanovllm.server.parsers.text import partial_tag_length
 
 HARMONY = "harmony"  # the name of the parser
@@ -60,23 +60,26 @@ class HarmonyParser:
     """Parses a completion as it streams; like `ChatParser`, for another format.
 
     Messages of the channel analysis, and those to tools of the model itself, are reasoning. A message to a known
-    function, whose text is a JSON object, is a call, returned when it is complete. All others are content. Several
-    messages of a kind are joined by newlines. A completion without any message is content.
+    function is a call if its text begins as a JSON object does; all of its text, as it comes, is the arguments. All
+    others are content. Several messages of a kind are joined by newlines. A completion without any message is content.
     """
 
     def __init__(self, tool_names: Collection[str], *, begun: str = "") -> None:
         """`begun`: the beginning of the message that the prompt ends within."""
-        self._tool_names, self._begun = tool_names, begun
+        self._begun = begun
+        self._tool_names: Collection[str] = ()  # a call that the prompt begins is returned with what follows
         self._kind: _Kind | None = None  # of the open message; None = in a header
         self._header = ""
         self._name = ""  # of the function that is called
-        self._body = ""  # of a call
+        self._body = ""  # of a call: what has not been returned
+        self._has_arguments = False  # the open message is a call that has been returned, up to its body
         self._tail = ""  # held back: it may be the beginning of a tag
         self._before_messages = ""  # the completion, as long as no message began
         self._has_text: set[_Kind] = set()  # kinds of which there was text
         self._breaks_line = False  # the open message is not the first of its kind and has no text yet
         self._num_calls = 0
         self._read(begun, [], finished=True)
+        self._tool_names = tool_names
         self._has_text.clear()
         self._breaks_line = False
         self._began = self._kind is not None
@@ -155,19 +158,29 @@ class HarmonyParser:
             self._header += text
         elif self._kind is _Kind.CALL:
             self._body += text
+            self._emit_call(events)
         else:
             self._emit(self._kind, text, events)
 
+    def _emit_call(self, events: list[Event]) -> None:
+        """Emit the call and what is new of its arguments. Whitespace around them is left out."""
+        if not self._has_arguments:
+            body = self._body.lstrip(WHITESPACE)
+            if self._name not in self._tool_names or not body.startswith("{"):
+                return
+            events.append(ToolCallStart(self._num_calls, new_call_id(), self._name))
+            self._body, self._has_arguments = body, True
+            self._num_calls += 1
+        arguments = self._body.rstrip(WHITESPACE)
+        if arguments:
+            events.append(ToolCallArguments(self._num_calls - 1, arguments))
+            self._body = self._body[len(arguments) :]
+
     def _end_message(self, events: list[Event]) -> None:
-        if self._kind is _Kind.CALL:
-            if self._name in self._tool_names and _is_object(self._body):
-                start = ToolCallStart(self._num_calls, new_call_id(), self._name)
-                events += [start, ToolCallArguments(self._num_calls, self._body.strip(WHITESPACE))]
-                self._num_calls += 1
-            else:
-                self._breaks_line = _Kind.CONTENT in self._has_text
-                self._emit(_Kind.CONTENT, self._body, events)
-        self._kind, self._body = None, ""
+        if self._kind is _Kind.CALL and not self._has_arguments:
+            self._breaks_line = _Kind.CONTENT in self._has_text
+            self._emit(_Kind.CONTENT, self._body, events)
+        self._kind, self._body, self._has_arguments = None, "", False
 
     def _emit(self, kind: _Kind, text: str, events: list[Event]) -> None:
         if not text:
@@ -179,11 +192,6 @@ class HarmonyParser:
         if events and isinstance(events[-1], made):
             text = events.pop().text + text  # type: ignore[union-attr]
         events.append(made(text))
-
-
-def _is_object(text: str) -> bool:
-    scanner = ObjectScanner(len(text) - len(text.lstrip(WHITESPACE)))
-    return scanner.scan(text) is Status.COMPLETE and not text[scanner.end :].strip(WHITESPACE)
 
 
 class AnalysisTokenCounter:

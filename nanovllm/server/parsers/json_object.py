@@ -41,7 +41,7 @@ class ObjectScanner:
 
     def __init__(self, start: int) -> None:
         self.end = start  # the end of the scanned text; of the object, once it is complete
-        self.members: dict[str, slice] = {}  # name -> value; of duplicate names the last counts, as in json.loads
+        self.members: dict[str, slice] = {}  # name -> value; of duplicate names the first counts: it may have been sent
         self._closers: list[str] = []  # the closing brackets of all open objects and arrays, innermost last
         self._expect = _Expect.VALUE
         self._string_start: int | None = None
@@ -59,6 +59,13 @@ class ObjectScanner:
             if self.end == before:
                 return status
         return status
+
+    @property
+    def members_so_far(self) -> dict[str, slice]:
+        """The members, and last the one whose value is an object or a list that is not complete yet."""
+        if len(self._closers) < 2 or self._key in self.members:
+            return self.members
+        return {**self.members, self._key: slice(self._value_start, self.end)}
 
     def _next(self, text: str) -> Status:
         self.end = _end_of(_BLANK, text, self.end)
@@ -125,7 +132,7 @@ class ObjectScanner:
 
     def _value_done(self) -> Status:
         if len(self._closers) == 1:
-            self.members[self._key] = slice(self._value_start, self.end)
+            self.members.setdefault(self._key, slice(self._value_start, self.end))
         self._expect = _Expect.COMMA_OR_END
         return Status.GROWING
 

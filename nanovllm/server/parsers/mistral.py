@@ -52,27 +52,33 @@ class JsonCallList:
     def __init__(self, start: int, tools: Tools | None) -> None:
         self.end = start
         self._tools = tools
+        self._complete: list[NamedCall] = []
         self._call: JsonCall | None = None  # the one that is being read
-        self.calls: list[NamedCall] = []
+
+    @property
+    def calls(self) -> list[NamedCall]:
+        return self._complete + (self._call.calls if self._call else [])
 
     def scan(self, text: str) -> Status:
         while True:
             if self._call is None:
                 start = skip_blanks(text, self.end)
-                if text.startswith("]", start) and self.calls:
+                if text.startswith("]", start) and self._complete:
                     self.end = start + 1
                     return Status.COMPLETE
-                if start < len(text) and text[start] != ("," if self.calls else "["):
+                if start < len(text) and text[start] != ("," if self._complete else "["):
                     return Status.INVALID
                 start = skip_blanks(text, start + 1)
                 if start >= len(text):
                     return Status.GROWING
                 self._call = JsonCall(start, self._tools)
             status = self._call.scan(text)
+            if self._call.calls:
+                self.end = self._call.end
             if status is not Status.COMPLETE:
                 return status
-            self.calls += self._call.calls
-            self.end, self._call = self._call.end, None
+            self._complete += self._call.calls
+            self._call = None
 
 
 class NamedArguments:
@@ -98,7 +104,7 @@ class NamedArguments:
             self._arguments = ObjectScanner(start)
             self._start = start
         status = self._arguments.scan(text)
-        if status is Status.COMPLETE:
+        if self._arguments.end > self._start:
             self.calls = [(self._name, text[self._start : self._arguments.end])]
         return status
 

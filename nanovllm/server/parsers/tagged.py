@@ -68,7 +68,9 @@ class TaggedCall:
 
     @property
     def calls(self) -> list[NamedCall]:
-        assert self._name is not None
+        """The call, once it is complete: until then a value may turn out to be malformed."""
+        if self._name is None or not self._is_complete:
+            return []
         parameters = (self._tools or {}).get(self._name, {})
         members = (
             f"{json.dumps(key, ensure_ascii=False)}: {as_json(text, key, parameters)}"

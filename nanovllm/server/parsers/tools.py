@@ -19,7 +19,9 @@ class _Stage(Enum):
 class CallSplitter:
     """Splits a stream into text and tool calls.
 
-    A call is returned when it is complete, names a known tool and has an object of arguments; otherwise it is text.
+    What looks like a call is text until it names a known tool and an object of arguments has begun. From there on it
+    is a call, whose arguments are returned as they grow in formats that write them as JSON, otherwise when they are
+    complete. The call ends where its text stops being a call; if the completion ends first, the arguments are cut.
     Whitespace next to calls is dropped, unless more text follows.
     """
 
@@ -31,8 +33,10 @@ class CallSplitter:
         self._tail = ""  # text that is held back because its meaning is not certain
         self._separator = ""  # the separator before the tail, held back as well
         self._scanner: CallScanner | None = None
+        self._first_index = 0  # of the calls of the scanner
         self._blanks = ""  # whitespace at the end of the text so far
         self._num_calls = 0
+        self._num_sent = 0  # characters of the last call's arguments that have been returned
 
     def feed(self, delta: str, *, finished: bool) -> list[Event]:
         """The events that the delta makes certain; with `finished`, also what was held back."""
@@ -68,14 +72,16 @@ class CallSplitter:
             if start is None:
                 return finished and self._no_call(events)
             self._scanner = self._format.scanner(start, self._tools)
+            self._first_index = self._num_calls
         status = self._scanner.scan(self._tail)
+        self._emit_calls(self._scanner.calls, events)
         if status is Status.GROWING and not finished:
             return False
         scanner, self._scanner = self._scanner, None
-        if status is Status.COMPLETE:
-            for call in scanner.calls:
-                self._accept(call, events)
-            self._take(scanner.end)
+        if scanner.calls:
+            self._take(len(self._tail) if status is Status.GROWING else scanner.end)
+            self._separator = ""
+            self._stage = _Stage.AFTER_CALL
         else:
             self._reject(events)
         return True
@@ -122,12 +128,16 @@ class CallSplitter:
         self._separator = ""
         self._stage = _Stage.TEXT
 
-    def _accept(self, call: NamedCall, events: list[Event]) -> None:
-        (name, arguments), index = call, self._num_calls
-        events += [ToolCallStart(index, self._format.new_id(), name), ToolCallArguments(index, arguments)]
-        self._num_calls += 1
-        self._separator = ""
-        self._stage = _Stage.AFTER_CALL
+    def _emit_calls(self, calls: list[NamedCall], events: list[Event]) -> None:
+        """Emit what is new in the calls of the scanner."""
+        for index, (name, arguments) in enumerate(calls, self._first_index):
+            if index == self._num_calls:
+                events.append(ToolCallStart(index, self._format.new_id(), name))
+                self._num_calls += 1
+                self._num_sent = 0
+            if index == self._num_calls - 1 and len(arguments) > self._num_sent:
+                events.append(ToolCallArguments(index, arguments[self._num_sent :]))
+                self._num_sent = len(arguments)
 
     def _emit_text(self, text: str, events: list[Event]) -> None:
         text = self._blanks + text

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.server.parsers import HarmonyParser, ParsedMessage, make_parser, open_message
+from nanovllm.server.parsers import (
+    HarmonyParser,
+    ParsedMessage,
+    ToolCallArguments,
+    ToolCallStart,
+    make_parser,
+    open_message,
+)
 from nanovllm.server.parsers.harmony import TAGS, AnalysisTokenCounter
 from nanovllm.text.chat_template import ChatTemplates
 from tests.server.parsers.test_splits import TOOLS, cut, stream, without_ids
@@ -65,7 +72,9 @@ def parse(text: str, **settings: Any) -> tuple[Any, ...]:
         # calls of unknown functions, and with arguments that are no object, are content
         ("<|channel|>commentary to=functions.h<|message|>{}", (None, "{}", [])),
         ("<|channel|>commentary to=functions.f<|message|>[1]", (None, "[1]", [])),
-        (f'{FINAL}x{NEXT}<|channel|>commentary to=functions.f<|message|>{{"a": ', (None, 'x\n{"a": ', [])),
+        # arguments that are cut or malformed
+        (f'{FINAL}x{NEXT}<|channel|>commentary to=functions.f<|message|>{{"a": ', (None, "x", [("f", '{"a":')])),
+        ("<|channel|>commentary to=functions.f<|message|> {a} b <|call|>", (None, None, [("f", "{a} b")])),
         (f"{ANALYSIS}Cut sho", ("Cut sho", "", [])),
         ("Hello.", (None, "Hello.", [])),
         ("<|channel|>anal", (None, "<|channel|>anal", [])),
@@ -96,6 +105,22 @@ def test_text_streams_as_it_comes() -> None:
     assert texts == [[], ["Hm"], ["m."], [], [], [], ["Hello"]]
 
 
+def test_arguments_stream_as_they_come() -> None:
+    made = parser()
+    start, first = made.feed(CALL[:-4])
+    assert isinstance(start, ToolCallStart) and (start.index, start.name) == (0, "f")
+    assert first == ToolCallArguments(0, '{"a"')
+    assert made.feed(": 1\n<|ca") == [ToolCallArguments(0, ": 1")]
+    assert made.feed("b") == [ToolCallArguments(0, "\n<|cab")]
+    assert made.feed("}\n<|call|>") == [ToolCallArguments(0, "}")]
+    assert made.feed("", finished=True) == []
+
+
+def test_the_prompt_may_end_within_a_call() -> None:
+    begun = "assistant" + CALL[:-4]
+    assert parse(CALL[-4:], begun=begun) == (None, None, [("f", '{"a": 1}')])
+
+
 @example(text=f"{ANALYSIS}a{NEXT}{CALL}<|call|>", places=[40, 60], finish_with_last=True)
 @settings(deadline=None)
 @given(text=texts, places=st.lists(st.integers(0, 400), max_size=8), finish_with_last=st.booleans())
@@ -103,7 +128,7 @@ def test_any_split_gives_the_same_message(text: str, places: list[int], finish_w
     whole = parse(text)
     assert without_ids(stream(parser(), cut(text, places), finish_with_last)) == whole  # type: ignore[arg-type]
     assert without_ids(stream(parser(), list(text) or [""], finish_with_last)) == whole  # type: ignore[arg-type]
-    assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[2])
+    assert all(arguments in text and arguments[0] == "{" for _, arguments in whole[2])
 
 
 def by_hand(text: str) -> tuple[str | None, str | None, list[tuple[str, Any]]]:

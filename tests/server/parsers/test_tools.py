@@ -48,7 +48,12 @@ WEATHER = ("weather", '{"city": "Zürich"}')
         (f"<tool_call>{CALL}", None, [WEATHER]),
         (f"<tool_call>{CALL}\n</tool_", None, [WEATHER]),
         (f"<tool_call>{CALL}}}</tool_call>", "}</tool_call>", [WEATHER]),
-        (f"<tool_call>\n{CALL[:-1]}", f"<tool_call>\n{CALL[:-1]}", []),
+        (f"<tool_call>\n{CALL[:-1]}", None, [WEATHER]),
+        (f"<tool_call>\n{CALL[:-1]}\n</tool_call>\nDone.", "\nDone.", [WEATHER]),
+        (f"<tool_call>\n{CALL[:-4]}", None, [("weather", '{"city": "Züric')]),
+        ('<tool_call>{"name": "now", "arguments": {"a": 1', None, [("now", '{"a": ')]),
+        ('<tool_call>{"name": "now", "arguments": {}, "arguments": {"a": 1}}', None, [("now", "{}")]),
+        ('<tool_call>{"name": "now", "parameters": {"b": 2}, "arguments": {"a": 1}}', None, [("now", '{"b": 2}')]),
         (f"A\n<tool_call>\n{CALL[:20]}\n", f"A\n<tool_call>\n{CALL[:20]}\n", []),
         ("Ends in <tool_ca", "Ends in <tool_ca", []),
         ("<tool_call>\n", "<tool_call>\n", []),
@@ -56,11 +61,7 @@ WEATHER = ("weather", '{"city": "Zürich"}')
         ('<tool_call>["weather"]</tool_call>', '<tool_call>["weather"]</tool_call>', []),
         ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
         ('<tool_call>{"name": "now", "arguments": [1]}', '<tool_call>{"name": "now", "arguments": [1]}', []),
-        (
-            '<tool_call>{"name": "now", "arguments": {"a": NaN}}',
-            '<tool_call>{"name": "now", "arguments": {"a": NaN}}',
-            [],
-        ),
+        ('A.\n<tool_call>{"name": "now", "arguments": {"a": NaN}}', "A.\nNaN}}", [("now", '{"a": ')]),
         ('<tool_call>{"name": "unknown", "arguments": {}}', '<tool_call>{"name": "unknown", "arguments": {}}', []),
         (f'<tool_call>{{"name": <tool_call>{CALL}</tool_call>', '<tool_call>{"name":', [WEATHER]),
         (f"Plain JSON: {CALL}", f"Plain JSON: {CALL}", []),
@@ -86,8 +87,9 @@ def test_hermes(text: str, content: str | None, calls: list[tuple[str, str]]) ->
         (f"Sure: {LLAMA_CALL}", f"Sure: {LLAMA_CALL}", []),
         (f"{LLAMA_CALL}; and so on", "; and so on", [WEATHER]),
         (f"{LLAMA_CALL} and so on", " and so on", [WEATHER]),
-        (f"{LLAMA_CALL[:-1]}", f"{LLAMA_CALL[:-1]}", []),
-        (f"{LLAMA_CALL}; {LLAMA_CALL[:-1]}", f"; {LLAMA_CALL[:-1]}", [WEATHER]),
+        (f"{LLAMA_CALL[:-1]}", None, [WEATHER]),
+        (f"{LLAMA_CALL}; {LLAMA_CALL[:-1]}", None, [WEATHER, WEATHER]),
+        (f"{LLAMA_CALL}; {LLAMA_CALL[:19]}", f"; {LLAMA_CALL[:19]}", [WEATHER]),
         ('{"answer": 42}', '{"answer": 42}', []),
         ("{x} is a set", "{x} is a set", []),
         ('<|python_tag|>search.call(query="x")', '<|python_tag|>search.call(query="x")', []),
@@ -130,15 +132,17 @@ def test_arguments_that_python_cannot_encode_are_returned_unchanged(arguments: s
     assert parts(parser("hermes"), text) == (None, [("now", arguments)])
 
 
-def test_calls_stream_complete_and_text_without_delay() -> None:
+def test_arguments_and_text_stream_without_delay() -> None:
     streamed = parser("hermes")
     assert streamed.feed("Wait") == [ContentDelta("Wait")]
     assert streamed.feed(" a <") == [ContentDelta(" a")]
     assert streamed.feed("b") == [ContentDelta(" <b")]
-    assert streamed.feed(f"\n<tool_call>\n{CALL[:-1]}") == []
-    start, arguments = streamed.feed("}")
+    assert streamed.feed('\n<tool_call>\n{"name": "weather", "arguments": ') == []
+    start, arguments = streamed.feed('{"city": "Z\\u00')
     assert isinstance(start, ToolCallStart) and (start.index, start.name) == (0, "weather")
-    assert arguments == ToolCallArguments(0, '{"city": "Zürich"}')
+    assert arguments == ToolCallArguments(0, '{"city": "Z')
+    assert streamed.feed("fcr") == [ToolCallArguments(0, "\\u00fcr")]
+    assert streamed.feed('ich"}}') == [ToolCallArguments(0, 'ich"}')]
     assert streamed.feed("\n</tool_call>\n<tool") == []
     events = streamed.feed(f"_call>{CALL}")
     assert [event.index for event in events if isinstance(event, ToolCallStart | ToolCallArguments)] == [1, 1]
@@ -164,7 +168,8 @@ def test_calls_follow_the_reasoning_and_are_ignored_inside_it() -> None:
     [
         (f"<think>\nI call.\n<tool_call>\n{CALL}\n</tool_call>", "I call.", None, 1),
         (f"<think><tool_call>{CALL}</tool_call><tool_call>{CALL}", None, None, 2),
-        (f"<think>I call.\n<tool_call>{CALL[:-1]}", f"I call.\n<tool_call>{CALL[:-1]}", "", 0),
+        (f"<think>I call.\n<tool_call>{CALL[:-1]}", "I call.", None, 1),
+        (f"<think>I call.\n<tool_call>{CALL[:20]}", f"I call.\n<tool_call>{CALL[:20]}", "", 0),
         ("<think>I could <tool_call>.\n", "I could <tool_call>.\n", "", 0),
         (f"<think>I <tool_call>{CALL}</tool_call></think>No.", f"I <tool_call>{CALL}</tool_call>", "No.", 0),
     ],
@@ -197,7 +202,8 @@ def test_forced_calls_are_the_bare_object(tools: str | None, choice: ToolChoice)
     for text in (CALL, LLAMA_CALL, f" {CALL}\n"):
         assert parts(forced, text) == (None, [WEATHER])
         assert parse_forced_call(text).tool_calls[0].arguments == WEATHER[1]
-    assert parts(forced, CALL[:-1]) == (CALL[:-1], [])
+    assert parts(forced, CALL[:20]) == (CALL[:20], [])
+    assert parts(forced, CALL[:-4]) == (None, [("weather", '{"city": "Züric')])
 
 
 def test_named_choice_takes_no_other_tool() -> None:
@@ -211,7 +217,7 @@ def test_auto_without_a_tool_parser_takes_the_form_of_forced_calls(choice: ToolC
     for text in (CALL, LLAMA_CALL, f" {CALL}\n"):
         assert parts(auto, text) == (None, [WEATHER])
     assert parts(auto, f"{CALL}\nDone.") == ("\nDone.", [WEATHER])
-    for text in ("Hello {you}", CALL[:-1], '{"name": "unknown", "arguments": {}}', '{"city": "Zürich"}', "[1]"):
+    for text in ("Hello {you}", CALL[:20], '{"name": "unknown", "arguments": {}}', '{"city": "Zürich"}', "[1]"):
         assert parts(auto, text) == (text, [])
     thinking = parser(None, reasoning="qwen3", choice=choice).parse(f"<think>Hm.</think>{CALL}")
     assert (thinking.reasoning, thinking.content, len(thinking.tool_calls)) == ("Hm.", None, 1)
