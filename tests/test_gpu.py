@@ -1,6 +1,7 @@
 """The engine on a GPU: greedy tokens equal those of transformers in every mode, and closing frees all memory."""
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,11 +64,33 @@ def test_idle_work_records_all_graphs_and_changes_no_token() -> None:
         for index, _ in enumerate(llm.llm_engine.idle_work()):
             if index == 2:  # requests may come at any time
                 outputs = llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
-                num_recorded = len(decode._graphs._recorded)
-        assert len(decode._graphs._recorded) >= 2 * len(decode._sizes) > num_recorded
+                num_recorded = len(decode.graphs._recorded)
+        assert len(decode.graphs._recorded) >= 2 * len(decode._sizes) > num_recorded
         outputs += llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
     for prompt, output in zip(2 * PROMPTS, outputs, strict=True):
         assert_greedy("qwen3", prompt, output["token_ids"])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mistral", "gpt-oss", "gemma3"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_graphs_of_steps_with_prompts(family: str, overlap: bool) -> None:
+    """Prompts that join running sequences, whole and in chunks, run as graphs and get the same tokens."""
+    with open_on_gpu(family, overlap=overlap, max_num_batched_tokens=300, num_kv_cache_blocks=64) as llm:
+        graphs = llm.llm_engine._core.executor._prompt_graphs
+        assert graphs.sizes == [128, 256]
+        for _ in graphs.recordings(llm.llm_engine._core.executor.states):
+            pass
+        with patch.object(graphs, "forward", wraps=graphs.forward) as forward:
+            done = {}
+            names = [llm.add_request(prompt, greedy_params(MAX_TOKENS)) for prompt in PROMPTS[:2]]
+            for prompt in PROMPTS[2:]:
+                done |= {output.request_id: output for output in llm.step() + llm.step()}
+                names.append(llm.add_request(prompt, greedy_params(MAX_TOKENS)))
+            while not llm.is_finished():
+                done |= {output.request_id: output for output in llm.step()}
+        assert forward.call_count >= len(PROMPTS) // 2
+    for prompt, name in zip(PROMPTS, names, strict=True):
+        assert_greedy(family, prompt, done[name]["token_ids"])
 
 
 @pytest.mark.parametrize("how", ["graph", "eager", "sdpa", "deterministic"])

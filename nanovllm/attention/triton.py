@@ -39,6 +39,10 @@ MANY_DECODES, MOST_DECODES = 32, 80  # see `_starts_early`
 LONG_PROMPT = 2048  # positions from which on the kernel for long prompts is the faster one
 
 
+def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
+    return np.concatenate([values, np.full(size - len(values), fill)])
+
+
 def long_prefill_serves(shape: CacheShape, tile_rows: int) -> bool:
     """Whether the kernel for long prompts computes such layers, in tiles of as many rows as the other one."""
     same_type = shape.dtype == shape.cache_dtype and shape.dtype.itemsize == 2
@@ -54,13 +58,17 @@ class Chunks:
     first_tokens: Tensor
     num_new: Tensor
     tiles: Tensor  # [num_tiles, 2] (chunk, tile of its queries)
+    # of the tokens from `first_token` on, whose keys and values are stored: row of the request table, and position
+    token_rows: Tensor
+    token_positions: Tensor  # -1: not stored
+    first_token: int = 0
     long: bool = False  # computed by the kernel for long prompts
 
 
 @dataclass(frozen=True)
 class TritonStep:
-    rows: Tensor  # [num_tokens] of the request table
-    positions: Tensor  # [num_tokens] -1 = padding
+    rows: Tensor  # [num_decodes] of the request table
+    positions: Tensor  # [num_decodes] -1 = padding
     blocks: Mapping[int | None, Tensor]  # by window: [rows of the request table, max_blocks]
     num_decodes: int
     chunks: Chunks | None
@@ -173,15 +181,54 @@ class TritonBackend:
                 first_tokens=upload(geometry.first_tokens[rest]),
                 num_new=upload(num_new),
                 tiles=upload(query_tiles(starts, num_new, self._tokens_per_tile)),
+                token_rows=geometry.device_rows[rest],
+                token_positions=geometry.device_positions[rest],
+                first_token=num_decodes,
                 long=self._has_long_kernel and int((starts + num_new).max()) >= LONG_PROMPT,
             )
         return TritonStep(
-            rows=geometry.device_rows,
-            positions=geometry.device_positions,
+            rows=geometry.device_rows[:num_decodes],
+            positions=geometry.device_positions[:num_decodes],
             blocks=geometry.device_blocks,
             num_decodes=num_decodes,
             chunks=chunks,
             lengths=Lengths.of(geometry.starts[:num_decodes]),
+        )
+
+    def prepare_padded(
+        self,
+        geometry: BatchGeometry,
+        upload: Callable[[np.ndarray], Tensor],
+        *,
+        rows: Tensor,  # [num_tokens] of the request table
+        num_decodes: int,
+        num_chunks: int,
+    ) -> TritonStep:
+        """The same as `prepare`, padded to these numbers: the sizes of all arrays and launches depend on nothing else,
+        so that the step can be recorded. Tokens after those of the sequences are padding."""
+        n, num_tokens = geometry.num_decodes, len(rows)
+        starts, num_new = geometry.starts[n:], geometry.num_new[n:]
+        token_positions = padded(geometry.positions, num_tokens, -1)
+        token_positions[:n] = -1  # the kernel for decodes stores theirs
+        found = query_tiles(starts, num_new, self._tokens_per_tile)
+        tiles = np.full((num_tokens // self._tokens_per_tile + num_chunks, 2), (num_chunks, 0))  # the padding chunk
+        tiles[: len(found)] = found
+        chunks = Chunks(
+            rows=upload(padded(geometry.rows[n:], num_chunks + 1, 0)),
+            starts=upload(padded(starts, num_chunks + 1, -1)),
+            first_tokens=upload(padded(geometry.first_tokens[n:], num_chunks + 1, 0)),
+            num_new=upload(padded(num_new, num_chunks + 1, 0)),
+            tiles=upload(tiles),
+            token_rows=rows,
+            token_positions=upload(token_positions),
+        )
+        return TritonStep(
+            rows=rows[:num_decodes],
+            positions=upload(padded(geometry.positions[:n], num_decodes, -1)),
+            blocks=geometry.device_blocks,
+            num_decodes=num_decodes,
+            chunks=chunks,
+            lengths=Lengths.SIMILAR,
         )
 
     def decode_step(
@@ -195,7 +242,8 @@ class TritonBackend:
     ) -> TritonStep:
         n, num_decodes, chunks, tables = len(rows), len(rows), None, None
         if self._deterministic:
-            chunks = Chunks(rows, positions, self._numbers[:n], self._one_each[:n], self._first_tiles[:n])
+            numbers, ones, tiles = self._numbers[:n], self._one_each[:n], self._first_tiles[:n]
+            chunks = Chunks(rows, positions, numbers, ones, tiles, token_rows=rows, token_positions=positions)
             num_decodes = 0
         elif n <= self._small_batch and kind is not Lengths.UNEVEN:
             full = blocks[None]
@@ -252,13 +300,13 @@ class TritonBackend:
         prefix = step.planned.get(window)
         if prefix is None and not config.splits:
             prefix = step.planned[window] = self._prefixes[window][: n + 1]
-            plan_decode(step.positions[:n], prefix, tile=config.tile, window=window, pdl=self._pdl)
+            plan_decode(step.positions, prefix, tile=config.tile, window=window, pdl=self._pdl)
         paged_decode(
             qkv,
             cache.kv,
             cache.scales,
-            rows=step.rows[:n],
-            positions=step.positions[:n],
+            rows=step.rows,
+            positions=step.positions,
             blocks=step.blocks[window],
             prefix=prefix,
             workspace=self._workspace,
@@ -277,13 +325,13 @@ class TritonBackend:
     def _prefill(
         self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep, chunks: Chunks, out: Tensor
     ) -> None:
-        s, first = self.shape, step.num_decodes
+        s = self.shape
         rope_store(
-            qkv[first:],
+            qkv[chunks.first_token :],
             cache.kv,
             cache.scales,
-            rows=step.rows[first:],
-            positions=step.positions[first:],
+            rows=chunks.token_rows,
+            positions=chunks.token_positions,
             blocks=step.blocks[layer.window],
             k_norm=layer.k_norm,
             eps=layer.norm_eps,

@@ -39,7 +39,7 @@ MAX_STRETCH = 6.25
 MIN_STRETCH = 2.7
 MIN_TOKENS = 128
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
-MULTIPLE = 16  # of tokens
+MULTIPLE = 128  # of all tokens of a step: products have tiles of as many rows, and recorded steps such sizes
 # a burst: so many prompts wait at least, and so many for each sequence that decodes
 BURST_PROMPTS = 16
 BURST_RATIO = 0.15
@@ -83,14 +83,14 @@ class Pacer:
         if self._rate is None:
             self.limit = Limit(FIRST_TOKENS, self.target)
         elif self._computes_burst(num_decodes, num_waiting):
-            self.limit = self._limit(self._rate, BURST_STRETCH)
+            self.limit = self._limit(self._rate, BURST_STRETCH, num_decodes)
         elif self._measures_decodes(num_decodes):
             self.limit = Limit(0, 0.0)
         else:
             wait = num_waiting * self._seconds / max(self._num_prompts, 1.0)
             stretch = max((num_decodes + num_waiting) / REQUESTS, WAIT_SHARE * wait / self.target)
             stretch = min(max(stretch, 1.0), MAX_STRETCH)
-            self.limit = self._limit(self._rate, stretch)
+            self.limit = self._limit(self._rate, stretch, num_decodes)
         return self.limit.num_tokens
 
     def _computes_burst(self, num_decodes: int, num_waiting: int) -> bool:
@@ -110,10 +110,12 @@ class Pacer:
         self._num_since, self._decode_size = 0, num_decodes
         return True
 
-    def _limit(self, rate: float, stretch: float) -> Limit:
+    def _limit(self, rate: float, stretch: float, num_decodes: int) -> Limit:
         seconds = max(stretch * self.target, MIN_STRETCH * self._decode_seconds)
-        num_tokens = int(rate * (seconds - self._decode_seconds))
-        return Limit(max(num_tokens // MULTIPLE * MULTIPLE, MIN_TOKENS), seconds)
+        num_tokens = rate * (seconds - self._decode_seconds)
+        least = -(-(MIN_TOKENS + num_decodes) // MULTIPLE)
+        of_step = max(round((num_tokens + num_decodes) / MULTIPLE), least) * MULTIPLE
+        return Limit(of_step - num_decodes, seconds)
 
     def clock(self, scheduler: "Scheduler", *, beside_host: bool) -> "StepClock":
         return StepClock(scheduler, self, beside_host=beside_host)

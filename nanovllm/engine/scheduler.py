@@ -62,9 +62,7 @@ class Scheduler:
 
             block_manager = CheckpointedBlocks(config)
         self.block_manager = block_manager or BlockManager(
-            groups=config.groups,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
+            groups=config.groups, block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
         )
         self._proposals = None
         if proposer is not None:
@@ -284,13 +282,9 @@ class Scheduler:
             insort(self.decoding, seq, key=lambda seq: seq.order)
         unscored = len(seq.prompt_logprobs) < seq.num_prompt_tokens - 1
         num_prompt_logprobs = seq.params.prompt_logprobs if unscored else None
+        num_sampled = int(is_last and seq.pooling is None)
         step = RowStep(
-            seq.row,
-            start,
-            num_new,
-            num_sampled=int(is_last and seq.pooling is None),
-            pooling=seq.pooling,
-            num_prompt_logprobs=num_prompt_logprobs,
+            seq.row, start, num_new, num_sampled, pooling=seq.pooling, num_prompt_logprobs=num_prompt_logprobs
         )
         return ScheduledRow(seq, step, seq.num_preemptions)
 

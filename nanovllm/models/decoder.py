@@ -92,17 +92,18 @@ class Decoder:
             weights = {"weight": spec.head_weight()}
             self.lm_head = Linear(weights, context, shared=None if tied is None else tied.weight)
 
-    def __call__(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor:
-        """Embedded tokens through all layers, [num_tokens, hidden]; `states` has one entry per layer.
+    def __call__(
+        self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None, which: slice = slice(None)
+    ) -> Tensor:
+        """Embedded tokens through all layers, or some of them, [num_tokens, hidden]; `states` has one entry per layer.
 
         With `wanted`, [n] indices of tokens, gives [n, hidden]: the last layer does no more than these need.
         """
-        if self.spec.scales is not None and 0 in self.shard.layers:
+        if self.spec.scales is not None and 0 in self.shard.layers[which]:
             x = self.spec.scales.embedded(x)
-        residual = self._residual(x)
-        last = len(self.layers) - 1
-        for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
-            residual = layer(residual, state, step, wanted if index == last else None)
+        residual, last = self._residual(x), self.layers[-1]
+        for layer, state in list(zip(self.layers, states, strict=True))[which]:
+            residual = layer(residual, state, step, wanted if layer is last else None)
         return residual.rows
 
     def logits(self, hidden: Tensor) -> Tensor | None:  # [num_rows, hidden] -> [num_rows, vocab]

@@ -58,10 +58,12 @@ class PerLayerDecoder(Decoder):
             self._embedding = PerLayerEmbedding(self.embed_tokens, spec.per_layer, scales, context)
             self.embed_tokens = self._embedding
 
-    def __call__(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None, which: slice = slice(None)
+    ) -> Tensor:
         x, inputs = x.split([self.spec.hidden_size, x.shape[1] - self.spec.hidden_size], dim=1)
         step = replace(step, layer_inputs=inputs.unflatten(1, (self.spec.num_layers, -1)))
-        hidden = super().__call__(x.contiguous(), states, step, wanted)
+        hidden = super().__call__(x.contiguous(), states, step, wanted, which)
         return hidden if self.shard.has_head else torch.cat([hidden, inputs], dim=1)
 
     def _parts(self) -> "dict[str, Part]":

@@ -86,7 +86,7 @@ class DecodeStep:
         self._numbers: Tensor | None = None  # [max_num_seqs] 0, 1, 2, ..., for layers with a state per row
         if keeps_row_state:
             self._numbers = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
-        self._graphs = None if eager else Graphs(device)
+        self.graphs = None if eager else Graphs(device)
 
     def size_for(self, num_rows: int) -> int:
         return self._sizes[bisect_left(self._sizes, num_rows)] if num_rows <= self._sizes[-1] else num_rows
@@ -127,11 +127,11 @@ class DecodeStep:
 
         None if the step ends with logits, which another rank has.
         """
-        if self._graphs is None:
+        if self.graphs is None:
             return self._step(kind, states)
-        if kind not in self._graphs:
+        if kind not in self.graphs:
             self._record(kind, states)
-        return self._graphs.replay(kind)
+        return self.graphs.replay(kind)
 
     def compile(self, states: list[Any]) -> None:
         """Launch one step for each class of sizes that has its own kernels, to compile them."""
@@ -141,21 +141,21 @@ class DecodeStep:
     def recordings(self, states: list[Any]) -> Iterator[None]:
         """Record the graph of each size that has none yet, one at a time. The largest first: smaller ones then reuse
         its memory, while each larger one would take more."""
-        if self._graphs is None:
+        if self.graphs is None:
             return
         for ending in (Ending.TOKENS, Ending.CUT_TOKENS):
             for size in reversed(self._sizes):
-                if (kind := StepKind(size, ending)) not in self._graphs:
+                if (kind := StepKind(size, ending)) not in self.graphs:
                     self._record(kind, states)
                     yield
 
     def _record(self, kind: StepKind, states: list[Any]) -> None:
         """Record a graph. The step runs with padding rows, which change nothing: once to compile, once to record."""
-        assert self._graphs is not None
+        assert self.graphs is not None
         rows = self._table.decode_rows.clone()
         self._table.decode_rows.zero_()
         self._step(kind, states)
-        self._graphs.record(kind, partial(self._step, kind, states))
+        self.graphs.record(kind, partial(self._step, kind, states))
         self._table.decode_rows.copy_(rows)
 
     def _step(self, kind: StepKind, states: list[Any]) -> Tensor | None:
@@ -189,5 +189,5 @@ class DecodeStep:
         return self._stage.inputs(table.tokens, rows, positions)  # padding, at -1, reads the last token of row 0: 0
 
     def close(self) -> None:
-        if self._graphs is not None:
-            self._graphs.close()
+        if self.graphs is not None:
+            self.graphs.close()

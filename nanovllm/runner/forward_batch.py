@@ -1,7 +1,8 @@
 """One step as the model sees it: flat token tensors and the attention backend's view of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +14,6 @@ from nanovllm.runner.request_table import RequestTable
 from nanovllm.runner.upload import Upload
 
 if TYPE_CHECKING:
-    from nanovllm.attention.interface import AttentionBackend
     from nanovllm.runner.verification import Verification
 
 
@@ -37,13 +37,13 @@ def step_capacity(*, max_num_tokens: int, max_num_seqs: int) -> int:
 def build_batch(
     plan: StepPlan,
     table: RequestTable,
-    backend: "AttentionBackend",
+    prepare: Callable[[BatchGeometry, Callable[[np.ndarray], Tensor]], Any],
     upload: Upload,
     *,
     head_size: int,
     keeps_row_state: bool = False,
 ) -> ForwardBatch:
-    """Tensors are valid once `upload` is sent.
+    """Tensors are valid once `upload` is sent. `prepare` is that of the attention backend.
 
     `head_size` is the number of rows that get logits, with padding. `keeps_row_state`: a layer of the model does.
     """
@@ -94,7 +94,7 @@ def build_batch(
     return ForwardBatch(
         rows=device_rows,
         positions=device_positions,
-        step=Step(backend.prepare(geometry, upload.add), sequences),
+        step=Step(prepare(geometry, upload.add), sequences),
         sampled_rows=upload.add(rows[sampled_seqs]) if len(sampled_seqs) else None,
         verification=verification,
         logits_rows=None if len(sampled_seqs) == len(positions) else upload.add(logits_rows),

@@ -1,14 +1,17 @@
 """The runner of a GPU: our kernels, decode steps as CUDA graphs, and a start that compiles and measures."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.models.spec import ModelSpec
 from nanovllm.plan import StepPlan
+from nanovllm.runner.forward_batch import ForwardBatch
 from nanovllm.runner.gpu_memory import release_memory, starting_on_gpu
 from nanovllm.runner.gpu_start import GpuStart
 from nanovllm.runner.model_runner import ModelRunner
@@ -18,6 +21,7 @@ if TYPE_CHECKING:  # imports Triton, which may not be installed
     from nanovllm.runner.decode_step import DecodeStep
     from nanovllm.runner.guided_step import GuidedStep
     from nanovllm.runner.kernel_table import KernelTable
+    from nanovllm.runner.prompt_graphs import PromptGraphs
     from nanovllm.runner.results import PendingStep
 
 
@@ -42,11 +46,12 @@ class GpuRunner(ModelRunner):
         super()._build_steps(config, model_config, max_model_len)
         self._max_num_tokens = config.max_num_batched_tokens
         self._decode: DecodeStep | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         if self._context.kernels:
             from nanovllm.runner.kernel_steps import make_kernel_steps
 
             table, keeps_row_state = cast("KernelTable", self.table), model_config.keeps_row_state
-            self._sampling, self._decode = make_kernel_steps(
+            self._sampling, self._decode, self._prompt_graphs = make_kernel_steps(
                 config, self._context, self._stage, table, keeps_row_state=keeps_row_state
             )
         self._gpu_start = GpuStart(
@@ -71,6 +76,17 @@ class GpuRunner(ModelRunner):
             return self._decode.launch(plan, self.states)
         return super()._run(plan)
 
+    def _prepare(self, plan: StepPlan) -> Callable[..., Any]:
+        graphs = self._prompt_graphs
+        if graphs is None or (size := graphs.size_for(plan)) is None:
+            return super()._prepare(plan)
+        return partial(graphs.prepare, size)
+
+    def _forward(self, batch: ForwardBatch, wanted: Tensor | None) -> Tensor | None:
+        if self._prompt_graphs is not None and self._prompt_graphs.has_prepared(batch):
+            return self._prompt_graphs.forward(batch, self.states, wanted)
+        return super()._forward(batch, wanted)
+
     def _head_size(self, num_sampled: int) -> int:
         """The size of the decode graph for as many rows: with a size that it has not seen cuBLAS may load another
         kernel, which waits until the device is idle."""
@@ -81,11 +97,13 @@ class GpuRunner(ModelRunner):
             return iter(())
         from nanovllm.runner.idle_work import idle_work
 
-        return idle_work(self.model, self._decode, self.states, max_num_tokens=self._max_num_tokens)
+        return idle_work(
+            self.model, self._decode, self._prompt_graphs, self.states, max_num_tokens=self._max_num_tokens
+        )
 
     def close(self) -> None:
         if self._decode is not None:
             self._decode.close()
         super().close()
-        del self._decode
+        del self._decode, self._prompt_graphs
         release_memory(self)

@@ -1,6 +1,6 @@
 """The device side of the engine: builds model, KV cache, request table and sampler, and launches steps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
 from nanovllm.plan import StepPlan
 from nanovllm.runner.device import resolve_cache_dtype, resolve_dtype
-from nanovllm.runner.forward_batch import build_batch, step_capacity
+from nanovllm.runner.forward_batch import ForwardBatch, build_batch, step_capacity
 from nanovllm.runner.kv_cache import make_states, size_kv_cache
 from nanovllm.runner.phases import Phases
 from nanovllm.runner.request_table import RequestTable
@@ -170,10 +170,9 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> "PendingStep | GuidedStep":
         positions = plan.sampled_positions()
         sizes: Any = {"head_size": self._head_size(len(positions)), "keeps_row_state": self._keeps_row_state}
-        batch = self.table.send(partial(build_batch, plan, self.table, self.backend, **sizes))
-        x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
+        batch = self.table.send(partial(build_batch, plan, self.table, self._prepare(plan), **sizes))
         needs_all = any(step.pooling is not None or step.num_prompt_logprobs is not None for step in plan.row_steps)
-        hidden = self._stage.forward(x, self.states, batch.step, None if needs_all else batch.logits_rows)
+        hidden = self._forward(batch, None if needs_all else batch.logits_rows)
         prompts = None
         if needs_all:
             prompts = self._outputs_of_prompts().compute(plan, batch, hidden)
@@ -197,6 +196,13 @@ class ModelRunner:
         from nanovllm.runner.guided_step import GuidedStep
 
         return GuidedStep(finish)
+
+    def _prepare(self, plan: StepPlan) -> Callable[..., Any]:
+        return self.backend.prepare
+
+    def _forward(self, batch: ForwardBatch, wanted: torch.Tensor | None) -> torch.Tensor | None:
+        x = self._stage.inputs(self.table.tokens, batch.rows, batch.positions)
+        return self._stage.forward(x, self.states, batch.step, wanted)
 
     def _head_size(self, num_sampled: int) -> int:
         """The number of rows that get logits, with padding."""

@@ -13,7 +13,7 @@ import torch
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
 from nanovllm.attention.interface import AttentionBackend, Lengths
 from nanovllm.attention.sdpa import SdpaBackend
-from nanovllm.attention.triton import TritonBackend
+from nanovllm.attention.triton import TritonBackend, padded
 from nanovllm.kernels.features import dependent_launch
 from tests.kernels.support import DEVICE
 
@@ -146,6 +146,39 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
 
     written = (cache != before)[:, :POISONED].any(dim=-1)  # [k|v, block, kv_head, position]
     assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("window", [None, 20])
+@torch.inference_mode()
+def test_a_padded_step(name: str, window: int | None) -> None:
+    """Equal to the step without padding, whose tokens come first; padding writes nothing to the cache."""
+    parts = STEPS[name]
+    shape = CacheShape(
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=HEAD_DIM,
+        block_size=BLOCK_SIZE,
+        windows=(window,),
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        device=torch.device(DEVICE),
+    )
+    backend = TritonBackend(shape, [unrotated(HEAD_DIM)], max_num_seqs=8, pdl=PDL)
+    (layer,) = backend.make_cache({window: NUM_BLOCKS})
+    layer.kv.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+    expected_cache = LayerCache(layer.kv.clone())
+    geometry, how = geometry_of(parts, block_tables_of(parts), window), LayerAttention(scale=SCALE, window=window)
+    num_tokens = len(geometry.positions)
+    qkv = torch.randn(num_tokens, 10, HEAD_DIM, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    expected = backend.forward(qkv.clone(), how, expected_cache, backend.prepare(geometry, as_int32))
+
+    rows = as_int32(padded(geometry.rows[geometry.token_seqs], num_tokens + 9, 0))
+    step = backend.prepare_padded(geometry, as_int32, rows=rows, num_decodes=7, num_chunks=4)
+    padding = torch.full((9, 10, HEAD_DIM), float("nan"), device=DEVICE)
+    out = backend.forward(torch.cat([qkv, padding]), how, layer, step)
+    torch.testing.assert_close(out[:num_tokens], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer.kv, expected_cache.kv, atol=1e-6, rtol=0)
 
 
 @torch.inference_mode()

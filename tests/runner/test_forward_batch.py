@@ -43,7 +43,7 @@ def test_the_rows_that_get_logits_are_padded() -> None:
         new_rows=tuple(filled_row(row, num_tokens) for row, num_tokens in ((1, 7), (2, 9), (3, 2), (4, 8))),
     )
     table.apply(plan)
-    batch = table.send(lambda upload: build_batch(plan, table, BACKEND, upload, head_size=6))
+    batch = table.send(lambda upload: build_batch(plan, table, BACKEND.prepare, upload, head_size=6))
     assert batch.rows.tolist() == [2] + [1] * 4 + [4] * 5 + [3] * 2
     assert batch.positions.tolist() == [8, 3, 4, 5, 6, 0, 1, 2, 3, 4, 0, 1]
     assert batch.sampled_rows is not None and batch.sampled_rows.tolist() == [2, 1, 3]

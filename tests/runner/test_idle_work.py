@@ -8,10 +8,10 @@ from tests.helpers import open_llm
 
 
 def test_sizes_are_close_to_each_other_and_the_largest_comes_first() -> None:
-    sizes = idle_work.sizes_to_try(16_900)
+    sizes = idle_work.sizes_to_try(64, 16_900)
     assert sizes == sorted(set(sizes), reverse=True) and sizes[0] == 16_900 and sizes[-1] == 64
     assert {1024, 2048, 4096} <= set(sizes) and len(sizes) < 350
-    assert idle_work.sizes_to_try(20) == [20]
+    assert idle_work.sizes_to_try(64, 20) == [20]
 
 
 def test_each_shape_of_weights_is_multiplied_with_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,5 +29,5 @@ def test_each_shape_of_weights_is_multiplied_with_each_size(monkeypatch: pytest.
             multiply(weight, num_rows, adds=adds)
 
         monkeypatch.setattr(idle_work, "multiply", record)
-        assert len(list(idle_work.idle_work(model, None, [], max_num_tokens=100))) == 4
+        assert len(list(idle_work.idle_work(model, None, None, [], max_num_tokens=100))) == 4
         assert set(products) == {(shape, size, shape[0] == hidden) for shape in shapes for size in (64, 80, 96, 100)}
