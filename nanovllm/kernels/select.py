@@ -16,7 +16,7 @@ TENS_OF_ROWS = 64  # up to here our tiles beat cuBLAS for weights of any size, a
 HUNDREDS_OF_ROWS = 256
 THOUSANDS_OF_ROWS = 2048  # from here on the tensor cores are the limit
 TILE_ROWS = (16, 32, 64, 128, 256)  # numbers of rows up to which the tiled kernel has another tile
-WIDE_ROWS = (*TILE_ROWS, 512)  # and packed_wide, which has one more up to THOUSANDS_OF_ROWS
+WIDE_ROWS = (EIGHT_ROWS, *TILE_ROWS, 512)  # and packed_wide, which has one more up to THOUSANDS_OF_ROWS
 EXPERT_ROWS = 4  # up to this many tokens, each (token, expert) pair reads its expert instead of being grouped
 
 NARROW_INPUTS = 1024
@@ -118,6 +118,8 @@ def _packed_tiles(case: LinearCase) -> bool:
 
 def _packed_wide(case: LinearCase) -> bool:
     if not case.gluon or not case.half or case.deterministic or case.minimum:
+        return False
+    if case.rows <= EIGHT_ROWS and (case.format != "int8_groups" or min(case.outputs, case.inputs) < WIDE_INPUTS):
         return False
     # with groups of 32 columns only tens of rows were measured
     return case.distance == LONGEST_DISTANCE or (case.distance == SHORTEST_DISTANCE and case.rows <= TENS_OF_ROWS)
@@ -221,18 +223,16 @@ LINEAR_KERNELS = (
     LinearKernel(
         "packed_wide_split_k",
         WIDE_FORMATS,
-        min_rows=EIGHT_ROWS + 1,
         max_rows=HUNDREDS_OF_ROWS // 2,
         add=True,
         splits=True,
         serves=_packed_wide_split_k,
-        compiled_for=WIDE_ROWS[:4],
+        compiled_for=WIDE_ROWS[:5],
         symbol="_packed_wide_kernel",
     ),
     LinearKernel(
         "packed_wide",
         WIDE_FORMATS,
-        min_rows=EIGHT_ROWS + 1,
         max_rows=THOUSANDS_OF_ROWS - 1,
         gate=True,
         serves=_packed_wide,

@@ -25,8 +25,9 @@ def quantize_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
 class Int8InputsWeight(Int8Weight):
     def __init__(self, form: "Int8InputsFormat", shape: tuple[int, ...], dtype: torch.dtype, on: torch.device) -> None:
         super().__init__(shape, dtype, on)
-        self.format_name = form.name
         self._form = form
+        if form.rounds_inputs:
+            self.format_name, self.words = form.name, None
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
         if not isinstance(tensor, Int8Tensor):
@@ -35,8 +36,7 @@ class Int8InputsWeight(Int8Weight):
             super().load(index, tensor, part)
         elif self.scale[index].numel():
             codes, scale = tensor.pieces(part, self.tensor.device)
-            self.tensor[index] = codes
-            self.scale[index] = scale
+            self.store(index, codes, scale)
 
     def matmul(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
         if not self._form.rounds_inputs:

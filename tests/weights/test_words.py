@@ -14,7 +14,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kernels.linear.choose import choose_kernel
 from nanovllm.kernels.linear.packed import FP4_PLACES, dequantize_reference
 from nanovllm.layers.moe import packed_kernels_serve
-from nanovllm.weights import fp4, fp8, groups
+from nanovllm.weights import fp4, fp8, groups, int8
 from nanovllm.weights.format import StoredWeight, WeightFormat
 from nanovllm.weights.forms import Fp4Form, Fp8Form, GroupForm
 
@@ -22,6 +22,7 @@ N, K = 16, 256
 FORMATS: dict[str, WeightFormat] = {
     "int4": groups.GroupFormat(GroupForm(4, 128, zero=True), columns=K),
     "int8": groups.GroupFormat(GroupForm(8, 32), columns=K),
+    "int8 rows": int8.Int8Format(),
     "fp8 rows": fp8.Fp8Format(Fp8Form(rounds_inputs=False)),
     "fp8 blocks": fp8.Fp8Format(Fp8Form((16, 128), rounds_inputs=False), starts=(16, 128)),
     "fp8 inputs": fp8.Fp8Format(Fp8Form((16, 128)), starts=(16, 128)),
@@ -52,7 +53,7 @@ def test_order(bits: int, floats: bool, distance: int) -> None:
 @pytest.fixture
 def in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights have the order of words on a CPU too."""
-    for module in (groups, fp8, fp4):
+    for module in (groups, fp8, fp4, int8):
         monkeypatch.setattr(module, "words_on", lambda device, *sizes: words.word_order(*sizes))
 
 
@@ -74,13 +75,14 @@ def test_too_large_scales(in_words: None) -> None:
 
 @pytest.mark.parametrize("case", FORMATS)
 def test_same_numbers(case: str, request: pytest.FixtureRequest) -> None:
-    for shape in ((N, K), (2, N, K)):
+    for shape in ((N, K), (2, N, K))[: 1 if case == "int8 rows" else 2]:  # whose experts have the order of columns
         dense = torch.randn(shape)
         plain = loaded(FORMATS[case], dense)
         request.getfixturevalue("in_words")
         weight = loaded(FORMATS[case], dense)
         assert torch.equal(weight.dequantized(), plain.dequantized())
-        assert torch.equal(dequantize_reference(weight.kernel_arguments()["weight"]), plain.dequantized())
+        expected = plain.dequantized()
+        assert torch.equal(dequantize_reference(weight.kernel_arguments()["weight"]).to(expected.dtype), expected)
 
 
 @pytest.mark.usefixtures("in_words")
@@ -111,7 +113,8 @@ def test_chosen_kernels(case: str) -> None:
 
 @pytest.mark.usefixtures("in_words")
 def test_kernels_of_a_hopper_gpu() -> None:
-    """Integers from 9 rows on, with groups of 32 up to 64 rows; minima and more rows as elsewhere."""
+    """Integers from 9 rows on, 8 bits of large weights from one; groups of 32 up to 64 rows; minima and more rows as
+    elsewhere."""
     options: dict[str, Any] = dict(gated=False, whole=True, gluon=True, pdl=False, dtype=torch.bfloat16)
 
     def name(form: GroupForm, rows: int, *, added: bool = False, deterministic: bool = False) -> str:
@@ -131,6 +134,21 @@ def test_kernels_of_a_hopper_gpu() -> None:
     assert [name(GroupForm(4, 32), rows) for rows in (64, 65)] == ["packed_wide", "packed_tiled"]
     assert name(zeros, 64, deterministic=True) == "packed_deterministic"
     assert name(GroupForm(4, 128, minimum=True), 64) == "packed_tiled"
+    assert name(GroupForm(8, 0), 1) == "packed_rows"
+    large = int8.Int8Format().empty((2048, 2048), dtype=torch.bfloat16, device=torch.device("cpu"))
+    for rows, added, expected in ((1, False, "packed_wide"), (8, True, "packed_wide_split_k")):
+        chosen = choose_kernel(large, None, rows=rows, added=added, deterministic=False, **options)
+        assert chosen is not None and chosen.kernel.name == expected
+    fixed = choose_kernel(large, None, rows=1, added=False, deterministic=True, **options)
+    assert fixed is not None and fixed.kernel.name == "packed_deterministic"
+
+
+@pytest.mark.usefixtures("in_words")
+def test_row_scales_in_the_order_of_columns() -> None:
+    """Experts, float32 activations and odd widths of `quantization="int8"`."""
+    for shape, dtype in (((2, N, K), torch.float16), ((N, K), torch.float32), ((N, 100), torch.float16)):
+        weight = int8.Int8Format().empty(shape, dtype=dtype, device=torch.device("cpu"))
+        assert weight.format_name == "int8" and weight.kernel_arguments()["weight"].shape == shape
 
 
 @pytest.mark.usefixtures("in_words")

@@ -1,4 +1,4 @@
-"""A linear layer with a packed weight for 9 to 2,047 rows on Hopper, with its own warps for loads.
+"""A linear layer with a packed weight for 1 to 2,047 rows on Hopper, with its own warps for loads.
 
 As packed_tiled.py it computes W x^T with the weight unpacked in registers, the left operand of wgmma. Two producer
 warps load ahead with TMA, into two rings of shared-memory stages: one the words of the weight, a span of columns per

@@ -16,6 +16,7 @@ MAX_SPLITS = 4
 SUMMED_ROWS = 64  # up to this many rows of x it is cheaper to scale sums of products than the weight
 SUMMED_GROUP = 128  # if they are sums of this many columns or more
 ROW_CLASSES = (
+    8,
     16,
     32,
     64,
@@ -67,6 +68,8 @@ class WideTile:
 # Microseconds of one program for MEASURED_K columns of an int4 weight, by bench/packed_kernels.py on an H200; of them,
 # those that do not depend on the number of columns; and those for adding the sums of one more part of K elsewhere.
 MICROSECONDS = {
+    WideTile(8, 1, 3): 8.4,
+    WideTile(8, 3): 21.2,
     WideTile(16, 1, 3): 9.0,
     WideTile(16, 3): 23.5,
     WideTile(32, 1, 2): 10.4,
