@@ -1,5 +1,6 @@
 """Prepare a conversation for the engine: prompt tokens, sampling parameters and output parser. All chat APIs use it."""
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +15,7 @@ from nanovllm.server.parsers import (
     OPENS_CONTENT,
     ChatParser,
     HarmonyParser,
+    call_or_content_schema,
     check_parsers,
     check_tools,
     end_of_reasoning,
@@ -136,6 +138,8 @@ async def prepare(service: Service, chat: Conversation) -> PreparedChat:
         if constraint:
             raise refuse("tool_choice", "a forced call cannot be combined with structured outputs; use one of them")
         constraint = {"json": forced_call_schema(chat.tools, chat.tool_choice)}
+    elif constraint and chat.tools and chat.tool_choice != "none":
+        constraint = _call_or_content(constraint, chat.tools)
     text, token_ids = await render_prompt(service.engine, chat)
     if constraint and (opening := _opening_of_content(service, text)):  # the grammar leaves no room for it
         text += opening
@@ -156,6 +160,20 @@ async def prepare(service: Service, chat: Conversation) -> PreparedChat:
             token_id=partial(_token_id, service.engine),
         ),
     )
+
+
+def _call_or_content(constraint: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """The constraint of the content, widened so that the model may call a tool instead."""
+    (kind,) = constraint
+    if kind == "json_object":
+        return constraint  # a call is an object, too
+    if kind != "json":
+        raise refuse(
+            "tool_choice", f'"auto" cannot be combined with a {kind}; set "none", or give a JSON schema instead'
+        )
+    checked = structured_outputs(constraint)
+    assert checked is not None and isinstance(checked.json, str)
+    return {"json": call_or_content_schema(json.loads(checked.json), tools)}
 
 
 async def render_prompt(engine: Engine, chat: Conversation) -> tuple[str, list[int]]:
@@ -195,6 +213,7 @@ def _parser(
         tool_choice=chat.tool_choice,
         prompt_opens_reasoning=opens_reasoning(prompt),
         begun=open_message(prompt),
+        constrained=constrained,
     )
 
 

@@ -77,6 +77,44 @@ async def test_cut_arguments(engine: FakeEngine, client: httpx.AsyncClient) -> N
     assert (answer["stop_reason"], answer["content"][0]["input"]) == ("max_tokens", {"a": 2, "b": 3})
 
 
+SCHEMA = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+FORMATS = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+]
+
+
+@pytest.mark.parametrize("fields", FORMATS, ids=str)
+async def test_with_a_format_of_the_content(
+    fields: dict[str, Any], engine: FakeEngine, client: httpx.AsyncClient
+) -> None:
+    """The grammar allows a call or the content; which it is follows from the text."""
+    engine.says = CALL
+    choice = await chat(client, **fields)
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    engine.says = '{"answer": "<tool_call>"}'
+    choice = await chat(client, **fields)
+    assert (choice["message"]["content"], choice["message"].get("tool_calls")) == (engine.says, None)
+    allowed = engine.seen[-1][1].structured_outputs
+    assert allowed is not None
+    if not allowed.json_object:
+        content, call = json.loads(str(allowed.json))["anyOf"]
+        assert content == SCHEMA and call["properties"]["name"] == {"const": "add"}
+    await chat(client, tool_choice="none", **fields)
+    alone = engine.seen[-1][1].structured_outputs
+    assert alone is not None and (alone.json_object or json.loads(str(alone.json)) == SCHEMA)
+
+
+@pytest.mark.parametrize("kind", [{"regex": "a+"}, {"choice": ["a", "b"]}, {"grammar": 'start: "a"'}], ids=str)
+async def test_other_grammars_leave_no_room_for_calls(kind: dict[str, Any], client: httpx.AsyncClient) -> None:
+    body = {"messages": HELLO, "tools": TOOLS, "structured_outputs": kind}
+    refused = await client.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+    assert next(iter(kind)) in refused.json()["error"]["message"]
+    assert (await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})).status_code == 200
+
+
 async def test_the_other_apis(engine: FakeEngine, client: httpx.AsyncClient) -> None:
     engine.says = CALL
     tools = [{"type": "function", **TOOLS[0]["function"]}]

@@ -250,6 +250,20 @@ def test_forced_calls_have_valid_arguments(choice: Any, server: ServerProcess) -
     assert num_done >= 3, "too few calls came to their end to say anything"
 
 
+def test_auto_with_a_response_format_is_a_call_or_the_content(server: ServerProcess) -> None:
+    tool = {"type": "function", "function": {"name": "make", "parameters": AGE}}
+    body = {"messages": HELLO, **SAMPLED, "tools": [tool], **schema_format(PERSON)}
+    for response in ask_all(server, CHAT, [{**body, "seed": seed} for seed in range(6)]):
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        message = choice["message"]
+        if choice["finish_reason"] == "tool_calls":
+            assert message["content"] is None
+            assert all(is_valid(call["function"]["arguments"], AGE) for call in message["tool_calls"])
+        elif choice["finish_reason"] == "stop":
+            assert is_valid(message["content"], PERSON)
+
+
 def test_a_forced_call_has_no_response_format(server: ServerProcess) -> None:
     """The format describes the content, and a forced call has none. A grammar would describe the call as well."""
     function = {"name": "make", "parameters": AGE}

@@ -1,7 +1,7 @@
 """Parse the text that a model generates into messages: reasoning, content and tool calls."""
 
 from nanovllm.server.parsers.chat import ChatParser, check_parsers, make_parser, parse_forced_call
-from nanovllm.server.parsers.choice import check_tools, forced_call_schema, forces_call
+from nanovllm.server.parsers.choice import call_or_content_schema, check_tools, forced_call_schema, forces_call
 from nanovllm.server.parsers.events import (
     ContentDelta,
     Event,
@@ -39,6 +39,7 @@ __all__ = [
     "ToolCall",
     "ToolCallArguments",
     "ToolCallStart",
+    "call_or_content_schema",
     "check_parsers",
     "check_tools",
     "collect",

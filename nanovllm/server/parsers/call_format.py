@@ -6,8 +6,9 @@ The most common form of a call is a JSON object, {"name": ..., "arguments": {...
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from nanovllm.server.parsers.events import new_call_id
@@ -36,11 +37,14 @@ class CallScanner(Protocol):
 
 
 class JsonCall:
-    """Scans a JSON object, the call, that begins at `start`. Without `tools`, any name is known."""
+    """Scans a JSON object, the call, that begins at `start`. Without `tools`, any name is known.
 
-    def __init__(self, start: int, tools: Tools | None) -> None:
+    `keys`: the names that the object must begin with. Without them it may have others, and no arguments.
+    """
+
+    def __init__(self, start: int, tools: Tools | None, *, keys: Sequence[str] = ()) -> None:
         self._object = ObjectScanner(start)
-        self._tools = tools
+        self._tools, self._keys = tools, keys
         self.calls: list[NamedCall] = []
 
     @property
@@ -49,20 +53,22 @@ class JsonCall:
 
     def scan(self, text: str) -> Status:
         status = self._object.scan(text)
-        call = self._read(text, missing="{}" if status is Status.COMPLETE else "")
-        self.calls = [call] if call else []
-        return Status.INVALID if status is Status.COMPLETE and not call else status
-
-    def _read(self, text: str, *, missing: str) -> NamedCall | None:
-        """The call, once its name is known and its arguments have begun. `missing`: the arguments if there are none."""
         members = self._object.members_so_far
-        name = text[members["name"]] if "name" in members else ""
+        name = text[members["name"]] if "name" in members else None
+        if not self._has_keys() or (name is not None and not self._is_known(name)):
+            return Status.INVALID
         key = next((key for key in members if key in ARGUMENT_KEYS), None)
+        missing = "{}" if status is Status.COMPLETE and not self._keys else ""
         arguments = missing if key is None else text[members[key]]
-        if not name.startswith('"') or not arguments.startswith("{"):
-            return None
-        name = json.loads(name)
-        return (name, arguments) if self._tools is None or name in self._tools else None
+        if name is not None and arguments.startswith("{"):
+            self.calls = [(json.loads(name), arguments)]
+        return Status.INVALID if status is Status.COMPLETE and not self.calls else status
+
+    def _has_keys(self) -> bool:
+        return all(found == key for found, key in zip(self._object.keys, self._keys, strict=False))
+
+    def _is_known(self, name: str) -> bool:
+        return name.startswith('"') and (self._tools is None or json.loads(name) in self._tools)
 
 
 @dataclass(frozen=True)
@@ -81,3 +87,5 @@ class CallFormat:
 
 # A call that is forced by a grammar: the object and nothing else.
 FORCED_CALL = CallFormat(begins_message=True)
+# The message follows `call_or_content_schema`. An object that is no call is content from the first name that differs.
+CALL_OR_CONTENT = CallFormat(begins_message=True, scanner=partial(JsonCall, keys=("name", "arguments")))

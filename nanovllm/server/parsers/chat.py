@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.server.parsers.call_format import FORCED_CALL, CallFormat, Tools
+from nanovllm.server.parsers.call_format import CALL_OR_CONTENT, FORCED_CALL, CallFormat, Tools
 from nanovllm.server.parsers.choice import ToolChoice, call_format, known_tools, resolve_choice
 from nanovllm.server.parsers.events import ContentDelta, Event, ParsedMessage, ReasoningDelta, ToolCallStart, collect
 from nanovllm.server.parsers.harmony import HARMONY, HarmonyParser
@@ -108,9 +108,11 @@ def make_parser(
     tool_choice: ToolChoice,
     prompt_opens_reasoning: bool = False,
     begun: str = "",
+    constrained: bool = False,
 ) -> ChatParser | HarmonyParser:
     """Make the parser for one request. `reasoning` and `tools` are names of parsers, or None. `begun`: in harmony, the
-    message that the prompt ends within.
+    message that the prompt ends within. `constrained`: with tool_choice "auto", the message follows the grammar of
+    `call_or_content_schema`.
 
     A forced call (tool_choice "required" or a named tool) follows the grammar of `forced_call_schema` from its first
     token on, so it has no reasoning and none of the model's tags. Without a tool parser, the calls that the model makes
@@ -118,9 +120,12 @@ def make_parser(
     """
     check_parsers(reasoning=reasoning, tools=tools)
     choice = resolve_choice(tool_schemas, tool_choice)
+    new_id = call_format(tools).new_id
     if choice == "required" or isinstance(choice, Mapping):
-        forced = replace(FORCED_CALL, new_id=call_format(tools).new_id)
-        return _forced_parser(forced, known_tools(tool_schemas if isinstance(choice, str) else [choice]))
+        forced = replace(FORCED_CALL, new_id=new_id)
+        return _object_parser(forced, known_tools(tool_schemas if isinstance(choice, str) else [choice]))
+    if constrained and choice == "auto":
+        return _object_parser(replace(CALL_OR_CONTENT, new_id=new_id), known_tools(tool_schemas))
     if reasoning == HARMONY:
         return HarmonyParser(known_tools(tool_schemas) if choice == "auto" else {}, begun=begun)
     format = None if reasoning is None else REASONING_FORMATS[reasoning]
@@ -141,8 +146,8 @@ def check_parsers(*, reasoning: str | None, tools: str | None) -> None:
 
 def parse_forced_call(text: str) -> ParsedMessage:
     """Parse a completion that follows `forced_call_schema`. If the length limit truncated it, so are the arguments."""
-    return _forced_parser(FORCED_CALL, None).parse(text)
+    return _object_parser(FORCED_CALL, None).parse(text)
 
 
-def _forced_parser(format: CallFormat, tools: Tools | None) -> ChatParser:
+def _object_parser(format: CallFormat, tools: Tools | None) -> ChatParser:
     return ChatParser(reasoning=None, starts_in_reasoning=False, call_format=format, tools=tools)

@@ -149,21 +149,31 @@ def forced_call_schema(
     return {"oneOf": [_call_schema(tool, key, f"#/oneOf/{position}") for position, tool in enumerate(forced)]}
 
 
+def call_or_content_schema(schema: Mapping[str, Any], tool_schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON schema of a message that is either content with this schema or a call of one of the tools."""
+    calls = [_call_schema(tool, "arguments", f"#/anyOf/{position}") for position, tool in enumerate(tool_schemas, 1)]
+    return {"anyOf": [_embedded(schema, "#/anyOf/0"), *calls]}
+
+
 def _call_schema(tool: Mapping[str, Any], key: str, pointer: str) -> dict[str, Any]:
     """The schema of a call of one tool. `key` is the name of the arguments; `pointer` is where the schema will be."""
     function = tool["function"]
-    parameters = {**(function.get("parameters") or _NO_PARAMETERS)}
-    for identity in ("$id", "$schema"):  # they would make the parameters a separate document for references
-        parameters.pop(identity, None)
+    parameters = function.get("parameters") or _NO_PARAMETERS
     return {
         "type": "object",
         "properties": {
             "name": {"const": function["name"]},
-            key: _with_moved_refs(parameters, f"{pointer}/properties/{key}"),
+            key: _embedded(parameters, f"{pointer}/properties/{key}"),
         },
         "required": ["name", key],
         "additionalProperties": False,
     }
+
+
+def _embedded(schema: Mapping[str, Any], pointer: str) -> Any:
+    """The schema as a part of another one, at a JSON pointer."""
+    identity = ("$id", "$schema")  # they would make it a separate document for references
+    return _with_moved_refs({name: value for name, value in schema.items() if name not in identity}, pointer)
 
 
 def _with_moved_refs(schema: Any, pointer: str) -> Any:

@@ -42,6 +42,7 @@ class ObjectScanner:
     def __init__(self, start: int) -> None:
         self.end = start  # the end of the scanned text; of the object, once it is complete
         self.members: dict[str, slice] = {}  # name -> value; of duplicate names the first counts: it may have been sent
+        self.keys: list[str] = []  # the names that have been read, also those whose value has not, and duplicates
         self._closers: list[str] = []  # the closing brackets of all open objects and arrays, innermost last
         self._expect = _Expect.VALUE
         self._string_start: int | None = None
@@ -115,6 +116,7 @@ class ObjectScanner:
             return self._value_done()
         if len(self._closers) == 1:
             self._key = json.loads(text[start : self.end])
+            self.keys.append(self._key)
         self._expect = _Expect.COLON
         return Status.GROWING
 

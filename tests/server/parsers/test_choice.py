@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.server.parsers import check_tools, forced_call_schema, make_parser, parse_forced_call
+from nanovllm.server.parsers import (
+    call_or_content_schema,
+    check_tools,
+    forced_call_schema,
+    make_parser,
+    parse_forced_call,
+)
 
 POINT = {
     "$id": "https://example.org/point",
@@ -152,6 +158,25 @@ def test_schema_compiles(choice: Any, tools: list[Any]) -> None:
     matcher = pytest.importorskip("llguidance").LLMatcher
     grammar = matcher.grammar_from_json_schema(forced_call_schema(tools, choice, "hermes"))
     assert matcher.validate_grammar(grammar) == ""
+
+
+def test_the_schema_of_content_or_calls_takes_both() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    person = {
+        "$id": "https://example.org/person",
+        "type": "object",
+        "properties": {"name": {"$ref": "#/$defs/text"}, "friend": {"$ref": "#"}},
+        "required": ["name"],
+        "additionalProperties": False,
+        "$defs": {"text": {"type": "string"}},
+    }
+    schema = call_or_content_schema(person, TOOLS)
+    good = [{"name": "Bo", "friend": {"name": "now"}}, {"name": "move", "arguments": {"at": {"x": 1}}}, {"name": "now"}]
+    bad = [{"name": 1}, {"name": "Bo", "friend": {}}, {"name": "move", "arguments": {"at": 1}}, {"arguments": {}}, {}]
+    validator = jsonschema.Draft202012Validator(schema)
+    assert [validator.is_valid(value) for value in good + bad] == [True] * 3 + [False] * 5
+    matcher = pytest.importorskip("llguidance").LLMatcher
+    assert matcher.validate_grammar(matcher.grammar_from_json_schema(schema)) == ""
 
 
 def test_tools_are_left_as_they_were() -> None:

@@ -15,7 +15,13 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")
 CALL = '{"name": "f", "arguments": {}}'
 PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "<", "</", "<tool_", "</thi", ";"]
 PIECES += ["\n", "\n\n", " ", "Hello", "é🦊", "{", "}", '"', "\\", ":", "null", "{}"]
-PIECES += [CALL, '{"name":"g","parameters":{"a":"</tool_call>","b":[{"c":"}\\""}]}}']
+PIECES += [
+    '{"name": "f"',
+    ', "arguments": {',
+    ', "a": 1}',
+    CALL,
+    '{"name":"g","parameters":{"a":"</tool_call>","b":[{"c":"}\\""}]}}',
+]
 PIECES += [
     '{"name": "h", "arguments": {}}',
     '{"name": "f", "arguments": {"x": "<tool_call>',
@@ -41,7 +47,14 @@ def without_ids(message: ParsedMessage) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("reasoning", [None, "qwen3", "deepseek_r1"])
 @pytest.mark.parametrize(
-    ("tools", "choice"), [(None, "none"), ("hermes", "auto"), ("llama3_json", "auto"), (None, "required")]
+    ("tools", "choice", "constrained"),
+    [
+        (None, "none", False),
+        ("hermes", "auto", False),
+        ("llama3_json", "auto", False),
+        (None, "required", False),
+        ("hermes", "auto", True),
+    ],
 )
 @example(text=f"{CALL}; <|python_tag|>{CALL};", places=[], finish_with_last=True)
 @example(text=f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_", places=[], finish_with_last=False)
@@ -49,9 +62,17 @@ def without_ids(message: ParsedMessage) -> tuple[Any, ...]:
 @settings(deadline=None)
 @given(text=texts, places=st.lists(st.integers(0, 400), max_size=8), finish_with_last=st.booleans())
 def test_any_split_gives_the_same_message(
-    reasoning: str | None, tools: str | None, choice: str, text: str, places: list[int], finish_with_last: bool
+    reasoning: str | None,
+    tools: str | None,
+    choice: str,
+    constrained: bool,
+    text: str,
+    places: list[int],
+    finish_with_last: bool,
 ) -> None:
-    parser = make_parser(reasoning=reasoning, tools=tools, tool_schemas=TOOLS, tool_choice=choice)
+    parser = make_parser(
+        reasoning=reasoning, tools=tools, tool_schemas=TOOLS, tool_choice=choice, constrained=constrained
+    )
     whole = without_ids(parser.parse(text))
     assert without_ids(stream(parser.new_copy(), cut(text, places), finish_with_last)) == whole
     assert without_ids(stream(parser.new_copy(), list(text) or [""], finish_with_last)) == whole

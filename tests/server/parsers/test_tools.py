@@ -223,6 +223,29 @@ def test_auto_without_a_tool_parser_takes_the_form_of_forced_calls(choice: ToolC
     assert (thinking.reasoning, thinking.content, len(thinking.tool_calls)) == ("Hm.", None, 1)
 
 
+@pytest.mark.parametrize(
+    ("pieces", "content", "calls"),
+    [
+        (['{"name": "now", "arguments": ', '{"a": 1', "}}"], [], [("now", ['{"a": ', "1}"])]),
+        (['{"answer"', ': "a', ' b"}'], ['{"answer"', ': "a', ' b"}'], []),
+        (['{"name": "N', 'ow"', "}"], ['{"name": "Now"', "}"], []),
+        (['{"name": "now", "at"', ": 1}"], ['{"name": "now", "at"', ": 1}"], []),
+        (['{"name": "now"', "}"], ['{"name": "now"}'], []),
+        (["[1", ", 2]"], ["[1", ", 2]"], []),
+    ],
+)
+def test_a_message_that_follows_a_grammar_is_content_or_a_call(
+    pieces: list[str], content: list[str], calls: list[tuple[str, list[str]]]
+) -> None:
+    made = make_parser(reasoning=None, tools="mistral", tool_schemas=TOOLS, tool_choice="auto", constrained=True)
+    events = [event for piece in pieces for event in made.feed(piece)] + made.feed("", finished=True)
+    assert [event.text for event in events if isinstance(event, ContentDelta)] == content
+    starts = [event for event in events if isinstance(event, ToolCallStart)]
+    texts = [event.text for event in events if isinstance(event, ToolCallArguments)]
+    assert [(start.name, texts) for start in starts] == calls
+    assert all(len(start.id) == 9 for start in starts)
+
+
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'qwen'.*hermes, lfm2, llama3_json"):
         parser("qwen")
