@@ -30,7 +30,7 @@ from nanovllm.runner.upload import Upload
 
 MULTIPLE = 128  # of tokens: products of so many have tiles of as many rows anyway
 MOST_TOKENS = 2560  # larger steps take the GPU longer than the host
-MOST_CHUNKS = 64
+MOST_DECODES, MOST_CHUNKS = 512, 24  # with more, programs that only find padding would take time
 LONGEST = 4096  # tokens; longer sequences have kernels of their own, or are divided among more programs
 
 
@@ -54,7 +54,7 @@ class PromptGraphs:
         device: torch.device,
     ) -> None:
         self._stage, self._backend, self._table, self._graphs = stage, backend, table, graphs
-        self._max_num_seqs = max_num_seqs
+        self._max_num_decodes = min(MOST_DECODES, max_num_seqs)
         self.sizes = list(range(MULTIPLE, min(MOST_TOKENS, max_num_tokens) + 1, MULTIPLE))
         self._upload = Upload(capacity=8 * MOST_TOKENS + 8 * MOST_CHUNKS, device=device)
 
@@ -62,13 +62,14 @@ class PromptGraphs:
         """The size of the recorded graph that serves this step with prompts, if there is one."""
         steps = plan.row_steps
         size = cdiv(len(plan.decode_rows) + sum(step.num_new for step in steps), MULTIPLE) * MULTIPLE
-        if self._key(size) not in self._graphs or len(steps) > MOST_CHUNKS:
+        if self._key(size) not in self._graphs or len(steps) > MOST_CHUNKS or len(plan.decode_rows) > MOST_DECODES:
+            return None
+        if any(step.proposed or step.pooling or step.num_prompt_logprobs is not None for step in steps):
             return None
         longest = max(step.start + step.num_new for step in steps)
         if plan.decode_rows:
             longest = max(longest, int(self._table.host_length[list(plan.decode_rows)].max()))
-        is_plain = not any(step.proposed or step.pooling or step.num_prompt_logprobs is not None for step in steps)
-        return size if longest <= LONGEST and is_plain else None
+        return size if longest <= LONGEST else None
 
     def prepare(self, size: int, geometry: BatchGeometry, _: object = None) -> PaddedStep:
         """Send the arrays of a step. Their order and sizes, and so their addresses, depend on `size` alone."""
@@ -76,7 +77,7 @@ class PromptGraphs:
         upload.start(extra=0)
         rows = upload.add(padded(geometry.rows[geometry.token_seqs], size, 0))
         positions = upload.add(padded(geometry.positions, size, 0))
-        num_decodes = min(size, self._max_num_seqs)
+        num_decodes = min(size, self._max_num_decodes)
         attention = self._backend.prepare_padded(
             geometry, upload.add, rows=rows, num_decodes=num_decodes, num_chunks=MOST_CHUNKS
         )
