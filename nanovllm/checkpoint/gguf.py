@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -151,8 +152,10 @@ class GGUFFile:
     def architecture(self) -> str:
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in MODULES:
+            near = difflib.get_close_matches(str(name), MODULES, n=1)
+            hint = f" (nearest: {near[0]})" if near else ""
             known = ", ".join(MODULES)
-            raise self.refuse(f"general.architecture is {short(name)}, which is not supported; supported are: {known}")
+            raise self.refuse(f"general.architecture is {short(name)}, which is not known{hint}; known: {known}")
         return name
 
     @cached_property

@@ -58,6 +58,8 @@ def _yarn(file: GGUFFile, factor: float) -> dict[str, float]:
     if file.real("rope.scaling.yarn_ext_factor", default=1.0) != 1.0:
         raise file.refuse(f"rope.scaling.yarn_ext_factor is {file.get('rope.scaling.yarn_ext_factor')}; it must be 1")
     keys = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "mscale_all_dim": "yarn_log_multiplier"}
+    if file.get("rope.scaling.yarn_log_multiplier") == 0:  # means that there is none
+        del keys["mscale_all_dim"]
     stated = {name: f"rope.scaling.{key}" for name, key in keys.items() if file.get(f"rope.scaling.{key}") is not None}
     found = {name: file.real(key) for name, key in stated.items()}
     if "mscale_all_dim" in found:

@@ -18,6 +18,7 @@ from tests.helpers import (
     EVEN_FAMILIES,
     EXPERT_GROUPS,
     GPT_OSS,
+    MOE,
     SHARED_MOE,
     VOCAB_SIZE,
     YARN_ROPE,
@@ -40,6 +41,14 @@ EVEN_FAMILIES |= {  # models that the metadata of GGUF files can describe
     "qwen3-next-gguf": Family(
         "qwen3_next", {**DELTA_NET, **SHARED_MOE, "linear_key_head_dim": 16}, head_dim=32, norm_offset=1.0
     ),
+    # without a factor of the experts, which llama.cpp does not know
+    "lfm2-moe-gguf": Family(
+        "lfm2_moe",
+        {**MOE, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+        heads=(4, 2),
+        tied=True,
+    ),
+    "mistral-small-3": Family("mistral", {"sliding_window": None}, heads=(6, 2)),  # queries are not scaled
     # with an mscale that equals mscale_all_dim, as in every published model
     "deepseek-v2-gguf": Family(
         "deepseek_v2",
@@ -164,9 +173,34 @@ def lfm2(config: Any) -> Keys:
     }
 
 
+def lfm2_moe(config: Any) -> Keys:
+    return lfm2(config) | {
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 2,
+    }
+
+
 def lfm2_tensors(config: Any, tensors: Tensors) -> Tensors:
     for name, weight in tensors:
-        yield name, weight.squeeze(1) if name.endswith("conv.conv.weight") else weight
+        if ".experts." in name:
+            yield from qwen3_next_tensors(config, iter([(name, weight)]))
+        elif name.endswith("expert_bias"):
+            yield f"{name}.bias", weight
+        else:
+            yield name, weight.squeeze(1) if name.endswith("conv.conv.weight") else weight
+
+
+def mistral3(config: Any) -> Keys:
+    rope = config.rope_parameters
+    return {
+        "rope.dimension_count": config.head_dim,
+        "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
+        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
+    }
 
 
 def qwen3_next(config: Any) -> Keys:
@@ -342,6 +376,8 @@ RECIPES: dict[str, Recipe] = {
     "gpt-oss": (gpt_oss, gpt_oss_tensors),
     "granite": (granite, permuted),
     "lfm2": (lfm2, lfm2_tensors),
+    "lfm2moe": (lfm2_moe, lfm2_tensors),
+    "mistral3": (mistral3, permuted),
     "olmo2": (olmo, as_they_are),
     "phi3": (phi3, phi3_tensors),
     "qwen35": (qwen3_5, qwen3_5_tensors),

@@ -311,12 +311,13 @@ def test_settings_that_cannot_be_honoured(tmp_path: Path, metadata: dict[str, An
     assert str(path) in str(refusal.value)
 
 
-def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+@pytest.mark.parametrize(("name", "nearest"), [("bert", ""), ("mistral4", r" \(nearest: mistral3\)")])
+def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path, name: str, nearest: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", name)
     finish(writer)
     with (
         GGUFFile(tmp_path / "m.gguf") as file,
-        pytest.raises(CheckpointError, match="'mamba'.*gemma3, .*llama, .*qwen3moe"),
+        pytest.raises(CheckpointError, match=f"'{name}', which is not known{nearest}; known: .*gemma3, .*llama"),
     ):
         file.hf_config()
 

@@ -26,6 +26,9 @@ FILES = [  # family of tests/helpers.py, architecture
     ("gpt-oss-gguf", "gpt-oss"),
     ("granite", "granite"),
     ("lfm2-attention-last", "lfm2"),
+    ("lfm2-moe-gguf", "lfm2moe"),
+    ("ministral3", "mistral3"),
+    ("mistral-small-3", "mistral3"),
     ("olmo2-plain", "olmo2"),
     ("olmo3", "olmo2"),
     ("phi3-window", "phi3"),
@@ -99,6 +102,16 @@ def test_layers_that_propose_tokens_are_skipped(tmp_path: Path) -> None:
         assert_greedy("qwen3.5-gguf", prompt_of(9), output["token_ids"])
 
 
+def test_a_yarn_multiplier_of_zero_is_none(tmp_path: Path) -> None:
+    values = {"zero": 0.0, "none": None, "one": 1.0}
+    paths = {
+        name: write_family(tmp_path / name, "ministral3", "mistral3", rope__scaling__yarn_log_multiplier=value)
+        for name, value in values.items()
+    }
+    zero, none, one = (describe(path).config for path in paths.values())
+    assert zero == none != one
+
+
 def test_the_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_family(tmp_path / "model.gguf", "granite", "granite", packed="Q8_0")
     assert main(["plan", str(path), "--json"]) == 0
@@ -116,6 +129,10 @@ def test_the_plan_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("glm4", "glm4", "rope__dimension_count", 64, "rope.dimension_count is 64 of 32"),
         ("deepseek-v2-gguf", "deepseek2", "expert_gating_func", 3, "expert_gating_func is 3"),
         ("deepseek-v2-gguf", "deepseek2", "rope__scaling__yarn_log_multiplier", None, "yarn_log_multiplier is None"),
+        ("lfm2-moe-gguf", "lfm2moe", "expert_gating_func", 1, "expert_gating_func is 1; it must be 2"),
+        ("lfm2-moe-gguf", "lfm2moe", "expert_weights_scale", 1.5, "does not scale the experts"),
+        ("ministral3", "mistral3", "rope__scaling__type", "linear", "attention.temperature_scale needs"),
+        ("ministral3", "mistral3", "attention__sliding_window", 8, "llama.cpp computes no windows"),
         ("gemma4", "gemma4", "rope__dimension_count_swa", 8, "rope.dimension_count_swa"),
         ("gemma4", "gemma4", "feed_forward_length", [80, 160, 80], "feed_forward_length: only layers that share KV"),
         ("phi4-mini", "phi3", "rope__dimension_count", 8, r"must be F32 of shape \(4,\)"),
