@@ -158,9 +158,9 @@ ALLOWED_SETTERS = {
     "executor.head_start": "a variable of the CUDA driver, which torch sets to the same value",
     "executor.interrupts": "restores the handler at the end of a block",
     "executor.worker": "a process of its own",
-    "server.lifecycle": "a program of its own",
     "utils.child_process": "a process of its own",
     "utils.frozen_objects": "Python has one garbage collector; undone when the engine is closed",
+    "utils.short_pauses": "Python has one garbage collector; within a block its settings are restored",
     "utils.collector": "Python has one garbage collector; within a block its settings are restored",
 }
 

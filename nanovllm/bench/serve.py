@@ -278,8 +278,11 @@ def _measure(load: argparse.Namespace, server: "Server") -> Measured:
     import asyncio
 
     from nanovllm.bench.serve_metrics import measure
+    from nanovllm.utils.short_pauses import short_pauses
 
-    target, outcomes = asyncio.run(_load(load, server, choose_requests(load)))
+    requests = choose_requests(load)
+    with short_pauses():  # a pause of this program would look like one of the server
+        target, outcomes = asyncio.run(_load(load, server, requests))
     rate = {"request_rate": load.request_rate} if math.isfinite(load.request_rate) else {}
     return Measured(target, outcomes, {**rate, **measure(outcomes, dict(load.goodput))})
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 import ssl
@@ -19,6 +18,7 @@ from nanovllm.server.connection import Connection
 from nanovllm.server.engine import Engine
 from nanovllm.server.settings import ServerSettings
 from nanovllm.utils.logging import get_logger
+from nanovllm.utils.short_pauses import short_pauses
 
 logger = get_logger(__name__)
 
@@ -122,8 +122,8 @@ async def serve(listener: socket.socket, settings: ServerSettings, load: Callabl
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             service.attach(loading.result())
-            gc.freeze()  # these objects are permanent; a garbage collection that scanned them would delay all streams
-            await serving
+            with short_pauses():
+                await serving
     finally:
         service.drain()
         server.stop()
