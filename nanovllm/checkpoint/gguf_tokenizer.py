@@ -5,43 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.checkpoint.gguf_splits import NORMALIZED, PATTERNS, WHOLE_WORDS, pre_tokenizer
 from nanovllm.errors import CheckpointError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import PreTokenizer
 
 # Values of tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _TOKEN_TYPES = (_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE)
 
+GEMMA4 = "gemma4"  # SentencePiece's pieces, with merges in the file
 _MAX_TOKEN_CHARS = 1024  # real tokens have fewer than 300; finding a token's merges is quadratic in its length
-
-_SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{marks}]+|{number}"
-    r"| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_SPLIT = _SPLIT_PATTERN.format(number=r"\p{N}{1,3}", marks="")
-_UPPER, _LOWER, _ENDING = (
-    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-)
-_GPT4O_SPLIT = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "lfm2")  # tokens are found without merges; BOS is implied
-_QWEN_NAMES = ("qwen2", "qwen35")
-_SPLITS = {  # by tokenizer.ggml.pre
-    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA3_SPLIT),
-    "qwen2": _SPLIT_PATTERN.format(number=r"\p{N}", marks=""),
-    "qwen35": _SPLIT_PATTERN.format(number=r"\p{N}", marks=r"\p{M}"),
-    "gpt-4o": _GPT4O_SPLIT,
-}
-_DIGITS_NAMES, _GPT2_NAMES = ("smollm", "refact"), ("gpt-2", "default", "olmo")
-_PRE_TOKENIZERS = (*_DIGITS_NAMES, *_GPT2_NAMES, *_SPLITS)
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
@@ -49,10 +25,10 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level_tokenizer(metadata)
-    elif kind == "llama":
+    elif kind in ("llama", GEMMA4):
         tokenizer = _sentencepiece_tokenizer(metadata)
     else:
-        raise _refusal(f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' and 'llama'")
+        raise _refusal(f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2', 'llama' and {GEMMA4!r}")
     _add_tokens(tokenizer, metadata)
     return tokenizer
 
@@ -78,37 +54,25 @@ def _byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, normalizers
 
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
-        known = ", ".join(_PRE_TOKENIZERS)
+    if pre not in PATTERNS:
+        known = ", ".join(PATTERNS)
         raise _refusal(f"its pre-tokenizer (tokenizer.ggml.pre) {pre!r} is not supported; supported are: {known}")
-    merges = [tuple(merge.split(" ")) for merge in _list(metadata, "merges", str)]
-    tokenizer = Tokenizer(_bpe(_vocabulary(metadata), merges, ignore_merges=pre in _LLAMA3_NAMES))
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
-    if pre in _QWEN_NAMES:
+    tokenizer = Tokenizer(_bpe(_vocabulary(metadata), _merges(metadata), ignore_merges=pre in WHOLE_WORDS))
+    tokenizer.pre_tokenizer = pre_tokenizer(pre)
+    if pre in NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _pre_tokenizer(name: str) -> PreTokenizer:
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-
-    if name in _GPT2_NAMES:
-        return ByteLevel(add_prefix_space=False)
-    if name in _DIGITS_NAMES:
-        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    pattern = Regex(_SPLITS[name])
-    return Sequence([Split(pattern, behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
 def _sentencepiece_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, normalizers
 
-    vocabulary, merges = _vocabulary(metadata), _merges_from_scores(metadata)
+    has_merges = metadata.get("tokenizer.ggml.model") == GEMMA4
+    vocabulary, merges = _vocabulary(metadata), _merges(metadata) if has_merges else _merges_from_scores(metadata)
     unknown = _unknown_token(metadata, vocabulary)
     tokenizer = Tokenizer(_bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    spaced = _flag(metadata, "add_space_prefix", default=True)
+    spaced = not has_merges and _flag(metadata, "add_space_prefix", default=True)
     replaced = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replaced]) if spaced else replaced
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -124,6 +88,10 @@ def _unknown_token(metadata: dict[str, Any], vocabulary: dict[str, int]) -> str 
     if index is not None and tokens[index] not in vocabulary:
         raise _refusal(f"the unknown token {index} is marked as unused")
     return None if index is None else tokens[index]
+
+
+def _merges(metadata: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [tuple(merge.split(" ")) for merge in _list(metadata, "merges", str)]
 
 
 def _merges_from_scores(metadata: dict[str, Any]) -> list[tuple[str, str]]:
@@ -167,7 +135,10 @@ def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
 
 def _adds_bos(metadata: dict[str, Any]) -> bool:
     """Whether texts begin with BOS. Converters omit the flag if the kind of tokenizer implies it."""
-    implied = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind == GEMMA4:
+        return True  # also in files whose flag says otherwise, as in llama.cpp
+    implied = kind == "llama" or pre in WHOLE_WORDS
     return _flag(metadata, "add_bos_token", default=implied)
 
 

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from nanovllm.checkpoint.gguf_splits import PATTERNS, pre_tokenizer
 from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer, chat_template, special_tokens
 from nanovllm.errors import CheckpointError
 
@@ -109,7 +110,7 @@ def pre_tokenizer_oracles() -> dict[str, pre_tokenizers.PreTokenizer]:
     return like_gpt2 | like_smollm | dict.fromkeys(LLAMA3_KINDS, split)
 
 
-GPT2_KINDS, DIGITS_KINDS = ("gpt-2", "default", "olmo"), ("smollm", "refact")
+GPT2_KINDS, DIGITS_KINDS = ("gpt-2", "olmo"), ("smollm", "refact")
 LLAMA3_KINDS = ("llama-bpe", "llama3", "lfm2", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe")
 
 
@@ -123,16 +124,83 @@ def test_byte_level_kinds(trained: str, pre: str) -> None:
     check_equal(build_tokenizer(metadata), oracle, TEXTS + random_texts(200))
 
 
-def test_gpt_4o_kind(trained: str) -> None:
-    """The pattern is that of transformers; a change from lower to upper case ends a piece in it."""
+KINDS_OF_TRANSFORMERS = ("gpt-4o", "tekken", "deepseek-r1-qwen", "megrez", "falcon3", "pixtral")
+
+
+@pytest.mark.parametrize("pre", KINDS_OF_TRANSFORMERS)
+def test_kinds_whose_pattern_transformers_has(trained: str, pre: str) -> None:
     module = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     oracle = tokenizers.Tokenizer.from_str(trained)
-    ours = build_tokenizer(byte_level_metadata(oracle, "gpt-4o"))
-    split = pre_tokenizers.Split(tokenizers.Regex(module._GPT4O_SPLIT), "isolated")
+    ours = build_tokenizer(byte_level_metadata(oracle, pre))
+    split = pre_tokenizers.Split(tokenizers.Regex(module.GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
     whole_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     oracle.pre_tokenizer = pre_tokenizers.Sequence([split, whole_bytes])
+    oracle.model.ignore_merges = pre in ("tekken", "falcon3", "pixtral")
     check_equal(ours, oracle, [*TEXTS, "camelCaseWord's HTMLPage", *random_texts(200)])
-    assert [piece for piece, _ in ours.pre_tokenizer.pre_tokenize_str("camelCase's")] == ["camel", "Case's"]
+
+
+def test_a_change_of_case_begins_a_word(trained: str) -> None:
+    backend = tokenizers.Tokenizer.from_str(trained)
+    for pre, pieces in {"gpt-4o": ["camel", "Case's"], "tekken": ["camel", "Case", "'s"]}.items():
+        ours = build_tokenizer(byte_level_metadata(backend, pre))
+        assert [piece for piece, _ in ours.pre_tokenizer.pre_tokenize_str("camelCase's")] == pieces
+
+
+PIECES = json.loads((Path(__file__).parent / "data" / "llama_cpp_pieces.json").read_text())
+
+
+@pytest.mark.parametrize("kind", PIECES["kinds"], ids=lambda kind: kind["names"][0])
+def test_pieces_are_those_of_llama_cpp(kind: dict[str, Any]) -> None:
+    """llama.cpp (xllamacpp 2026.10.11549) tokenized these texts with a vocabulary of all their substrings and all
+    merges, so that its tokens are the pieces. The data has where it cut. Of gpt-4o and tekken llama.cpp knows the
+    case of a to z only; these are compared with transformers above."""
+    for name in kind["names"]:
+        splitter = pre_tokenizer(name)
+        for text, cuts in zip(PIECES["texts"], kind["cuts"], strict=True):
+            ends = [end for _, (_, end) in splitter.pre_tokenize_str(text)]
+            assert ends == [*cuts, len(text)], (name, text)
+
+
+def test_every_kind_is_compared_with_llama_cpp() -> None:
+    compared = {name for kind in PIECES["kinds"] for name in kind["names"]}
+    assert compared | {"gpt-4o", "tekken"} == set(PATTERNS)
+
+
+def gemma4_metadata(**changes: Any) -> dict[str, Any]:
+    """A vocabulary in the form of Gemma's, trained on `TEXTS`; some of their characters have no token."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    backend.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("\n+"), "isolated")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "<|tool_call>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, limit_alphabet=90, show_progress=False
+    )
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3, 2] + [6] * 256 + [4] + [1] * (len(tokens) - 261),
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+    } | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+def test_gemma4_equals_transformers() -> None:
+    module = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    metadata = gemma4_metadata()
+    keys = ("tokens", "token_type", "merges")
+    described = {"tokenizer_type": "gemma4"} | {key: metadata[f"tokenizer.ggml.{key}"] for key in keys}
+    oracle, _ = module.convert_gguf_tokenizer("gemma4", described)
+    tokenizer = build_tokenizer(metadata)
+    check_equal(tokenizer, oracle, [*TEXTS, "\n\n\n a<|tool_call>b <eos>", *random_texts(200)])
+    assert tokenizer.encode(" a  b").ids == tokenizer.encode("▁a▁▁b").ids
+    for flag in ({}, {"add_bos_token": False}):  # llama.cpp adds BOS in any case
+        assert special_tokens(gemma4_metadata(**flag))["add_bos_token"] is True
 
 
 def test_qwen35_kind(trained: str) -> None:
@@ -272,8 +340,9 @@ def test_chat_template() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported are 'gpt2' and 'llama'"),
-        ({"model": "gpt2", "pre": "tekken"}, "pre-tokenizer .* 'tekken' is not supported; supported are: smollm"),
+        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported are 'gpt2', 'llama' and 'gemma4'"),
+        ({"model": "gpt2", "pre": "kimi-k2"}, "pre-tokenizer .* 'kimi-k2' is not supported; supported are: default"),
+        ({"model": "gemma4"}, "tokenizer.ggml.merges is missing"),
         ({"model": "gpt2", "pre": None}, "pre-tokenizer .* None is not supported"),
         ({"model": "gpt2", "pre": "gpt-2"}, "tokenizer.ggml.merges is missing"),
         ({"model": "gpt2", "pre": "gpt-2", "merges": ["a zz"]}, "its 1 merges do not fit its vocabulary"),
