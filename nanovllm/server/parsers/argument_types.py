@@ -22,9 +22,7 @@ def as_json(text: str, name: str, parameters: Mapping[str, Any]) -> str:
     Text that is JSON is passed on as it is, unless a string is declared and not its type. All other text is a string,
     as is a JSON string with its quotes: these formats write strings without them.
     """
-    properties = parameters.get("properties")
-    schema = properties.get(name) if isinstance(properties, Mapping) else None
-    types = declared_types(schema, parameters)
+    types = _types_of(name, parameters)
     value = text.strip()
     value = PYTHON_WORDS.get(value, value)
     kind = json_kind(value)
@@ -32,6 +30,16 @@ def as_json(text: str, name: str, parameters: Mapping[str, Any]) -> str:
     if kind in (None, "string") or ("string" in types and not is_declared):
         return json.dumps(text, ensure_ascii=False)
     return value
+
+
+def is_string(name: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether the argument is a string, whatever its text is."""
+    return _types_of(name, parameters) == {"string"}
+
+
+def _types_of(name: str, parameters: Mapping[str, Any]) -> set[str]:
+    properties = parameters.get("properties")
+    return declared_types(properties.get(name) if isinstance(properties, Mapping) else None, parameters)
 
 
 def json_kind(text: str) -> str | None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from nanovllm.server.parsers.argument_types import as_json
+from nanovllm.server.parsers.argument_types import as_json, is_string
 from nanovllm.server.parsers.call_format import CallScanner, NamedCall, Tools
 from nanovllm.server.parsers.json_object import Status
-from nanovllm.server.parsers.text import is_partial_tag, skip_blanks
+from nanovllm.server.parsers.text import is_partial_tag, partial_tag_length, skip_blanks
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
@@ -63,20 +64,13 @@ class TaggedCall:
         self._name: str | None = None
         self._key: str | None = None  # of the parameter whose value begins at `end`
         self._searched = start  # the value does not end before
-        self._values: dict[str, str] = {}
+        self._num_read = 0  # characters of the value that are in the arguments already
+        self._arguments = ""  # as JSON; without the value that is being read, unless it is a string
         self._is_complete = False
 
     @property
     def calls(self) -> list[NamedCall]:
-        """The call, once it is complete: until then a value may turn out to be malformed."""
-        if self._name is None or not self._is_complete:
-            return []
-        parameters = (self._tools or {}).get(self._name, {})
-        members = (
-            f"{json.dumps(key, ensure_ascii=False)}: {as_json(text, key, parameters)}"
-            for key, text in self._values.items()
-        )
-        return [(self._name, f"{{{', '.join(members)}}}")]
+        return [(self._name, self._arguments)] if self._name is not None and self._arguments else []
 
     def scan(self, text: str) -> Status:
         try:
@@ -105,6 +99,7 @@ class TaggedCall:
         tags, start = self._tags, skip_blanks(text, self.end)
         if text.startswith(tags.end, start):
             self.end, self._is_complete = start + len(tags.end), True
+            self._arguments = f"{self._arguments or '{'}}}"
             return
         if is_partial_tag(text, start, tags.end):
             raise _UnfinishedError
@@ -114,7 +109,11 @@ class TaggedCall:
             raise _UnfinishedError
         after_key = end + len(tags.after_key)
         self.end = self._searched = _after(text, after_key, tags.before_value) if tags.before_value else after_key
-        self._key = text[start:end].strip()
+        self._key, self._num_read = text[start:end].strip(), 0
+        before = f"{self._arguments}, " if self._arguments else "{"
+        self._arguments = f"{before}{json.dumps(self._key, ensure_ascii=False)}: "
+        if is_string(self._key, self._parameters):
+            self._arguments += '"'
 
     def _read_value(self, text: str, key: str) -> None:
         """A value ends with the first closing tag that another parameter or the end of the call follows."""
@@ -123,15 +122,32 @@ class TaggedCall:
         while end >= 0:
             self._searched, after = end, skip_blanks(text, end + len(tags.after_value))
             if text.startswith((tags.before_key, tags.end), after):
-                value = text[self.end : end]
-                self._values[key] = value.removeprefix("\n").removesuffix("\n") if tags.breaks_lines else value
+                self._add_value(key, text[self.end : end], is_complete=True)
                 self.end, self._key = after, None
                 return
             if is_partial_tag(text, after, tags.before_key) or is_partial_tag(text, after, tags.end):
+                self._add_value(key, text[self.end : end], is_complete=False)
                 raise _UnfinishedError
             end = text.find(tags.after_value, end + 1)
         self._searched = max(self._searched, len(text) - len(tags.after_value) + 1)
+        held = partial_tag_length(text[self._searched :], tags.after_value)
+        self._add_value(key, text[self.end : len(text) - held], is_complete=False)
         raise _UnfinishedError
+
+    def _add_value(self, key: str, value: str, *, is_complete: bool) -> None:
+        """Add the value, or its beginning, to the arguments. Only strings can be added before they are complete."""
+        if self._tags.breaks_lines:
+            value = value.removeprefix("\n").removesuffix("\n")
+        if is_string(key, self._parameters):
+            self._arguments += json.dumps(value[self._num_read :], ensure_ascii=False)[1:-1] + '"' * is_complete
+            self._num_read = max(self._num_read, len(value))
+        elif is_complete:
+            self._arguments += as_json(value, key, self._parameters)
+
+    @property
+    def _parameters(self) -> Mapping[str, Any]:
+        """The schema of the arguments."""
+        return (self._tools or {}).get(self._name or "", {})
 
 
 def _after(text: str, start: int, tag: str) -> int:

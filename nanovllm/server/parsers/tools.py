@@ -19,9 +19,9 @@ class _Stage(Enum):
 class CallSplitter:
     """Splits a stream into text and tool calls.
 
-    What looks like a call is text until it names a known tool and an object of arguments has begun. From there on it
-    is a call, whose arguments are returned as they grow in formats that write them as JSON, otherwise when they are
-    complete. The call ends where its text stops being a call; if the completion ends first, the arguments are cut.
+    What looks like a call is text until it names a known tool and its arguments have begun. From there on it is a call,
+    whose arguments are returned as they grow, in some formats when they are complete. It ends where its text stops
+    being a call; if the completion ends first, the arguments are cut.
     Whitespace next to calls is dropped, unless more text follows.
     """
 
