@@ -32,10 +32,10 @@ async def test_text_and_stream(model: agents.Model) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tools_and_schema(model: agents.Model, stream: bool) -> None:
-    """A run of two turns: the tool must be called in the first, then it need not be, and the answer has a schema."""
+    """A run of two turns: the tool must be called in the first, then there is none, and the answer has a schema."""
     called: list[City] = []
 
-    @agents.function_tool
+    @agents.function_tool(is_enabled=lambda context, agent: not called)
     def temperature(city: City) -> int:
         """Measure the temperature in a city."""
         called.append(city)
