@@ -1,9 +1,9 @@
 """How many prompt tokens a step takes while sequences decode, so that none of them waits long for its next token.
 
 The rule:
-1. A step lasts at most one target for every REQUESTS requests that wait or run, or WAIT_SHARE of the time that the
-   queue takes if that is longer; at least one target, at most MAX_STRETCH. Under more load, first and next tokens both
-   take longer.
+1. A step lasts at most one target while no more than REQUESTS requests wait or run. With more of them this grows with
+   the square of their number, up to MAX_STRETCH targets; also to WAIT_SHARE of the time that the queue takes, if that
+   is longer. Under more load, first and next tokens both take longer.
 2. It may always last MIN_STRETCH times as long as its decodes alone, so that prompts get most of a slow device. It
    takes at least MIN_TOKENS prompt tokens.
 3. A burst of prompts is computed in steps of up to BURST_STRETCH targets, as long as these delay few tokens:
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.plan import StepPlan, StepResult
 
-TARGET = 0.018  # seconds: shorter steps would compute prompts slowly, and no reader notices
-REQUESTS = 90  # this and the next constants: see the rule
+TARGET = 0.021  # seconds: shorter steps would compute prompts slowly, and no reader notices
+REQUESTS = 160  # this and the next constants: see the rule
 WAIT_SHARE = 0.02
-MAX_STRETCH = 6.25
+MAX_STRETCH = 5.4
 MIN_STRETCH = 2.7
 MIN_TOKENS = 128
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
@@ -43,8 +43,8 @@ MULTIPLE = 128  # of all tokens of a step: products have tiles of as many rows, 
 # a burst: so many prompts wait at least, and so many for each sequence that decodes
 BURST_PROMPTS = 16
 BURST_RATIO = 0.15
-BURST_STRETCH = 20.0
-BURST_TOKENS = 1000.0
+BURST_STRETCH = 16.5
+BURST_TOKENS = 1100.0
 BURST_SHARE = 0.0005
 MAX_BURST_STEPS = 20  # that BURST_TOKENS pay for, however few sequences decode
 NEARLY = 0.9  # a step with this share of its limit says what a full one takes
@@ -88,7 +88,7 @@ class Pacer:
             self.limit = Limit(0, 0.0)
         else:
             wait = num_waiting * self._seconds / max(self._num_prompts, 1.0)
-            stretch = max((num_decodes + num_waiting) / REQUESTS, WAIT_SHARE * wait / self.target)
+            stretch = max(((num_decodes + num_waiting) / REQUESTS) ** 2, WAIT_SHARE * wait / self.target)
             stretch = min(max(stretch, 1.0), MAX_STRETCH)
             self.limit = self._limit(self._rate, stretch, num_decodes)
         return self.limit.num_tokens

@@ -374,6 +374,7 @@ SLOW_TO_COMPILE = (
     "_fp8_some_rows_kernel",
     "_small_batch_attention_kernel",
     "_decode_kernel",
+    "_cut_kernel",
     "_packed_wide_kernel",
     "_packed_wide_experts_kernel",
     "_packed_expert_rows_kernel",

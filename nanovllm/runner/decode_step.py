@@ -135,8 +135,11 @@ class DecodeStep:
 
     def compile(self, states: list[Any]) -> None:
         """Launch one step for each class of sizes that has its own kernels, to compile them."""
-        for size in sorted({self.size_for(min(rows, self._sizes[-1])) for rows in compiled_sizes()}):
-            self._step(StepKind(size, Ending.TOKENS), states)
+        sizes = sorted({self.size_for(min(rows, self._sizes[-1])) for rows in compiled_sizes()})
+        kinds = [StepKind(size, Ending.TOKENS) for size in sizes]
+        kinds += [StepKind(size, Ending.CUT_TOKENS) for size in (sizes[0], sizes[-1])]
+        for kind in kinds:
+            self._step(kind, states)
 
     def recordings(self, states: list[Any]) -> Iterator[None]:
         """Record the graph of each size that has none yet, one at a time. The largest first: smaller ones then reuse

@@ -1,10 +1,10 @@
 """Simulates a server under load with the engine's scheduler and pacer: clients, the host, and a GPU beside it.
 
 `nanovllm simulate` leaves out the host's time. Here it counts, because the pacer has to see through it: the kernels of
-a step with prompts are launched one by one, which takes longer than a decode step, and the host reads a step's tokens
-only after it has launched the next step. The constants give the times measured with Qwen3-8B on an H200: decode steps
-of 4.05, 6.9 and 16.5 ms at 1, 64 and 256 sequences of 960 tokens, and 47,500 prompt tokens/s; the host launches the
-kernels of a step with prompts in 15.5 ms and spends 11 us on each token that it reads (commit f4f3b4e, in the server).
+a large step are launched one by one, which takes longer than a decode step, and the host reads a step's tokens only
+after it has launched the next step. The constants give the times measured with Qwen3-8B on an H200: decode steps of
+4.05, 6.9 and 16.5 ms at 1, 64 and 256 sequences of 960 tokens, and 47,500 prompt tokens/s; the host launches a step
+with prompts in 2.5 ms if it was recorded, else in 20 ms, and spends 11 us on each token that it reads.
 
 `python -m tests.engine.paced_loads` prints throughput and latencies of the loads in docs/performance.md.
 """
@@ -37,13 +37,15 @@ CONFIG = SchedulerConfig(
     enable_prefix_caching=False,
 )
 PARAMS = SamplingParams(ignore_eos=True)
+RECORDED_TOKENS = 2560
 
 
 @dataclass(frozen=True)
 class Host:
     """Times of the engine's process and of the way to the client and back, in seconds."""
 
-    launch_prompts: float = 0.0155
+    launch_recorded: float = 0.0025  # with prompts
+    launch_prompts: float = 0.020
     launch_decodes: float = 0.0005
     schedule: float = 0.0003
     per_token: float = 11e-6  # that is read, made text and sent
@@ -147,7 +149,12 @@ class Server:
         self.clock.begins(plan)
         begin = max(self.now, self.gpu_free)
         work = self.counter.count(plan, self.scheduler)
-        self.now += self.host.launch_prompts if work.num_prefill else self.host.launch_decodes
+        if not work.num_prefill:
+            self.now += self.host.launch_decodes
+        elif work.num_prefill + work.num_decodes <= RECORDED_TOKENS:
+            self.now += self.host.launch_recorded
+        else:
+            self.now += self.host.launch_prompts
         self.gpu_free = max(begin + self.gpu.seconds(work), self.now)
         self.pending.append((plan, self.gpu_free))
 
