@@ -126,10 +126,10 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
     if m > MOST_ROW_ROWS and weight.rounds_inputs:
         names, tile_of = ("fp8", "fp8_split_k"), fp8_tile(m, shape.outputs)
         yield from tiled("fp8", names, fp8_linear, fp8_split_k_linear, tile_of)
-        if gluon_usable():
-            yield from fp8_on_hopper(shape, weight, x, own)
         if weight.scale.shape[-1] == 1 and not shape.gated:
             yield Candidate("torch._scaled_mm", partial(scaled_mm_linear, x), own == "fp8_scaled_mm")
+    if weight.rounds_inputs and gluon_usable():
+        yield from fp8_on_hopper(shape, weight, x, own)
     if m > MOST_SPLIT_ROWS:
         yield Candidate("unpacked, cuBLAS", partial(_unpacked, x, pdl=pdl), own == "packed_dequantized")
 
@@ -164,7 +164,7 @@ def fp8_on_hopper(shape: Shape, weight: PackedWords, x: Tensor, own: str) -> Ite
     if m <= MOST_TILED_ROWS:
         best = some_rows_tile(m, shape.outputs, split=shape.added, blocked=blocked)
         for tile in dict.fromkeys((best, *FP8_TILES)):
-            if tile.x_rows > 2 * m or (tile.splits > 1) != (best.splits > 1):
+            if not best.x_rows / 2 <= tile.x_rows <= 2 * best.x_rows or (tile.splits > 1) != (best.splits > 1):
                 continue
             label = f"Hopper {tile.x_rows}x{64 * tile.groups}" + (f", {tile.splits} splits" if shape.added else "")
             chosen = tile == best and own in ("fp8_some_rows", "fp8_some_rows_split_k")

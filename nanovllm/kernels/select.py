@@ -150,7 +150,8 @@ def _fp8(case: LinearCase) -> bool:
 
 def _fp8_some_rows(case: LinearCase) -> bool:
     scales = case.group in (FP8_GROUP, case.inputs)
-    return case.gluon and _fp8_inputs(case) and scales and case.outputs % 16 == 0
+    large = case.rows > FEW_ROWS or min(case.outputs, case.inputs) >= WIDE_INPUTS
+    return case.gluon and _fp8_inputs(case) and scales and large and case.outputs % 16 == 0
 
 
 def _fp8_scaled_mm(case: LinearCase) -> bool:
@@ -240,6 +241,26 @@ LINEAR_KERNELS = (
         symbol="_packed_wide_kernel",
     ),
     LinearKernel(
+        "fp8_some_rows_split_k",
+        FP8,
+        max_rows=HUNDREDS_OF_ROWS,
+        add=True,
+        splits=True,
+        serves=lambda case: case.added and case.whole and _fp8_some_rows(case),
+        compiled_for=(EIGHT_ROWS, *TILE_ROWS),
+        symbol="_fp8_some_rows_kernel",
+    ),
+    LinearKernel(
+        "fp8_some_rows",
+        FP8,
+        max_rows=HUNDREDS_OF_ROWS,
+        norm=True,
+        gate=True,
+        serves=_fp8_some_rows,
+        compiled_for=(EIGHT_ROWS, *TILE_ROWS),
+        symbol="_fp8_some_rows_kernel",
+    ),
+    LinearKernel(
         "packed_rows",
         PACKED,
         max_rows=FEW_ROWS,
@@ -249,27 +270,6 @@ LINEAR_KERNELS = (
         serves=lambda case: not case.deterministic and _packed_rows(case),
         compiled_for=(1, 2, 8, FEW_ROWS),
         symbol="_packed_rows_kernel",
-    ),
-    LinearKernel(
-        "fp8_some_rows_split_k",
-        FP8,
-        min_rows=FEW_ROWS + 1,
-        max_rows=HUNDREDS_OF_ROWS,
-        add=True,
-        splits=True,
-        serves=lambda case: case.added and case.whole and _fp8_some_rows(case),
-        compiled_for=TILE_ROWS,
-        symbol="_fp8_some_rows_kernel",
-    ),
-    LinearKernel(
-        "fp8_some_rows",
-        FP8,
-        min_rows=FEW_ROWS + 1,
-        max_rows=HUNDREDS_OF_ROWS,
-        gate=True,
-        serves=_fp8_some_rows,
-        compiled_for=TILE_ROWS,
-        symbol="_fp8_some_rows_kernel",
     ),
     LinearKernel(  # torch's
         "fp8_scaled_mm",

@@ -35,6 +35,11 @@ class SplitKResidual(Residual):
         """Add these with the next norm, or when the rows are asked for."""
         self._rows, self._partial_sums = self.rows, partial_sums
 
+    def take(self) -> tuple[Tensor, Tensor | None]:
+        """The rows, and the partial sums if there are any, which the caller adds to them in place."""
+        partial_sums, self._partial_sums = self._partial_sums, None
+        return self._rows, partial_sums
+
     def normed(self, norm: RMSNorm) -> Tensor:
         if self._partial_sums is None:
             return norm(self._rows)

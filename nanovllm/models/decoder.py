@@ -109,7 +109,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor | None:  # [num_rows, hidden] -> [num_rows, vocab]
         """On rank 0 of the tensor parallel group; None elsewhere."""
         assert self.lm_head is not None and self.norm is not None
-        own = self.lm_head(Residual(hidden), norm=self.norm)
+        own = self.lm_head(self._residual(hidden), norm=self.norm)
         if self.spec.scales is not None:
             own = self.spec.scales.scaled_logits(own)
         logits = self._context.group.gather(own, to=0)

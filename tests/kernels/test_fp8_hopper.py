@@ -2,16 +2,20 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.elementwise.rms_norm import add_partial_sums_reference, rms_norm_reference
 from nanovllm.kernels.features import gluon_usable
 from nanovllm.kernels.linear.fp8_inputs import round_inputs_reference, scaled_mm_linear
 from nanovllm.kernels.linear.one_row import linear_reference
 from nanovllm.kernels.linear.packed import PackedWords, dequantize_reference
+from nanovllm.kernels.linear.run import _with_norm_and_sums
 from nanovllm.kernels.select import LinearCase, select_linear
+from nanovllm.layers.split_k_residual import SplitKResidual
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.packed_weights import random_packed
 
@@ -32,8 +36,10 @@ def x(rows):
     return torch.empty(rows, 512, dtype=torch.bfloat16)
 
 per_row, per_block = weight(16384, 512, 1, 512), weight(16384, 512, 128, 128)
-for m, one in ((17, per_row), (256, per_block)):
+for m, one in ((1, per_block), (17, per_row), (256, per_block)):
     assert fp8_some_rows.fp8_some_rows_linear(x(m), one, gated=True, pdl=True).shape == (m, 8192)
+norm = {"norm_weight": x(1)[0], "eps": 1e-6, "partial_sums": torch.empty(4, 16, 512)}
+assert fp8_some_rows.fp8_some_rows_linear(x(16), per_row, pdl=True, **norm).shape == (16, 16384)
 narrow = weight(1024, 512, 128, 128)
 bias = torch.empty(1024, dtype=torch.bfloat16)
 assert fp8_some_rows.fp8_some_rows_split_k_linear(x(200), narrow, bias, pdl=True).shape == (4, 200, 1024)
@@ -44,16 +50,18 @@ assert fp8_many_rows.fp8_many_rows_linear(x(300), per_row, gated=True).shape == 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
     found = compile_for_hopper(COMPILE, tmp_path)
     products = [one for one in found if one.kernel != "_round_inputs_kernel"]
-    assert Counter(one.kernel for one in products) == {"_fp8_some_rows_kernel": 3, "_fp8_many_rows_kernel": 1}
+    assert Counter(one.kernel for one in products) == {"_fp8_some_rows_kernel": 5, "_fp8_many_rows_kernel": 1}
     assert all(one.instructions == ("wgmma", "cp.async.bulk.tensor") for one in products)
-    assert [one.num_programs for one in products] == [86, 132, 64, 132]
+    assert [one.num_programs for one in products] == [86, 86, 132, 86, 64, 132]
 
 
-def chosen(form: str, rows: int, *, gated: bool = False, added: bool = False, **changed: bool) -> str:
+def chosen(
+    form: str, rows: int, *, outputs: int = 6144, gated: bool = False, added: bool = False, **changed: bool
+) -> str:
     flags = dict(half=True, bfloat16=True, bias=False, whole=True, deterministic=False, gluon=True) | changed
     columns, scale_rows = (4096, 1) if form == "fp8" else (128, 128)
     case = LinearCase(
-        form, rows, 6144, 4096, gated=gated, added=added, distance=64, group=columns, scale_rows=scale_rows,
+        form, rows, outputs, 4096, gated=gated, added=added, distance=64, group=columns, scale_rows=scale_rows,
         rounds_inputs=True, **flags,
     )  # fmt: skip
     kernel = select_linear(case)
@@ -62,17 +70,33 @@ def chosen(form: str, rows: int, *, gated: bool = False, added: bool = False, **
 
 
 def test_which_kernel_runs() -> None:
-    assert [chosen("fp8", rows) for rows in (16, 17, 256, 257)] == [
-        "packed_rows", "fp8_some_rows", "fp8_some_rows", "fp8_scaled_mm",
-    ]  # fmt: skip
-    assert chosen("fp8", 256, added=True) == "fp8_some_rows_split_k"
+    assert [chosen("fp8", rows) for rows in (1, 256, 257)] == ["fp8_some_rows", "fp8_some_rows", "fp8_scaled_mm"]
+    assert [chosen("fp8", rows, outputs=1024) for rows in (16, 17)] == ["packed_rows", "fp8_some_rows"]
+    assert chosen("fp8", 1, added=True) == chosen("fp8_block", 256, added=True) == "fp8_some_rows_split_k"
     assert chosen("fp8", 64, added=True, whole=False) == "fp8_some_rows"
     for changed in ({"gated": True}, {"bias": True}, {"bfloat16": False}):
         assert chosen("fp8", 300, **changed) == "fp8_many_rows"
-    assert chosen("fp8_block", 64) == "fp8_some_rows"
+    assert chosen("fp8_block", 1) == chosen("fp8_block", 64) == "fp8_some_rows"
     assert chosen("fp8_block", 300) == chosen("fp8_block", 8192, gated=True) == "fp8_many_rows"
-    assert chosen("fp8", 64, gluon=False) == "fp8" and chosen("fp8", 300, gluon=False) == "packed_dequantized"
-    assert chosen("fp8", 300, deterministic=True) == "packed_deterministic"
+    assert chosen("fp8", 16, gluon=False) == "packed_rows" and chosen("fp8", 64, gluon=False) == "fp8"
+    assert chosen("fp8", 300, gluon=False) == "packed_dequantized"
+    assert chosen("fp8", 1, deterministic=True) == chosen("fp8", 300, deterministic=True) == "packed_deterministic"
+
+
+def test_a_norm_adds_what_is_pending() -> None:
+    """The kernel gets the rows and the partial sums, which it adds to them in place."""
+    rows, sums, norm = torch.zeros(2, 3), torch.ones(4, 2, 3), SimpleNamespace(weight=torch.ones(3), eps=1e-6)
+
+    def launch(x: Tensor, *, norm_weight: Tensor, eps: float, partial_sums: Tensor | None) -> Tensor:
+        if partial_sums is not None:
+            x += partial_sums.sum(0)
+        return x * norm_weight
+
+    stream = SplitKResidual(rows)
+    stream.add_later(sums)
+    for _ in range(2):  # the second time there is nothing to add
+        assert torch.equal(_with_norm_and_sums(launch, stream, norm=norm), torch.full((2, 3), 4.0))
+    assert torch.equal(stream.rows, torch.full((2, 3), 4.0))
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -93,10 +117,13 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return bool((actual.float() - expected).norm() / expected.norm() < TOLERANCE)
 
 
+ROWS, SHAPES = (1, 8, 16, 17, 33, 64, 100, 131, 256), ((1216, 640), (2560, 4096), (16384, 384))
+ODD = [(1, 2064, 2176), (16, 2064, 2176)]  # an odd number of 16 columns, and of blocks
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("m", [17, 33, 64, 100, 131, 256])
-@pytest.mark.parametrize(("n", "k"), [(1216, 640), (2560, 4096), (16384, 384)])
+@pytest.mark.parametrize(("m", "n", "k"), [*((m, *shape) for m in ROWS for shape in SHAPES), *ODD])
 def test_some_rows(form: str, m: int, n: int, k: int) -> None:
     from nanovllm.kernels.linear.fp8_some_rows import fp8_some_rows_linear, fp8_some_rows_split_k_linear
 
@@ -109,6 +136,22 @@ def test_some_rows(form: str, m: int, n: int, k: int) -> None:
             assert torch.equal(actual, fp8_some_rows_linear(x, weight, bias, gated=gated, pdl=True))
         sums = fp8_some_rows_split_k_linear(x, weight, bias, pdl=True)
         assert close(sums.sum(0), linear_reference(rounded, dense, bias=bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("m", "splits"), [(1, 0), (8, 4), (100, 2)])
+def test_norm_before_some_rows(form: str, m: int, splits: int) -> None:
+    from nanovllm.kernels.linear.fp8_some_rows import fp8_some_rows_linear
+
+    x, weight, _, _, dense = case(form, m, 2560, 4096, torch.bfloat16)
+    norm_weight, sums = torch.rand(4096, device="cuda").bfloat16(), torch.randn(splits, m, 4096, device="cuda")
+    added = add_partial_sums_reference(x, sums)
+    norm = {"norm_weight": norm_weight, "eps": 1e-6, "partial_sums": sums if splits else None}
+    actual = fp8_some_rows_linear(x, weight, pdl=True, **norm)
+    torch.testing.assert_close(x, added)  # in place
+    rounded = round_inputs_reference(rms_norm_reference(x, norm_weight, 1e-6), weight.scale.shape[1])
+    assert close(actual, linear_reference(rounded, dense))
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanovllm.checkpoint.packed.words import WordOrder, from_words
+from nanovllm.kernels.elementwise.rms_norm import add_partial_sums_reference, rms_norm_reference
 from nanovllm.kernels.linear import fp8_inputs
 from nanovllm.kernels.linear.fp8_inputs import fp8_linear, fp8_split_k_linear, round_inputs, round_inputs_reference
 from nanovllm.kernels.linear.one_row import linear_reference
@@ -25,6 +26,21 @@ def test_rounded_inputs(groups: int) -> None:
     assert (scale[:, 2] == 1).all()
     different = (rounded.flatten(1) - expected).abs() > 1e-5
     assert different.sum() <= 2, "more than a few that lie between two numbers"
+
+
+@pytest.mark.parametrize(("groups", "splits"), [(1, 0), (1, 2), (3, 4)])
+def test_norm_of_rounded_inputs(groups: int, splits: int) -> None:
+    torch.manual_seed(splits)
+    x, weight = torch.randn(5, 384, device=DEVICE).half(), torch.rand(384, device=DEVICE).half()
+    sums = torch.randn(splits, 5, 384, device=DEVICE)
+    added = add_partial_sums_reference(x, sums)
+    norm = {"norm_weight": weight, "eps": 1e-6, "partial_sums": sums if splits else None}
+    codes, scale = round_inputs(x, groups, 64, **norm)
+    rounded = from_words(codes, WordOrder(8, 64)).float().unflatten(1, (groups, -1)) * scale.T[:, :, None]
+    torch.testing.assert_close(x, added)  # in place
+    expected = round_inputs_reference(rms_norm_reference(x, weight, 1e-6), groups)
+    different = (rounded.flatten(1) - expected).abs() > 2e-3 * expected.abs() + 1e-5
+    assert different.sum() <= 4, "more than a few that lie between two numbers"
 
 
 @pytest.mark.parametrize(("case", "m"), [("fp8 rows", 20), ("fp8 blocks", 3), ("fp8 blocks", 33)])

@@ -1,13 +1,14 @@
-"""Products of fp8 weights with inputs rounded to fp8 (W8A8), for more rows than packed_rows.py serves.
+"""Products of fp8 weights with inputs rounded to fp8 (W8A8): the rounding, which the kernels for Hopper use too, and a
+product for other GPUs and more rows than packed_rows.py serves.
 
 Inputs get one scale per token, or one per token and group of columns where the weight has a scale per group. Their
 codes are written in the order that the weight's words have (checkpoint/packed/words.py): the product does not depend on
 the order of the columns, as long as both factors have the same. Sums of 128 columns are added in float32, because the
-tensor cores add fp8 products with fewer bits. Up to 16 rows inputs are not rounded: reading the weight limits the speed
-there, and the result is only closer to that of the unrounded model.
+tensor cores add fp8 products with fewer bits.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -68,32 +69,60 @@ def _pair(first, second, LARGEST: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _with_sums(x, value, partial_sums, column, inside, stride, SPLITS: tl.constexpr):
+    """Add SPLITS partial sums to inputs, in memory too."""
+    for split in tl.static_range(SPLITS):
+        value += tl.load(partial_sums + split * stride + column, mask=inside, other=0.0)
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + column, rounded, mask=inside)
+    return rounded.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M"])
 def _round_inputs_kernel(
     x,
+    partial_sums,
+    norm_weight,
     codes,  # in pairs
     scale,
+    M,
     x_stride,
     scale_stride,
+    eps,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    NUM: tl.constexpr,  # groups per program
+    NUM: tl.constexpr,  # groups per program; with a norm, all
     HALF: tl.constexpr,  # columns of half a group, rounded up to a power of two
     DISTANCE: tl.constexpr,
+    SPLITS: tl.constexpr,  # of partial sums; 0 = there are none
     LARGEST: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program rounds NUM groups of a row. In the order of words, columns that are DISTANCE apart are neighbours."""
+    """A program rounds NUM groups of a row, or of its norm. In the order of words, columns that are DISTANCE apart are
+    neighbours."""
     m = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * NUM + tl.arange(0, NUM)
     i = tl.arange(0, HALF)
     inside = (group < K // GROUP)[:, None] & (i < GROUP // 2)[None, :]
     column = group[:, None] * GROUP + (i // DISTANCE * (2 * DISTANCE) + i % DISTANCE)[None, :]
+    if norm_weight is not None:
+        first_weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+        second_weight = tl.load(norm_weight + column + DISTANCE, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first = tl.load(x + m * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + m * x_stride + column + DISTANCE, mask=inside, other=0.0).to(tl.float32)
+    row = x + m * x_stride
+    first = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(row + column + DISTANCE, mask=inside, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        sums = partial_sums + m * K
+        first = _with_sums(row, first, sums, column, inside, M * K, SPLITS)
+        second = _with_sums(row, second, sums, column + DISTANCE, inside, M * K, SPLITS)
+    if norm_weight is not None:
+        rstd = tl.rsqrt(tl.sum(tl.sum(first * first + second * second, axis=1), axis=0) / K + eps)
+        first = (first * rstd * first_weight).to(x.dtype.element_ty).to(tl.float32)
+        second = (second * rstd * second_weight).to(x.dtype.element_ty).to(tl.float32)
     largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
     s = tl.where(largest == 0, 1.0, largest / LARGEST)
     pair = _pair(first / s[:, None], second / s[:, None], LARGEST, INTERPRETED)
@@ -101,38 +130,60 @@ def _round_inputs_kernel(
     tl.store(scale + group * scale_stride + m, s, mask=group < K // GROUP)
 
 
-def round_inputs(x: Tensor, groups: int, distance: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """[M, K] -> codes [M, K] in the order of words, and float32 scales [groups, M].
+class RoundedInputs(NamedTuple):
+    codes: Tensor  # [M, K] fp8, in the order of words
+    # [groups, M] float32; the memory goes on for PADDING numbers after each group, which kernels may read for rows past
+    # the last
+    scale: Tensor
 
-    The scales' memory goes on for PADDING numbers after each group, which kernels may read for rows past the last.
-    """
+
+def round_inputs(
+    x: Tensor,  # [M, K]
+    groups: int,  # of columns: each has a scale
+    distance: int,  # of the weight's words
+    *,
+    norm_weight: Tensor | None = None,  # [K]: the RMS norm of x is rounded
+    eps: float = 0.0,
+    partial_sums: Tensor | None = None,  # [splits, M, K] float32: added to x in place, before the norm
+    pdl: bool = False,
+) -> RoundedInputs:
     m, k = x.shape
     group = k // groups
     assert x.stride(1) == 1 and k % groups == 0 and group % (2 * distance) == 0
+    assert partial_sums is None or (norm_weight is not None and partial_sums.shape[1:] == x.shape)
     codes = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(groups, cdiv(m + PADDING, 16) * 16, dtype=torch.float32, device=x.device)[:, :m]
     half = next_power_of_2(group // 2)
-    num = min(next_power_of_2(groups), max(1, COLUMNS_A_PROGRAM // (2 * half)))
+    num = next_power_of_2(groups)
+    if norm_weight is None:
+        num, most_warps = min(num, max(1, COLUMNS_A_PROGRAM // (2 * half))), 8
+    else:
+        most_warps = 32
     launch(
         _round_inputs_kernel,
         (m, cdiv(groups, num)),
         x,
+        partial_sums,
+        norm_weight,
         codes.view(torch.uint16),
         scale,
+        m,
         x.stride(0),
         scale.stride(0),
+        eps,
         K=k,
         GROUP=group,
         NUM=num,
         HALF=half,
         DISTANCE=distance,
+        SPLITS=0 if partial_sums is None else partial_sums.shape[0],
         LARGEST=LARGEST,
         INTERPRETED=interpreted(_round_inputs_kernel),
         PDL=pdl,
-        num_warps=min(8, max(1, num * half // 256)),
+        num_warps=min(most_warps, max(1, num * half // (256 if norm_weight is None else 64))),
         pdl=pdl,
     )
-    return codes, scale
+    return RoundedInputs(codes, scale)
 
 
 def scaled_mm_linear(x: Tensor, weight: PackedWords) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products of fp8 weights with inputs rounded to fp8 (W8A8) for tens to hundreds of rows on Hopper: y = x W^T + bias,
+"""Products of fp8 weights with inputs rounded to fp8 (W8A8) for one to hundreds of rows on Hopper: y = x W^T + bias,
 or silu(gate) * up of it in the same launch, or float32 partial sums of y with K divided among programs.
 
 Reading the weight takes most of the time. A producer warp keeps a ring of shared-memory stages full with TMA, and
@@ -12,6 +12,7 @@ Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -28,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.launch import cdiv, launch
-from nanovllm.kernels.linear.fp8_inputs import round_inputs
+from nanovllm.kernels.linear.fp8_inputs import RoundedInputs, round_inputs
 from nanovllm.kernels.linear.many_rows import _async_load, _async_store, _barrier, silu
 from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.tiled import _device_limits, num_sms
@@ -37,6 +38,7 @@ from nanovllm.kernels.select import MANY_OUTPUTS
 W_ROWS = gl.constexpr(64)  # of the weight per consumer warpgroup
 BLOCK_K = gl.constexpr(128)
 MAX_SPLITS = 4  # of K
+ALIGNED_SCALES = gl.constexpr(32)  # 128 bytes: TMA loads write to multiples of it
 OTHER_BYTES = 512  # of shared memory: barriers, and what warps are started with
 
 X_CODES = gl.NVMMASharedLayout(128, 8, rank=2)
@@ -51,14 +53,15 @@ class Fp8Tile:
     splits: int = 1  # of K
 
 
+X_ROWS = (8, 16, 32, 64, 128)  # of tiles
 # what bench/packed_kernels.py measures
-FP8_TILES = tuple(Fp8Tile(rows, groups, splits) for rows in (32, 64, 128) for groups in (2, 3) for splits in (1, 2, 4))
+FP8_TILES = tuple(Fp8Tile(rows, groups, splits) for rows in X_ROWS for groups in (2, 3) for splits in (1, 2, 4))
 
 
 def some_rows_tile(m: int, n: int, *, split: bool, blocked: bool) -> Fp8Tile:
-    """With a scale per row, within 5 % of the fastest of those that were measured at 32, 64, 128 and 256 rows of
+    """With a scale per row, within 5 % of the fastest of those that were measured at 8, 16, 32, 64, 128 and 256 rows of
     Qwen3-8B's linears on an H200. With a scale per block, 128 rows of x leave no registers for a third warpgroup."""
-    x_rows = 32 if m <= 32 else 64 if m <= 64 else 128
+    x_rows = next((rows for rows in X_ROWS if m <= rows), X_ROWS[-1])
     if split:
         groups, splits = 3 if m <= 64 else 2, MAX_SPLITS
         while splits > 1 and cdiv(m, x_rows) * cdiv(n, groups * W_ROWS.value) * splits > num_sms():
@@ -89,7 +92,7 @@ def _load_weight(w, ws, full, slot, n, block, GROUPS: gl.constexpr, X_ROWS: gl.c
 def _load_inputs(x, x_scale, xs, ss, full, slot, m, block, BLOCKED: gl.constexpr):
     _async_load(x, [m, block * BLOCK_K], full.index(slot), xs.index(slot))
     if BLOCKED:
-        _async_load(x_scale, [block, m], full.index(slot), ss.index(slot))
+        _async_load(x_scale, [block, m], full.index(slot), ss.index(slot * (ss.shape[0] // full.shape[0])))
 
 
 @gluon.jit
@@ -134,7 +137,7 @@ def _product(xs, ws, ss, full, empty, it, G: gl.constexpr, GROUPS: gl.constexpr,
     w = ws.index(slot * GROUPS + G).reshape([W_ROWS, BLOCK_K])
     sums = gl.zeros([W_ROWS, X_ROWS], gl.float32, LAYOUT)
     sums = warpgroup_mma(w, xs.index(slot).permute([1, 0]), sums, use_acc=False, is_async=True)
-    s_x = ss.index(slot).load(LAYOUT) if BLOCKED else 0.0
+    s_x = ss.index(slot * (ss.shape[0] // STAGES)).load(LAYOUT) if BLOCKED else 0.0
     sums = warpgroup_mma_wait(0, deps=[sums])
     _barrier()  # all four warps have waited
     mbarrier.arrive(empty.index(slot), count=1)
@@ -208,7 +211,8 @@ def _fp8_some_rows_kernel(
     X_ROWS: gl.constexpr = x.block_type.shape[0]
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, X_ROWS, BLOCK_K], x.layout)
     ws = gl.allocate_shared_memory(w.dtype, [STAGES * GROUPS, W_ROWS // 16, 2, 8, BLOCK_K], w.layout)
-    ss = gl.allocate_shared_memory(gl.float32, [STAGES if BLOCKED else 1, 1, X_ROWS], X_SCALES)
+    APART: gl.constexpr = ALIGNED_SCALES // X_ROWS if X_ROWS < ALIGNED_SCALES else 1  # the scales of two stages
+    ss = gl.allocate_shared_memory(gl.float32, [STAGES * APART if BLOCKED else 1, 1, X_ROWS], X_SCALES)
     WIDTH: gl.constexpr = W_ROWS // 2 if GATED else W_ROWS
     staged = gl.allocate_shared_memory(out.dtype, [GROUPS, 1, X_ROWS, WIDTH], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -254,10 +258,12 @@ def fp8_some_rows_linear(
     gated: bool = False,
     pdl: bool = False,
     tile: Fp8Tile | None = None,
+    **norm: Any,  # before the product: see `round_inputs`
 ) -> Tensor:  # [M, N], or [M, N / 2] if gated
     tile = tile or some_rows_tile(x.shape[0], weight.shape[0], split=False, blocked=weight.scale.shape[-1] > 1)
     out = x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
-    _launch(x, weight, bias, out, tile, gated=gated, pdl=pdl)
+    rounded = round_inputs(x, weight.scale.shape[-1], weight.distance, pdl=pdl, **norm)
+    _launch(rounded, weight, bias, out, tile, gated=gated, pdl=pdl)
     return out
 
 
@@ -271,16 +277,24 @@ def fp8_some_rows_split_k_linear(
 ) -> Tensor:  # [splits, M, N] float32
     tile = tile or some_rows_tile(x.shape[0], weight.shape[0], split=True, blocked=weight.scale.shape[-1] > 1)
     out = torch.empty(tile.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, out, tile, gated=False, pdl=pdl)
+    rounded = round_inputs(x, weight.scale.shape[-1], weight.distance, pdl=pdl)
+    _launch(rounded, weight, bias, out, tile, gated=False, pdl=pdl)
     return out
 
 
 def _launch(
-    x: Tensor, weight: PackedWords, bias: Tensor | None, out: Tensor, tile: Fp8Tile, *, gated: bool, pdl: bool
+    rounded: RoundedInputs,
+    weight: PackedWords,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Fp8Tile,
+    *,
+    gated: bool,
+    pdl: bool,
 ) -> None:
-    (m, k), n, groups = x.shape, weight.shape[0], weight.scale.shape[-1]
+    (codes, x_scale), n = rounded, weight.shape[0]
+    (m, k), groups = codes.shape, x_scale.shape[0]
     blocked = groups > 1
-    codes, x_scale = round_inputs(x, groups, weight.distance, pdl=pdl)
     w, box = weight.words.view(torch.float8_e4m3fn), [W_ROWS.value // 16, 2, 8, BLOCK_K.value]
     # 8 rows of gate and 8 of up in turn, so that a thread has a gate and its up; or 16 rows that follow each other
     between = n // 2 * k if gated else 8 * k
@@ -289,7 +303,8 @@ def _launch(
     out_box, item = [1, tile.x_rows, columns], out.element_size()
     out_layout = gl.NVMMASharedLayout(min(128, columns * item), 8 * item, rank=3)
     staged_bytes = tile.groups * tile.x_rows * columns * item
-    stage_bytes = (tile.groups * W_ROWS.value + tile.x_rows) * BLOCK_K.value + (4 * tile.x_rows if blocked else 0)
+    scale_bytes = 4 * max(tile.x_rows, ALIGNED_SCALES.value) if blocked else 0
+    stage_bytes = (tile.groups * W_ROWS.value + tile.x_rows) * BLOCK_K.value + scale_bytes
     stages = (_device_limits()[1] - OTHER_BYTES - staged_bytes) // stage_bytes
     scales = TensorDescriptor(x_scale, [groups, m], [x_scale.stride(0), 1], [1, tile.x_rows], X_SCALES)
     launch(

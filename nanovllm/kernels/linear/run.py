@@ -16,6 +16,14 @@ class Norm(Protocol):
     eps: float
 
 
+class Stream(Protocol):
+    """A residual stream."""
+
+    @property
+    def rows(self) -> Tensor: ...  # with everything added
+    def take(self) -> tuple[Tensor, Tensor | None]: ...  # rows, and partial sums that the caller adds to them in place
+
+
 def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool) -> Callable[..., Tensor]:
     """`weight`: a format's kernel arguments, "weight" and maybe "scale"."""
     if name == "cublas":
@@ -44,8 +52,9 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
     if name in ("fp8_some_rows", "fp8_some_rows_split_k"):
         from nanovllm.kernels.linear.fp8_some_rows import fp8_some_rows_linear, fp8_some_rows_split_k_linear
 
-        linear = fp8_some_rows_linear if name == "fp8_some_rows" else fp8_some_rows_split_k_linear
-        return partial(linear, **weight, bias=bias, pdl=pdl)
+        if name == "fp8_some_rows":
+            return partial(_with_norm_and_sums, fp8_some_rows_linear, **weight, bias=bias, pdl=pdl)
+        return partial(fp8_some_rows_split_k_linear, **weight, bias=bias, pdl=pdl)
     if name == "fp8_scaled_mm":
         from nanovllm.kernels.linear.fp8_inputs import scaled_mm_linear
 
@@ -74,10 +83,19 @@ def _launcher(name: str) -> Callable[..., Tensor]:
     return launchers[name]
 
 
-def _with_norm(launch: Callable[..., Tensor], x: Tensor, *, norm: Norm | None = None, **arguments: Any) -> Tensor:
+def _with_norm(launch: Callable[..., Tensor], x: Any, *, norm: Norm | None = None, **arguments: Any) -> Tensor:
+    """`x`: a tensor, or before a norm a `Stream`."""
     if norm is None:
         return launch(x, **arguments)
-    return launch(x, norm_weight=norm.weight, eps=norm.eps, **arguments)
+    return launch(x.rows, norm_weight=norm.weight, eps=norm.eps, **arguments)
+
+
+def _with_norm_and_sums(launch: Callable[..., Tensor], x: Any, *, norm: Norm | None = None, **arguments: Any) -> Tensor:
+    """As `_with_norm`, for kernels that also add what is pending to the rows."""
+    if norm is None:
+        return launch(x, **arguments)
+    rows, partial_sums = x.take()
+    return launch(rows, norm_weight=norm.weight, eps=norm.eps, partial_sums=partial_sums, **arguments)
 
 
 def _cublas(weight: Tensor, bias: Tensor | None, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
