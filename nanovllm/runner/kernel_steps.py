@@ -36,7 +36,8 @@ def make_kernel_steps(
     )
     backend, prompts = context.attention, None
     padded = isinstance(backend, TritonBackend) and not config.deterministic and not keeps_row_state
-    if padded and stage.kernels is not None and decode.graphs is not None:
+    is_whole = stage.kernels is not None and stage.model.shard.has_head
+    if padded and is_whole and decode.graphs is not None:
         prompts = PromptGraphs(
             stage,
             cast(TritonBackend, backend),
