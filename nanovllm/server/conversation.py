@@ -26,6 +26,7 @@ from nanovllm.server.parsers import (
     open_message,
     opens_reasoning,
 )
+from nanovllm.server.parsers.choice import call_format
 from nanovllm.server.parsers.events import Event, ReasoningDelta, ToolCallArguments, ToolCallStart
 from nanovllm.server.prompts import render_chat, require_tokenizer
 from nanovllm.server.sampling import make_params
@@ -33,6 +34,7 @@ from nanovllm.server.service import Service
 from nanovllm.server.settings import ServerSettings
 from nanovllm.server.structured import structured_outputs
 from nanovllm.server.truncation import Truncation
+from nanovllm.structured.exact import json_or_call
 
 # Tag -> parser: the first of these tags in the chat template, or else in the vocabulary, selects the parser, unless an
 # option names one. Several formats have <tool_call>; the other tags tell them apart.
@@ -139,12 +141,12 @@ async def prepare(service: Service, chat: Conversation) -> PreparedChat:
             raise refuse("tool_choice", "a forced call cannot be combined with structured outputs; use one of them")
         constraint = {"json": forced_call_schema(chat.tools, chat.tool_choice)}
     elif constraint and chat.tools and chat.tool_choice != "none":
-        constraint = _call_or_content(constraint, chat.tools)
+        constraint = _call_or_content(constraint, service, chat)
     text, token_ids = await render_prompt(service.engine, chat)
     if constraint and (opening := _opening_of_content(service, text)):  # the grammar leaves no room for it
         text += opening
         token_ids = token_ids + require_tokenizer(service.engine).encode(opening, add_special_tokens=False)
-    parser = _parser(service, chat, text, constrained=bool(constraint))
+    parser = _parser(service, chat, text, constraint)
     structured = {"structured_outputs": structured_outputs(constraint)} if constraint else {}
     params = make_params(**chat.sampling, **structured)
     if parser is not None and _has_special_token(service.engine, parser.tags):
@@ -162,18 +164,25 @@ async def prepare(service: Service, chat: Conversation) -> PreparedChat:
     )
 
 
-def _call_or_content(constraint: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """The constraint of the content, widened so that the model may call a tool instead."""
+def _call_or_content(constraint: dict[str, Any], service: Service, chat: Conversation) -> dict[str, Any]:
+    """The constraint of the content, widened so that the model may call a tool instead: in its own format if a token
+    begins calls in it, else as in a forced call."""
     (kind,) = constraint
-    if kind == "json_object":
-        return constraint  # a call is an object, too
-    if kind != "json":
+    if kind not in ("json", "json_object"):
         raise refuse(
             "tool_choice", f'"auto" cannot be combined with a {kind}; set "none", or give a JSON schema instead'
         )
-    checked = structured_outputs(constraint)
-    assert checked is not None and isinstance(checked.json, str)
-    return {"json": call_or_content_schema(json.loads(checked.json), tools)}
+    schema = {"type": "object"}
+    if kind == "json":
+        checked = structured_outputs(constraint)
+        assert checked is not None and isinstance(checked.json, str)
+        schema = json.loads(checked.json)
+    format = call_format(tool_parser(service.settings, service.engine))
+    opener, closer = (_token_id(service.engine, tag) for tag in (format.opener, format.closer))
+    if opener is None or format.begins_message:
+        return {"json": call_or_content_schema(schema, chat.tools)}
+    call = forced_call_schema(chat.tools, "required") if format.is_json else None
+    return {"grammar": json_or_call(schema, opener, call, closer)}
 
 
 async def render_prompt(engine: Engine, chat: Conversation) -> tuple[str, list[int]]:
@@ -199,11 +208,11 @@ def _opening_of_content(service: Service, prompt: str) -> str:
 
 
 def _parser(
-    service: Service, chat: Conversation, prompt: str, *, constrained: bool
+    service: Service, chat: Conversation, prompt: str, constraint: dict[str, Any]
 ) -> ChatParser | HarmonyParser | None:
     """The parser for this request; None if all text is content. Text that follows a grammar has no reasoning."""
     settings, engine = service.settings, service.engine
-    reasoning = None if constrained else reasoning_parser(settings, engine)
+    reasoning = None if constraint else reasoning_parser(settings, engine)
     if reasoning is None and not chat.tools and chat.tool_choice in (None, "none"):
         return None
     return make_parser(
@@ -213,7 +222,7 @@ def _parser(
         tool_choice=chat.tool_choice,
         prompt_opens_reasoning=opens_reasoning(prompt),
         begun=open_message(prompt),
-        constrained=constrained,
+        is_object="json" in constraint,
     )
 
 

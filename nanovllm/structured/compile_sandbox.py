@@ -45,13 +45,13 @@ class CompileSandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
-    def translate(self, kind: str, text: str, escapes: str) -> str:
+    def translate(self, kind: str, text: str) -> str:
         """Translate a grammar into llguidance's own language. RequestError if it does not compile within the limits.
 
-        `kind` is json, regex, choice or grammar; `escapes` are the escapes allowed in generated JSON strings.
+        `kind` is json, regex, choice or grammar.
         """
         with self._lock:
-            line = self._ask({"kind": kind, "text": text, "escapes": escapes})
+            line = self._ask({"kind": kind, "text": text})
         if not line:
             raise RequestError(
                 f"{kind}: compiling it takes more than {self._settings['cpu_seconds']:g} s of CPU time or "

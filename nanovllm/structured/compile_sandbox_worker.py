@@ -14,9 +14,6 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
-# One space, or a newline with indentation. Without this limit a model could generate whitespace forever.
-WHITESPACE = r" |\n[ \t]{0,40}"
-
 
 class ByteVocabulary:
     """A vocabulary of single bytes and special tokens, with the attributes that llguidance's TokenizerWrapper reads."""
@@ -36,14 +33,10 @@ class ByteVocabulary:
         return [self.tokens.index(bytes([byte])) for byte in text]
 
 
-def translate(kind: str, text: str, escapes: str) -> str:
+def translate(kind: str, text: str) -> str:
     """Translate a grammar into llguidance's own language."""
     if kind == "json":
-        return LLMatcher.grammar_from_json_schema(
-            text,
-            defaults={"whitespace_pattern": WHITESPACE},
-            overrides={"lenient": False, "coerce_one_of": False, "json_allowed_escapes": escapes},
-        )
+        return LLMatcher.grammar_from_json_schema(text)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
@@ -64,7 +57,7 @@ def compile_once(grammar: str, tokenizer: LLTokenizer, limits: LLParserLimits) -
 def handle(request: dict[str, str], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, str]:
     """The reply to one request: {"grammar": text}, or {"refusal": reason}."""
     try:
-        grammar = translate(request["kind"], request["text"], request["escapes"])
+        grammar = translate(request["kind"], request["text"])
         compile_once(grammar, tokenizer, limits)
     except (ValueError, RecursionError) as error:
         return {"refusal": str(error) or type(error).__name__}

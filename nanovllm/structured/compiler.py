@@ -8,12 +8,10 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.structured.closed_objects import close_objects
 from nanovllm.structured.compile_sandbox import CompileSandbox
+from nanovllm.structured.exact import exact_schema
 from nanovllm.structured.grammar import LIMITS, Grammar
 from nanovllm.structured.lark import check_lark
-from nanovllm.structured.property_names import list_properties
-from nanovllm.structured.schema import ESCAPES, check_schema
 from nanovllm.structured_outputs import grammar_source
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -67,10 +65,10 @@ class Compiler:
 
     def _build(self, kind: str, text: str) -> Grammar:
         if kind == "json":
-            text = _exact_schema(text)
+            text = json.dumps(exact_schema(json.loads(text)))
         if kind == "grammar":
             check_lark(text)
-        translated = self._sandbox.translate(kind, text, ESCAPES)
+        translated = self._sandbox.translate(kind, text)
         try:
             grammar = Grammar(
                 translated,
@@ -102,13 +100,6 @@ class Compiler:
     def close(self) -> None:
         """End the compile process."""
         self._sandbox.close()
-
-
-def _exact_schema(text: str) -> str:
-    """The schema with its objects closed; a RequestError if it cannot be enforced exactly."""
-    schema = close_objects(list_properties(json.loads(text)))
-    check_schema(schema)
-    return json.dumps(schema)
 
 
 class GrammarCache:

@@ -98,12 +98,26 @@ async def test_with_a_format_of_the_content(
     assert (choice["message"]["content"], choice["message"].get("tool_calls")) == (engine.says, None)
     allowed = engine.seen[-1][1].structured_outputs
     assert allowed is not None
-    if not allowed.json_object:
-        content, call = json.loads(str(allowed.json))["anyOf"]
-        assert content == SCHEMA and call["properties"]["name"] == {"const": "add"}
+    content, call = json.loads(str(allowed.json))["anyOf"]
+    assert content in (SCHEMA, {"type": "object"}) and call["properties"]["name"] == {"const": "add"}
     await chat(client, tool_choice="none", **fields)
     alone = engine.seen[-1][1].structured_outputs
     assert alone is not None and (alone.json_object or json.loads(str(alone.json)) == SCHEMA)
+
+
+async def test_with_a_format_of_the_content_and_a_token_for_calls() -> None:
+    """The grammar has calls in the model's own format. What it allows is tested with the compiler."""
+    engine = FakeEngine(f"<tool_call>\n{CALL}\n</tool_call>")
+    assert engine.tokenizer is not None
+    opener = engine.tokenizer.backend.token_to_id("<tool_call>")
+    async with open_client(engine) as client:
+        choice = await chat(client, **FORMATS[0])
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        engine.says = '{"answer": "<tool_call>"}'
+        choice = await chat(client, **FORMATS[0])
+        assert (choice["message"]["content"], choice["message"].get("tool_calls")) == (engine.says, None)
+    allowed = engine.seen[-1][1].structured_outputs
+    assert allowed is not None and f"<[{opener}]>" in str(allowed.grammar)
 
 
 @pytest.mark.parametrize("kind", [{"regex": "a+"}, {"choice": ["a", "b"]}, {"grammar": 'start: "a"'}], ids=str)

@@ -12,6 +12,7 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.structured import grammar as grammar_module
 from nanovllm.structured.compiler import Compiler, GrammarCache
+from nanovllm.structured.exact import json_or_call
 from nanovllm.text.tokenizer import Tokenizer
 from tests.helpers import TOKENIZER
 
@@ -43,6 +44,41 @@ def test_mask_has_the_allowed_tokens(compiler: Compiler, tokenizer: Tokenizer) -
     assert {0, 2} < allowed(guide.mask_after([token]))
     assert allowed(guide.mask_after(tokenizer.encode("b", False))) == {0, 2}
     assert guide.num_tokens == 2
+
+
+NAME = {"type": "object", "properties": {"name": {"const": "f"}}, "required": ["name"]}
+ANSWER = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_free", "is_strict"),
+    [
+        ('{"answer": 5}', True, True),
+        ('<tool_call>\n{"name": "f"}\n</tool_call>', True, True),
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f"}</tool_call>', True, True),
+        ('<tool_call>{"name": "g"}</tool_call>', True, False),
+        ("<tool_call><think>a</think>", True, False),
+        ('{"answer": 5}\n<tool_call>{"name": "f"}</tool_call>', False, False),
+        ('{"answer": "5"}', False, False),
+        ('{"answer": 5, "more": 1}', False, False),
+        ('{"name": "f"}', False, False),
+        ("Hello", False, False),
+    ],
+)
+def test_json_or_calls(compiler: Compiler, tokenizer: Tokenizer, text: str, is_free: bool, is_strict: bool) -> None:
+    """Schemas are closed in such a grammar, too."""
+    opener, closer = (tokenizer.backend.token_to_id(tag) for tag in ("<tool_call>", "</tool_call>"))
+    assert opener is not None and closer is not None
+    for call, expected in ((None, is_free), (NAME, is_strict)):
+        guide = compiler.compile(StructuredOutputs(grammar=json_or_call(ANSWER, opener, call, closer))).guide()
+        tokens = [*tokenizer.encode(text, False), 2]
+        mask, taken = guide.mask_after(()), []
+        for token in tokens:
+            if token not in allowed(mask):
+                break
+            taken.append(token)
+            mask = guide.mask_after([token])
+        assert (taken == tokens) == expected, (call, taken)
 
 
 def test_padded_ids_are_masked(compiler: Compiler) -> None:

@@ -84,6 +84,11 @@ class CallFormat:
     arguments_key: str = "arguments"  # in the JSON object of a forced call
     new_id: Callable[[], str] = new_call_id
 
+    @property
+    def is_json(self) -> bool:
+        """Whether a call is the JSON object that forced calls are."""
+        return self.scanner is JsonCall
+
 
 # A call that is forced by a grammar: the object and nothing else.
 FORCED_CALL = CallFormat(begins_message=True)

@@ -108,10 +108,10 @@ def make_parser(
     tool_choice: ToolChoice,
     prompt_opens_reasoning: bool = False,
     begun: str = "",
-    constrained: bool = False,
+    is_object: bool = False,
 ) -> ChatParser | HarmonyParser:
     """Make the parser for one request. `reasoning` and `tools` are names of parsers, or None. `begun`: in harmony, the
-    message that the prompt ends within. `constrained`: with tool_choice "auto", the message follows the grammar of
+    message that the prompt ends within. `is_object`: with tool_choice "auto", the message follows
     `call_or_content_schema`.
 
     A forced call (tool_choice "required" or a named tool) follows the grammar of `forced_call_schema` from its first
@@ -124,7 +124,7 @@ def make_parser(
     if choice == "required" or isinstance(choice, Mapping):
         forced = replace(FORCED_CALL, new_id=new_id)
         return _object_parser(forced, known_tools(tool_schemas if isinstance(choice, str) else [choice]))
-    if constrained and choice == "auto":
+    if is_object and choice == "auto":
         return _object_parser(replace(CALL_OR_CONTENT, new_id=new_id), known_tools(tool_schemas))
     if reasoning == HARMONY:
         return HarmonyParser(known_tools(tool_schemas) if choice == "auto" else {}, begun=begun)

@@ -47,7 +47,7 @@ def without_ids(message: ParsedMessage) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("reasoning", [None, "qwen3", "deepseek_r1"])
 @pytest.mark.parametrize(
-    ("tools", "choice", "constrained"),
+    ("tools", "choice", "is_object"),
     [
         (None, "none", False),
         ("hermes", "auto", False),
@@ -65,14 +65,12 @@ def test_any_split_gives_the_same_message(
     reasoning: str | None,
     tools: str | None,
     choice: str,
-    constrained: bool,
+    is_object: bool,
     text: str,
     places: list[int],
     finish_with_last: bool,
 ) -> None:
-    parser = make_parser(
-        reasoning=reasoning, tools=tools, tool_schemas=TOOLS, tool_choice=choice, constrained=constrained
-    )
+    parser = make_parser(reasoning=reasoning, tools=tools, tool_schemas=TOOLS, tool_choice=choice, is_object=is_object)
     whole = without_ids(parser.parse(text))
     assert without_ids(stream(parser.new_copy(), cut(text, places), finish_with_last)) == whole
     assert without_ids(stream(parser.new_copy(), list(text) or [""], finish_with_last)) == whole

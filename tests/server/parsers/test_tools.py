@@ -237,7 +237,7 @@ def test_auto_without_a_tool_parser_takes_the_form_of_forced_calls(choice: ToolC
 def test_a_message_that_follows_a_grammar_is_content_or_a_call(
     pieces: list[str], content: list[str], calls: list[tuple[str, list[str]]]
 ) -> None:
-    made = make_parser(reasoning=None, tools="mistral", tool_schemas=TOOLS, tool_choice="auto", constrained=True)
+    made = make_parser(reasoning=None, tools="mistral", tool_schemas=TOOLS, tool_choice="auto", is_object=True)
     events = [event for piece in pieces for event in made.feed(piece)] + made.feed("", finished=True)
     assert [event.text for event in events if isinstance(event, ContentDelta)] == content
     starts = [event for event in events if isinstance(event, ToolCallStart)]
