@@ -9,7 +9,7 @@ smaller.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,9 +21,17 @@ from nanovllm.attention.rotation import rotate
 from nanovllm.attention.sdpa import Pages, Part, SdpaBackend, SdpaStep, zeros
 
 
+class LatentNorm(Protocol):
+    weight: Tensor  # [latent_size]
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class LatentLayer(LayerAttention):
     kv_b: Tensor  # [heads, plain_size + value_size, latent_size]: of each head up_k, then up_v
+    norm: LatentNorm  # of the latent
 
 
 class KeyRotation:
@@ -70,13 +78,19 @@ class LatentBackend(SdpaBackend):
     # --- once per layer -----------------------------------------------------------------------------------------------
 
     def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: SdpaStep) -> Tensor:
-        """`qkv`: of each token the queries of all heads, the normalized latent, and the key to rotate.
+        """`qkv`: of each token the queries of all heads, then its `new` as for `attend`."""
+        assert isinstance(layer, LatentLayer)
+        queries, new = qkv.tensor_split((-self.shape.head_dim,), dim=1)
+        return self.attend(queries, new, layer, cache, step)
+
+    def attend(self, queries: Tensor, new: Tensor, layer: LatentLayer, cache: LayerCache, step: SdpaStep) -> Tensor:
+        """`queries`: of each token those of all heads. `new`: its latent before the norm, and the key to rotate.
 
         Returns [num_tokens, heads * value_size].
         """
         s = self.shape
-        assert isinstance(layer, LatentLayer)
-        queries, latents, keys = qkv.split([s.num_heads * self._query_size, self._latent_size, self._rotated_size], 1)
+        latents, keys = new.tensor_split((self._latent_size,), dim=1)
+        latents = layer.norm(latents)
         plain, turned = queries.unflatten(1, (s.num_heads, -1)).split([self._plain_size, self._rotated_size], dim=-1)
         turned = rotate(torch.cat([turned, keys.unsqueeze(1)], dim=1), step.cos_sin[layer.rope])
         queries = torch.cat([plain, turned[:, :-1]], dim=-1)  # [num_tokens, heads, query_size]
@@ -86,7 +100,7 @@ class LatentBackend(SdpaBackend):
         # of all chunks that start at position 0 at once
         made = self._keys_and_values(new, layer) if any(part.pages is None for part in parts) else None
         value_size = layer.kv_b.shape[1] - self._plain_size
-        out = torch.empty(len(qkv), s.num_heads, value_size, dtype=qkv.dtype, device=qkv.device)
+        out = torch.empty(len(new), s.num_heads, value_size, dtype=new.dtype, device=new.device)
         for part in parts:
             if part.pages is not None:
                 cached, _ = self._gather(cache.kv, part.pages)

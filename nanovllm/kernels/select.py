@@ -338,6 +338,11 @@ def delta_net_serves(key_dim: int, value_dim: int) -> bool:
     return max(key_dim, value_dim) <= LARGEST_DELTA_NET_HEAD
 
 
+def latent_on_hopper(latent_size: int, rotated_size: int, *, half: bool, gluon: bool) -> bool:
+    """Whether the kernel for Hopper attends to a cache of latents (MLA): it has the sizes of DeepSeek's models."""
+    return gluon and half and (latent_size, rotated_size) == (512, 64)
+
+
 def row_class(rows: int) -> int:
     """The smallest number of rows for which the table chooses alike: so few that a choice can be kept for each."""
     if rows <= HUNDREDS_OF_ROWS:
@@ -377,6 +382,7 @@ SLOW_TO_COMPILE = (
     "_cut_kernel",
     "_packed_wide_kernel",
     "_packed_wide_experts_kernel",
+    "_latent_decode_hopper_kernel",
     "_packed_expert_rows_kernel",
     "_packed_rows_kernel",
     "_packed_tiled_kernel",

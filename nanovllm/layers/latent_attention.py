@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.backend import LayerCache
-from nanovllm.attention.latent import LatentLayer
+from nanovllm.attention.latent import LatentBackend, LatentLayer
 from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 class LatentAttention:
     def __init__(self, spec: "LatentAttentionSpec", context: BuildContext) -> None:
+        assert isinstance(context.attention, LatentBackend)
         self._weights, self._group, self._backend = spec.weights(), context.group, context.attention
         num_heads = spec.on_ranks(context.group.size).num_heads
-        self._latent_size, eps = spec.latent_size, spec.latent_norm_eps
+        eps = spec.latent_norm_eps
         self.in_proj = Linear(part_of(self._weights, "in_"), context)  # queries, or what they are made of; the latent
         self.o_proj = Linear(part_of(self._weights, "o_"), context)
         self.latent_norm = RMSNorm(self._weights["latent_norm"], context, eps=eps)
@@ -37,6 +38,7 @@ class LatentAttention:
             scale=spec.score_scale,
             rope=context.ropes.index(spec.rope),
             kv_b=torch.empty(shape, dtype=context.dtype, device=context.device),
+            norm=self.latent_norm,
         )
 
     def slots(self) -> dict[str, Slot]:
@@ -57,9 +59,7 @@ class LatentAttention:
     def mix(self, x: Residual, state: LayerCache, step: Step, *, norm: RMSNorm) -> Tensor:
         """[num_tokens, heads * value_size]"""
         projected = self.in_proj(x, norm=norm)
-        num_cached = self._backend.shape.head_dim
-        queries, latent, key = projected.tensor_split((-num_cached, self._latent_size - num_cached), dim=1)
+        queries, new = projected.tensor_split((-self._backend.shape.head_dim,), dim=1)
         if self.q_proj is not None:
-            queries = self.q_proj(self.q_norm(queries))
-        inputs = torch.cat([queries, self.latent_norm(latent), key], dim=1)
-        return self._backend.forward(inputs, self._layer, state, step.attention)
+            queries = self.q_proj(Residual(queries), norm=self.q_norm)
+        return self._backend.attend(queries, new, self._layer, state, step.attention)

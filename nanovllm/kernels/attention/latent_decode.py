@@ -1,8 +1,10 @@
 """Decode attention over a paged cache of latents (MLA), in the absorbed form: all heads read the same vectors.
 
-`latent_store` rotates each token's new key and writes it to the cache beside the latent. In `latent_decode` a program
-computes some heads of one sequence over a part of its positions; a second kernel merges the parts.
+A program computes some heads of one sequence over a part of its positions; a second kernel merges the parts. On Hopper
+the first kernel is that of latent_decode_hopper.py where it serves.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -15,25 +17,13 @@ from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 
 MAX_HEADS = 32  # of a program: its sums take heads * latent_size registers
 MAX_SPLITS = 64
+FEW_SPLITS = 32  # unless sequences are long: all parts are merged, also those without positions
 WAVES = 2  # programs for each multiprocessor, at least
+LONG_SEQUENCE = 16  # thousand positions
 
-
-def latent_store_reference(
-    new: Tensor,  # [n, latent_size + rotated_size]
-    cache: Tensor,  # [num_blocks, block_size, latent_size + rotated_size]
-    *,
-    rows: Tensor,  # [n]
-    positions: Tensor,  # [n], -1 = padding
-    blocks: Tensor,  # [num_rows, max_blocks]
-    cos_sin: Tensor,  # [max_position, rotated_size]
-) -> None:
-    block_size, rotated_size = cache.shape[1], cos_sin.shape[1]
-    real = positions >= 0
-    row, position = rows[real].long(), positions[real].long()
-    latent, key = new[real].split([new.shape[1] - rotated_size, rotated_size], dim=-1)
-    key = norm_rotate_reference(key, None, 0.0, *cos_sin[position].chunk(2, dim=-1))
-    block = blocks[row, position // block_size].long()
-    cache[block, position % block_size] = torch.cat([latent, key], dim=-1).to(cache.dtype)
+# of the Hopper kernel, in the time of a program for 1,000 positions
+START_COST = 0.15  # of each program
+MERGE_COST, MERGE_COST_EACH = 0.005, 0.0005  # of each part; of each sequence's part
 
 
 def latent_decode_reference(
@@ -62,76 +52,6 @@ def latent_decode_reference(
 
 
 @triton.jit
-def _latent_store_kernel(
-    new,
-    cache,
-    rows,
-    positions,
-    blocks,
-    cos_sin,
-    new_stride,
-    max_blocks,
-    LATENT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LATENT_PADDED: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-):
-    HALF: tl.constexpr = ROTATED // 2
-    token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
-    if position >= 0:
-        row = tl.load(rows + token).to(tl.int64)
-        block = tl.load(blocks + row * max_blocks + position // BLOCK_SIZE).to(tl.int64)
-        source = new + token * new_stride
-        target = cache + (block * BLOCK_SIZE + position % BLOCK_SIZE) * (LATENT + ROTATED)
-        col = tl.arange(0, LATENT_PADDED)
-        latent = tl.load(source + col, mask=col < LATENT)
-        tl.store(target + col, latent.to(cache.dtype.element_ty), mask=col < LATENT)
-        half = tl.arange(0, HALF_PADDED)
-        inside = half < HALF
-        first = tl.load(source + LATENT + half, mask=inside).to(tl.float32)
-        second = tl.load(source + LATENT + HALF + half, mask=inside).to(tl.float32)
-        angles = cos_sin + position.to(tl.int64) * ROTATED + half
-        cos, sin = tl.load(angles, mask=inside), tl.load(angles + HALF, mask=inside)
-        tl.store(target + LATENT + half, (first * cos - second * sin).to(cache.dtype.element_ty), mask=inside)
-        tl.store(target + LATENT + HALF + half, (second * cos + first * sin).to(cache.dtype.element_ty), mask=inside)
-
-
-def latent_store(
-    new: Tensor,  # [n, latent_size + rotated_size]; rows may lie apart
-    cache: Tensor,  # [num_blocks, block_size, latent_size + rotated_size]
-    *,
-    rows: Tensor,  # [n] int32
-    positions: Tensor,  # [n] int32, -1 = padding
-    blocks: Tensor,  # [num_rows, max_blocks] int32
-    cos_sin: Tensor,  # [max_position, rotated_size] float32
-) -> None:
-    """See the reference."""
-    n, size = new.shape
-    rotated_size = cos_sin.shape[1]
-    assert new.stride(1) == 1 and cache.is_contiguous() and blocks.stride(1) == 1 and cache.shape[2] == size
-    launch(
-        _latent_store_kernel,
-        (n,),
-        new,
-        cache,
-        rows,
-        positions,
-        blocks,
-        cos_sin,
-        new.stride(0),
-        blocks.stride(0),
-        LATENT=size - rotated_size,
-        ROTATED=rotated_size,
-        BLOCK_SIZE=cache.shape[1],
-        LATENT_PADDED=next_power_of_2(size - rotated_size),
-        HALF_PADDED=next_power_of_2(rotated_size // 2),
-        num_warps=4,
-    )
-
-
-@triton.jit
 def _latent_decode_kernel(
     absorbed,
     rotated,
@@ -155,6 +75,7 @@ def _latent_decode_kernel(
     LATENT_PADDED: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTATED // 2
     SIZE: tl.constexpr = LATENT + ROTATED
@@ -165,6 +86,9 @@ def _latent_decode_kernel(
     col, half, token = tl.arange(0, LATENT_PADDED), tl.arange(0, HALF_PADDED), tl.arange(0, TILE)
     head_inside, col_inside, inside = head < HEADS, col < LATENT, half < HALF
 
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(positions + seq)
     length = position + 1  # 0 for padding, which has no tiles
     tiles_each = tl.cdiv(tl.cdiv(length, TILE), SPLITS)
@@ -215,15 +139,16 @@ def _latent_decode_kernel(
         acc = tl.dot(weights.to(query.dtype), latents, acc * decay[:, None], input_precision="ieee")
         maximum = new_maximum
 
-    # a part without positions writes nothing but the logarithm of 0
-    mask = (head < tl.where(end > begin, HEADS, 0))[:, None] & col_inside[None, :]
     total = tl.where(end > begin, total, 1.0)
     result = acc / total[:, None]
     if SPLITS == 1:
+        mask = (head < tl.where(end > begin, HEADS, 0))[:, None] & col_inside[None, :]
         tl.store(out + query_at[:, None] + col[None, :], result.to(out.dtype.element_ty), mask=mask)
-    else:  # [splits, heads, n, LATENT], and the logarithm of the sum of each
+    else:
+        # [splits, heads, n, LATENT], and the logarithm of the sum of each; a part without positions has zeros and the
+        # logarithm of 0
         part = (split.to(tl.int64) * HEADS + head) * num_seqs + seq
-        tl.store(out + part[:, None] * LATENT + col[None, :], result, mask=mask)
+        tl.store(out + part[:, None] * LATENT + col[None, :], result, mask=query_mask)
         tl.store(sums + part, maximum + tl.log2(total), mask=head_inside)
 
 
@@ -237,32 +162,77 @@ def _latent_merge_kernel(
     LATENT: tl.constexpr,
     LATENT_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     num_seqs = tl.num_programs(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if tl.load(positions + seq) >= 0:
         col, split = tl.arange(0, LATENT_PADDED), tl.arange(0, SPLITS)
         part = (split.to(tl.int64) * num_heads + head) * num_seqs + seq
         logs = tl.load(sums + part)
         weights = tl.exp2(logs - tl.max(logs, 0))
-        mask = (weights > 0.0)[:, None] & (col < LATENT)[None, :]
-        values = tl.load(parts + part[:, None] * LATENT + col[None, :], mask=mask, other=0.0)
+        values = tl.load(parts + part[:, None] * LATENT + col[None, :], mask=(col < LATENT)[None, :], other=0.0)
         merged = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
         target = out + (head * num_seqs + seq) * LATENT + col
         tl.store(target, merged.to(out.dtype.element_ty), mask=col < LATENT)
 
 
-def num_splits(num_seqs: int, num_heads: int, *, num_sms: int) -> int:
-    """Parts of each sequence, a power of two, so that every multiprocessor has work."""
-    programs = num_seqs * cdiv(num_heads, _head_tile(num_heads))
-    return min(next_power_of_2(cdiv(WAVES * num_sms, programs)), MAX_SPLITS)
+def num_splits(num_seqs: int, num_heads: int, *, num_sms: int, hopper: bool = False, long: bool = False) -> int:
+    """Parts of each sequence, a power of two, so that every multiprocessor has work. `long`: the sequences are."""
+    programs = num_seqs * cdiv(num_heads, head_tile(num_heads))
+    if not hopper:
+        return min(next_power_of_2(cdiv(WAVES * num_sms, programs)), MAX_SPLITS if long else FEW_SPLITS)
+    length = LONG_SEQUENCE if long else 1
+
+    def cost(splits: int) -> float:  # a multiprocessor runs one program at a time
+        merge = (MERGE_COST + MERGE_COST_EACH * num_seqs) * splits if splits > 1 else 0.0
+        return cdiv(programs * splits, num_sms) * (length / splits + START_COST) + merge
+
+    return min((1 << exponent for exponent in range(MAX_SPLITS.bit_length())), key=cost)
 
 
-def _head_tile(num_heads: int) -> int:
+def head_tile(num_heads: int) -> int:
     return min(max(next_power_of_2(num_heads), 16), MAX_HEADS)
 
 
 def latent_decode(
+    absorbed: Tensor,  # [heads, n, latent_size]
+    rotated: Tensor,  # [n, heads, rotated_size], to be rotated; a view of queries of more numbers
+    cache: Tensor,  # [num_blocks, block_size, latent_size + rotated_size]
+    *,
+    positions: Tensor,  # [n] int32, -1 = padding
+    splits: int,  # parts of each sequence, a power of two
+    pdl: bool = False,
+    **others: Any,  # as for `latent_parts`
+) -> Tensor:  # [heads, n, latent_size]
+    """What each head gathers of the latents; rows of padding are not written. The newest tokens are in the cache."""
+    parts, sums = latent_parts(absorbed, rotated, cache, positions=positions, splits=splits, pdl=pdl, **others)
+    if splits == 1:
+        return parts
+    num_heads, n, latent_size = absorbed.shape
+    out = torch.empty_like(absorbed)
+    launch(
+        _latent_merge_kernel,
+        (n, num_heads),
+        parts,
+        sums,
+        positions,
+        out,
+        num_heads,
+        LATENT=latent_size,
+        LATENT_PADDED=next_power_of_2(latent_size),
+        SPLITS=splits,
+        PDL=pdl,
+        num_warps=8,
+        pdl=pdl,
+    )
+    return out
+
+
+def latent_parts(
     absorbed: Tensor,  # [heads, n, latent_size]
     rotated: Tensor,  # [n, heads, rotated_size], to be rotated; a view of queries of more numbers
     cache: Tensor,  # [num_blocks, block_size, latent_size + rotated_size]
@@ -273,20 +243,31 @@ def latent_decode(
     cos_sin: Tensor,  # [max_position, rotated_size] float32
     scale: float,
     splits: int,  # parts of each sequence, a power of two
-) -> Tensor:  # [heads, n, latent_size]
-    """What each head gathers of the latents; rows of padding are not written. The newest tokens are in the cache."""
+    hopper: bool = False,  # use the kernel of latent_decode_hopper.py
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The parts, [splits, heads, n, latent_size] float32, and the logarithms to base 2 of their sums, [splits, heads,
+    n] float32, which say how much each part counts. One part is the result, [heads, n, latent_size] of absorbed's type.
+    """
     num_heads, n, latent_size = absorbed.shape
     rotated_size = cos_sin.shape[1]
     assert absorbed.is_contiguous() and cache.is_contiguous() and blocks.stride(1) == rotated.stride(2) == 1
-    out = torch.empty_like(absorbed)
-    parts, sums = out, out
+    parts = sums = torch.empty_like(absorbed)
     if splits > 1:
-        parts = torch.empty(splits, *absorbed.shape, dtype=torch.float32, device=out.device)
-        sums = torch.empty(splits, num_heads, n, dtype=torch.float32, device=out.device)
+        parts = torch.empty(splits, *absorbed.shape, dtype=torch.float32, device=absorbed.device)
+        sums = torch.empty(splits, num_heads, n, dtype=torch.float32, device=absorbed.device)
+    if hopper:
+        from nanovllm.kernels.attention.latent_decode_hopper import latent_decode_hopper
+
+        latent_decode_hopper(
+            absorbed, rotated, cache, parts, sums, rows=rows, positions=positions, blocks=blocks, cos_sin=cos_sin,
+            scale=scale, splits=splits, head_tile=head_tile(num_heads), pdl=pdl,
+        )  # fmt: skip
+        return parts, sums
     half_type = absorbed.dtype.itemsize == 2
     launch(
         _latent_decode_kernel,
-        (n, cdiv(num_heads, _head_tile(num_heads)), splits),
+        (n, cdiv(num_heads, head_tile(num_heads)), splits),
         absorbed,
         rotated,
         cache,
@@ -305,25 +286,13 @@ def latent_decode(
         QUERY=rotated.stride(1),
         BLOCK_SIZE=cache.shape[1],
         TILE=32 if half_type else 16,
-        HEAD_TILE=_head_tile(num_heads),
+        HEAD_TILE=head_tile(num_heads),
         LATENT_PADDED=max(next_power_of_2(latent_size), 16),
         HALF_PADDED=max(next_power_of_2(rotated_size // 2), 16),
         SPLITS=splits,
+        PDL=pdl,
         num_warps=8,
         num_stages=3 if half_type else 2,
+        pdl=pdl,
     )
-    if splits > 1:
-        launch(
-            _latent_merge_kernel,
-            (n, num_heads),
-            parts,
-            sums,
-            positions,
-            out,
-            num_heads,
-            LATENT=latent_size,
-            LATENT_PADDED=next_power_of_2(latent_size),
-            SPLITS=splits,
-            num_warps=8,
-        )
-    return out
+    return parts, sums
