@@ -94,7 +94,9 @@ class MoE:
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
         """Add the experts' sum for norm(x) to x."""
-        normed = x.normed(norm)
+        return self._add_experts(x, x.normed(norm))
+
+    def _add_experts(self, x: Residual, normed: Tensor) -> Residual:
         rows = x.rows if self.group.rank == 0 else None  # of the ranks that are summed, one adds the residual
         x.rows = self.sum_experts(normed, routed_by=normed, residual=rows)
         return x

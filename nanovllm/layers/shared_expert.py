@@ -48,9 +48,10 @@ class SharedExpertMoE(MoE):
             return super().__call__(x, norm=norm)
         gate_up, down = self._shared
         normed = x.normed(norm)
-        shared = down(gate_up(normed, activation="silu"))
-        if self.shared_gate is not None:
-            shared = shared * F.linear(normed, self.shared_gate).sigmoid()
-        x = super().__call__(x, norm=norm)
+        hidden = gate_up(normed, activation="silu")
+        if self.shared_gate is None:
+            return self._add_experts(down(hidden, add_to=x), normed)
+        shared = down(hidden) * F.linear(normed, self.shared_gate).sigmoid()
+        x = self._add_experts(x, normed)
         x.rows = x.rows + shared
         return x

@@ -52,7 +52,7 @@ ATTENTION = LatentAttentionSpec(
     latent_norm_eps=1e-6,
     interleaved=True,
 )
-LENGTHS = np.array([40, 1, 17])  # computed before
+LENGTHS = (40, 1, 17, 30, 2, 20)  # computed before
 
 # from Triton 3.6's interpreter, for a loop whose bound is an argument
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -66,8 +66,9 @@ def with_weights(layer: Any) -> Any:
     return layer
 
 
-def test_experts() -> None:
-    x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DEVICE, HALF)
+@pytest.mark.parametrize("num_tokens", [2, 6])
+def test_experts(num_tokens: int) -> None:
+    x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DEVICE, HALF)
     found = []
     for kernels in (False, True):
         built_with = context(HALF, torch.device(DEVICE), kernels=kernels)
@@ -77,8 +78,9 @@ def test_experts() -> None:
     assert (found[0] - x).abs().max() > 0.5
 
 
-def test_attention() -> None:
-    device, size = torch.device(DEVICE), ATTENTION.latent_size
+@pytest.mark.parametrize("num_tokens", [3, 6])
+def test_attention(num_tokens: int) -> None:
+    device, size, lengths = torch.device(DEVICE), ATTENTION.latent_size, np.array(LENGTHS[:num_tokens])
     shape = CacheShape(
         num_heads=4,
         num_kv_heads=1,
@@ -90,25 +92,25 @@ def test_attention() -> None:
         device=device,
     )
     table = rotary_table(ATTENTION.rope, head_dim=16, max_position=64, device=device)
-    blocks = np.arange(1, 10).reshape(3, 3)
+    blocks = np.arange(1, 19).reshape(6, 3)[:num_tokens]
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(len(LENGTHS), HIDDEN, generator=generator).to(device, HALF)
-    cached = torch.randn(10, 16, 48, generator=generator).to(device, HALF)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(device, HALF)
+    cached = torch.randn(19, 16, 48, generator=generator).to(device, HALF)
     found = []
     for kind in (LatentBackend, LatentKernelBackend):
         backend = kind(shape, [table], latent_size=size, plain_size=ATTENTION.plain_size)
-        (cache,) = backend.make_cache({None: 10})
+        (cache,) = backend.make_cache({None: 19})
         cache.kv.view(cached.shape).copy_(cached)
         kernels = isinstance(backend, LatentKernelBackend)
         built_with = replace(context(HALF, device, kernels=kernels), attention=backend, ropes=(ATTENTION.rope,))
         layer = with_weights(ATTENTION.build(built_with))
         if isinstance(backend, LatentKernelBackend):
-            rows, positions = as_int32(np.arange(3)), as_int32(LENGTHS)
+            rows, positions = as_int32(np.arange(num_tokens)), as_int32(lengths)
             step = backend.decode_step(
                 rows, positions, blocks={None: as_int32(blocks)}, lengths=positions + 1, kind=Lengths.SIMILAR
             )
         else:
-            step = backend.prepare(geometry_of([(length, 1) for length in LENGTHS], blocks, None), as_int32)
+            step = backend.prepare(geometry_of([(length, 1) for length in lengths], blocks, None), as_int32)
         norm = make_norm(HIDDEN, built_with)
         found.append((layer.mix(Residual(x.clone()), cache, Step(step), norm=norm), cache.kv))
     for ours, theirs in zip(*found, strict=True):

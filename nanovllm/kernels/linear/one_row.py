@@ -57,7 +57,7 @@ def weight_rows(i, first, N, GATED: tl.constexpr):
 
 
 @triton.jit
-def _columns(pointers, k, first: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def columns_of(pointers, k, first: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load BLOCK_K columns from `first` on; zeros past K."""
     if first + BLOCK_K <= K:
         return tl.load(pointers + first)
@@ -97,7 +97,7 @@ def _one_row_kernel(
 
     ahead = ()  # type: tuple
     for step in tl.static_range(AHEAD):
-        ahead += (_columns(w_pointers, k[None, :], step * BLOCK_K, K, BLOCK_K),)
+        ahead += (columns_of(w_pointers, k[None, :], step * BLOCK_K, K, BLOCK_K),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -109,11 +109,11 @@ def _one_row_kernel(
     products = tl.zeros([ROWS, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for step in tl.static_range(STEPS):
-        w = ahead[step] if step < AHEAD else _columns(w_pointers, k[None, :], step * BLOCK_K, K, BLOCK_K)
-        a = _columns(x + k, k, step * BLOCK_K, K, BLOCK_K).to(tl.float32)
+        w = ahead[step] if step < AHEAD else columns_of(w_pointers, k[None, :], step * BLOCK_K, K, BLOCK_K)
+        a = columns_of(x + k, k, step * BLOCK_K, K, BLOCK_K).to(tl.float32)
         if norm_weight is not None:
             squares += a * a
-            a *= _columns(norm_weight + k, k, step * BLOCK_K, K, BLOCK_K).to(tl.float32)
+            a *= columns_of(norm_weight + k, k, step * BLOCK_K, K, BLOCK_K).to(tl.float32)
         products += w.to(tl.float32) * a[None, :]
     y = tl.sum(products, axis=1)
     if norm_weight is not None:

@@ -8,15 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import launch, next_power_of_2
+from nanovllm.kernels.launch import launch
 
 
 @triton.jit
-def _route_groups_kernel(
-    logits_ptr,  # [T, NUM_EXPERTS]
-    bias_ptr,  # [NUM_EXPERTS]
-    weights_ptr,  # [T, TOP_K]
-    experts_ptr,  # [T, TOP_K]
+def choose_experts(
+    logits,  # [EXPERTS], -inf past NUM_EXPERTS
+    bias,  # [EXPERTS]; not used unless SIGMOID
     scaling,
     least_sum,
     NUM_EXPERTS: tl.constexpr,
@@ -25,21 +23,14 @@ def _route_groups_kernel(
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    EXPERTS: tl.constexpr,  # NUM_EXPERTS, padded to a power of two
-    GROUPS: tl.constexpr,  # NUM_GROUPS, padded to a power of two
-    CHOICES: tl.constexpr,  # TOP_K, padded to a power of two
-    PDL: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    """The weights and the experts of a token, [CHOICES], of which the first TOP_K count."""
+    EXPERTS: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    GROUPS: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
+    CHOICES: tl.constexpr = triton.next_power_of_2(TOP_K)
     expert, choice, number = tl.arange(0, EXPERTS), tl.arange(0, CHOICES), tl.arange(0, GROUPS)
     inside = expert < NUM_EXPERTS
     group = expert // (NUM_EXPERTS // NUM_GROUPS)
-    if SIGMOID:
-        bias = tl.load(bias_ptr + expert, mask=inside, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=inside, other=float("-inf"))
     if SIGMOID:
         scores = tl.sigmoid(logits)
         ranking = tl.where(inside, scores + bias, float("-inf"))
@@ -72,8 +63,40 @@ def _route_groups_kernel(
         ranking = tl.where(expert == index, float("-inf"), ranking)
     if NORMALIZE:
         weights = weights / (tl.sum(weights, 0) + least_sum)
+    return weights * scaling, chosen
+
+
+@triton.jit
+def _route_groups_kernel(
+    logits_ptr,  # [T, NUM_EXPERTS]
+    bias_ptr,  # [NUM_EXPERTS], or None: softmax scores
+    weights_ptr,  # [T, TOP_K]
+    experts_ptr,  # [T, TOP_K]
+    scaling,
+    least_sum,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_CHOSEN_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert, choice = tl.arange(0, triton.next_power_of_2(NUM_EXPERTS)), tl.arange(0, triton.next_power_of_2(TOP_K))
+    inside = expert < NUM_EXPERTS
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=inside, other=float("-inf"))
+    weights, chosen = choose_experts(
+        logits, bias, scaling, least_sum,
+        NUM_EXPERTS, NUM_GROUPS, NUM_CHOSEN_GROUPS, TOP_K, bias_ptr is not None, NORMALIZE,
+    )  # fmt: skip
     offsets = token * TOP_K + choice
-    tl.store(weights_ptr + offsets, (weights * scaling).to(weights_ptr.dtype.element_ty), mask=choice < TOP_K)
+    tl.store(weights_ptr + offsets, weights.to(weights_ptr.dtype.element_ty), mask=choice < TOP_K)
     tl.store(experts_ptr + offsets, chosen, mask=choice < TOP_K)
 
 
@@ -100,7 +123,7 @@ def route_in_groups(
             _route_groups_kernel,
             (num_tokens,),
             logits,
-            logits if bias is None else bias,
+            bias,
             weights,
             experts,
             scaling,
@@ -109,11 +132,7 @@ def route_in_groups(
             NUM_GROUPS=num_groups,
             NUM_CHOSEN_GROUPS=num_chosen_groups,
             TOP_K=top_k,
-            SIGMOID=bias is not None,
             NORMALIZE=normalize,
-            EXPERTS=next_power_of_2(num_experts),
-            GROUPS=next_power_of_2(num_groups),
-            CHOICES=next_power_of_2(top_k),
             PDL=pdl,
             num_warps=1,
             pdl=pdl,

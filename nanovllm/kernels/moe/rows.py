@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch
+from nanovllm.kernels.linear.one_row import columns_of
 from nanovllm.kernels.moe.activation import gated
 from nanovllm.kernels.moe.tiles import Tile
 from nanovllm.kernels.moe.weights import ExpertWeights
@@ -81,9 +82,12 @@ def _down_row_kernel(
     experts_ptr,  # [T * TOP_K]
     routing_ptr,  # [T * TOP_K], the routing weights
     residual_ptr,  # [T, SIZE_N]
+    shared_hidden_ptr,  # [T, SHARED_K]
+    shared_weight_ptr,  # [SIZE_N, SHARED_K]
     out_ptr,  # [T, SIZE_N]
     SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
+    SHARED_K: tl.constexpr,  # 0: there is no shared expert
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -91,16 +95,27 @@ def _down_row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = residual + sum over choices of routing weight * down(hidden): one program per token and BLOCK_N columns."""
+    """out = residual + sum over choices of routing weight * down(hidden), + down(hidden) of the shared expert.
+
+    One program per token and BLOCK_N columns.
+    """
     tiles: tl.constexpr = (SIZE_N + BLOCK_N - 1) // BLOCK_N
     token = (tl.program_id(0) // tiles).to(tl.int64)
     n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     rows = tl.minimum(n, SIZE_N - 1)[:, None] * SIZE_K
+    shared = ()  # type: tuple
+    for begin in tl.static_range(0, SHARED_K, BLOCK_K):  # which needs no chosen expert, before waiting for these
+        shared_ptrs = shared_weight_ptr + tl.minimum(n, SIZE_N - 1)[:, None] * SHARED_K + k[None, :]
+        shared += (columns_of(shared_ptrs, k[None, :], begin, SHARED_K, BLOCK_K),)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for begin in tl.static_range(0, SHARED_K, BLOCK_K):
+        row_ptrs = shared_hidden_ptr + token * SHARED_K + (n * 0)[:, None] + k[None, :]
+        row = columns_of(row_ptrs, k[None, :], begin, SHARED_K, BLOCK_K)
+        acc += shared[begin // BLOCK_K].to(tl.float32) * row.to(tl.float32)
     biases = tl.zeros([BLOCK_N], tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
@@ -139,6 +154,7 @@ def rows_forward(
     gate_up_tile: Tile,
     down_tile: Tile,
     *,
+    shared: tuple[Tensor, Tensor] | None = None,  # of a shared expert: [T, S], silu(gate) * up; [H, S], its down
     pdl: bool,
 ) -> Tensor:
     """Two launches. Arguments as for `experts_forward`; returns `out`."""
@@ -175,9 +191,11 @@ def rows_forward(
         experts,
         weights,
         residual,
+        *(shared or (None, None)),
         out,
         SIZE_N=hidden_size,
         SIZE_K=size,
+        SHARED_K=0 if shared is None else shared[0].shape[1],
         HAS_RESIDUAL=residual is not None,
         **tile.options,
         **options,

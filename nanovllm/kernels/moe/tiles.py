@@ -52,7 +52,9 @@ def choose_tiles(pairs_per_expert: float, dtype: torch.dtype, *, deterministic: 
     return LARGE_TILES if pairs_per_expert <= 96 else PREFILL_TILES
 
 
-def row_tiles(dtype: torch.dtype) -> tuple[Tile, Tile]:
-    """Tiles of gate_up and down for the kernels of rows.py."""
+def row_tiles(dtype: torch.dtype, *, shared: bool = False) -> tuple[Tile, Tile]:
+    """Tiles of gate_up and down for the kernels of rows.py. `shared`: a shared expert is computed beside."""
+    if shared and dtype != torch.float32:
+        return Tile(4, 256, 2, 1), Tile(4, 256, 4, 1)
     block_k = 256 if dtype == torch.float32 else 512
     return Tile(4, block_k, 4, 1), Tile(4, 256, 4, 1)
