@@ -4,7 +4,7 @@ The operation is that of latent_decode.py. A program attends with up to 32 heads
 positions. It loads each tile of 64 cached vectors once, into one of two shared-memory buffers, and multiplies it twice
 with wgmma: as keys with the queries, and its latents, transposed, with the weights of the softmax. The cached vectors
 are the left operand of both products, because wgmma takes 64 rows there and there are fewer heads. The next tile is
-loaded meanwhile.
+loaded meanwhile, and the first one before the preceding kernel has ended, unless it has the newest token.
 
 Written in Gluon: Triton's compiler starts the loads of the next tile after the products of this one.
 Gluon has no interpreter: tests without a GPU only compile the kernel.
@@ -103,9 +103,6 @@ def _latent_decode_hopper_kernel(
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * HEAD_TILE, 16, rank=2)
     PER_HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     ROWS: gl.constexpr = gl.SliceLayout(1, WIDE)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     seq = gl.program_id(0).to(gl.int64)
     num_seqs = gl.num_programs(0).to(gl.int64)
     split = gl.program_id(2)
@@ -121,8 +118,13 @@ def _latent_decode_hopper_kernel(
         keys = gl.allocate_shared_memory(TYPE, [2, TILE, ROTATED], ROWS_LAYOUT)
         token = begin + gl.arange(0, TILE, ROWS)
         block = _block_numbers(table, token, end - 1, BLOCK_SIZE)
+        if PDL and begin + TILE > position:  # the kernel before may store this tile's last token
+            tl.extra.cuda.gdc_wait()
         _load_tile(latents.index(0), keys.index(0), cache, block, token, end - 1, BLOCK_SIZE, WIDE)
         block = _block_numbers(table, token + TILE, end - 1, BLOCK_SIZE)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
 
         head = first_head + gl.arange(0, HEAD_TILE, ROWS)
         # [heads, n, LATENT], as the product of the queries with up_k is laid out
@@ -184,13 +186,17 @@ def _latent_decode_hopper_kernel(
             logs = gl.convert_layout(maximum + gl.log2(total), gl.SliceLayout(0, OUT))
             gl.store(sums + part, logs, mask=head < HEADS)
         gl.store(out + part[None, :] * LATENT + col[:, None], result, mask=(head < HEADS)[None, :])
-    elif SPLITS > 1:  # a part without positions: zeros, and the logarithm of 0
-        head = first_head + gl.arange(0, HEAD_TILE, gl.SliceLayout(0, OUT))
-        col = gl.arange(0, LATENT, gl.SliceLayout(1, OUT))
-        part = (split * HEADS + head).to(gl.int64) * num_seqs + seq
-        zeros = gl.zeros([LATENT, HEAD_TILE], gl.float32, OUT)
-        gl.store(out + part[None, :] * LATENT + col[:, None], zeros, mask=(head < HEADS)[None, :])
-        gl.store(sums + part, gl.full([HEAD_TILE], float("-inf"), gl.float32, part.type.layout), mask=head < HEADS)
+    else:  # a part without positions: zeros, and the logarithm of 0
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        if SPLITS > 1:
+            head = first_head + gl.arange(0, HEAD_TILE, gl.SliceLayout(0, OUT))
+            col = gl.arange(0, LATENT, gl.SliceLayout(1, OUT))
+            part = (split * HEADS + head).to(gl.int64) * num_seqs + seq
+            zeros = gl.zeros([LATENT, HEAD_TILE], gl.float32, OUT)
+            gl.store(out + part[None, :] * LATENT + col[:, None], zeros, mask=(head < HEADS)[None, :])
+            gl.store(sums + part, gl.full([HEAD_TILE], float("-inf"), gl.float32, part.type.layout), mask=head < HEADS)
 
 
 def latent_decode_hopper(

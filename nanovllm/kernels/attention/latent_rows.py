@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.attention.latent_store import store_token
+from nanovllm.kernels.attention.latent_store import block_of, store_token
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 
 MAX_TOKENS = 4  # each reads up_k and up_v by itself
@@ -78,6 +78,8 @@ def _absorb_kernel(
     for step in tl.static_range(STEPS):
         mask = (step * STEP + k < PLAIN)[:, None] & (col < LATENT)[None, :]
         weights += (tl.load(pointers + step * STEP * LATENT, mask=mask, other=0.0),)
+    position = tl.load(positions + token)
+    block = block_of(rows, blocks, token, position, max_blocks, BLOCK_SIZE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -90,13 +92,11 @@ def _absorb_kernel(
         result = tl.sum(products, 0)
         target = absorbed + (head * tl.num_programs(1) + token) * LATENT + col
         tl.store(target, result.to(absorbed.dtype.element_ty), mask=col < LATENT)
-    else:
-        position = tl.load(positions + token)
-        if position >= 0:
-            store_token(
-                new + token * new_stride, cache, blocks + tl.load(rows + token).to(tl.int64) * max_blocks, position,
-                norm_weight, eps, cos_sin, LATENT, ROTATED, BLOCK_SIZE, LATENT_PADDED, HALF_PADDED,
-            )  # fmt: skip
+    elif position >= 0:
+        store_token(
+            new + token * new_stride, cache, block, position, norm_weight, eps, cos_sin,
+            LATENT, ROTATED, BLOCK_SIZE, LATENT_PADDED, HALF_PADDED,
+        )  # fmt: skip
 
 
 def absorb_and_store(

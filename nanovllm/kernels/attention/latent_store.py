@@ -32,10 +32,17 @@ def latent_store_reference(
 
 
 @triton.jit
+def block_of(rows, blocks, token, position, max_blocks, BLOCK_SIZE: tl.constexpr):
+    """The block of the cache for a token; of padding, any."""
+    table = blocks + tl.load(rows + token).to(tl.int64) * max_blocks
+    return tl.load(table + tl.maximum(position, 0) // BLOCK_SIZE).to(tl.int64)
+
+
+@triton.jit
 def store_token(
     source,  # of this token
     cache,
-    table,  # of its sequence
+    block,  # of the cache, in which it is stored
     position,
     norm_weight,
     eps,
@@ -48,7 +55,6 @@ def store_token(
 ):
     HALF: tl.constexpr = ROTATED // 2
     ITEM: tl.constexpr = cache.dtype.element_ty
-    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     target = cache + (block * BLOCK_SIZE + position % BLOCK_SIZE) * (LATENT + ROTATED)
     col, half = tl.arange(0, LATENT_PADDED), tl.arange(0, HALF_PADDED)
     col_inside, inside = col < LATENT, half < HALF
@@ -83,15 +89,16 @@ def _latent_store_kernel(
     HALF_PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    block = block_of(rows, blocks, token, position, max_blocks, BLOCK_SIZE)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
     if position >= 0:
         store_token(
-            new + token * new_stride, cache, blocks + tl.load(rows + token).to(tl.int64) * max_blocks, position,
-            norm_weight, eps, cos_sin, LATENT, ROTATED, BLOCK_SIZE, LATENT_PADDED, HALF_PADDED,
+            new + token * new_stride, cache, block, position, norm_weight, eps, cos_sin,
+            LATENT, ROTATED, BLOCK_SIZE, LATENT_PADDED, HALF_PADDED,
         )  # fmt: skip
 
 
