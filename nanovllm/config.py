@@ -87,7 +87,7 @@ class Config:
         None,
         "Milliseconds between two tokens of a sequence that a step should not exceed: while sequences decode, prompts "
         "are computed in chunks that take about this long, longer if many sequences decode or many prompts wait. 0 "
-        "means no limit. Without it, the server and AsyncLLM use 21, and LLM has no limit.",
+        "means no limit. Without it, the server and AsyncLLM use 22, and LLM has no limit.",
         number(0, math.inf),
     )
     max_model_len: int = option(

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.plan import StepPlan, StepResult
 
-TARGET = 0.021  # seconds: shorter steps would compute prompts slowly, and no reader notices
-REQUESTS = 160  # this and the next constants: see the rule
+TARGET = 0.022  # seconds: shorter steps would compute prompts slowly, and no reader notices
+REQUESTS = 170  # this and the next constants: see the rule
 WAIT_SHARE = 0.02
-MAX_STRETCH = 5.4
+MAX_STRETCH = 4.9
 MIN_STRETCH = 2.7
 MIN_TOKENS = 128
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
@@ -43,8 +43,8 @@ MULTIPLE = 128  # of all tokens of a step: products have tiles of as many rows, 
 # a burst: so many prompts wait at least, and so many for each sequence that decodes
 BURST_PROMPTS = 16
 BURST_RATIO = 0.15
-BURST_STRETCH = 16.5
-BURST_TOKENS = 1100.0
+BURST_STRETCH = 16.0
+BURST_TOKENS = 1000.0
 BURST_SHARE = 0.0005
 MAX_BURST_STEPS = 20  # that BURST_TOKENS pay for, however few sequences decode
 NEARLY = 0.9  # a step with this share of its limit says what a full one takes
