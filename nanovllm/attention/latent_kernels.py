@@ -52,6 +52,8 @@ class LatentKernelBackend(LatentBackend):
         lengths: Tensor,
         kind: Lengths,
     ) -> LatentDecode:
+        # here, because kernels read them before the embedding, which writes them again, has ended
+        torch.sub(lengths[rows], 1, out=positions)
         return LatentDecode(rows, positions, blocks[None], long=kind is Lengths.LONG)
 
     def attend(

@@ -38,6 +38,19 @@ STEPS = {
 }
 
 
+def cache_shape(heads: tuple[int, int], window: int | None) -> CacheShape:
+    return CacheShape(
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=HEAD_DIM,
+        block_size=BLOCK_SIZE,
+        windows=(window,),
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        device=torch.device(DEVICE),
+    )
+
+
 def unrotated(head_dim: int) -> torch.Tensor:
     return torch.cat([torch.ones(512, head_dim // 2), torch.zeros(512, head_dim // 2)], dim=1).to(DEVICE)
 
@@ -108,19 +121,7 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
     parts = STEPS[name]
     num_heads, num_kv_heads = heads
     sinks = torch.linspace(-1, 3, num_heads) if heads == WITH_SINKS else None
-    backend: AttentionBackend = BACKENDS[backend_name](
-        CacheShape(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=HEAD_DIM,
-            block_size=BLOCK_SIZE,
-            windows=(window,),
-            dtype=torch.float32,
-            cache_dtype=torch.float32,
-            device=torch.device(DEVICE),
-        ),
-        [unrotated(HEAD_DIM)],
-    )
+    backend: AttentionBackend = BACKENDS[backend_name](cache_shape(heads, window), [unrotated(HEAD_DIM)])
     (layer,) = backend.make_cache({window: NUM_BLOCKS})
     cache = layer.kv
     cache[:, POISONED] = float("nan")
@@ -154,17 +155,7 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
 def test_a_padded_step(name: str, window: int | None) -> None:
     """Equal to the step without padding, whose tokens come first; padding writes nothing to the cache."""
     parts = STEPS[name]
-    shape = CacheShape(
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=HEAD_DIM,
-        block_size=BLOCK_SIZE,
-        windows=(window,),
-        dtype=torch.float32,
-        cache_dtype=torch.float32,
-        device=torch.device(DEVICE),
-    )
-    backend = TritonBackend(shape, [unrotated(HEAD_DIM)], max_num_seqs=8, pdl=PDL)
+    backend = TritonBackend(cache_shape((6, 2), window), [unrotated(HEAD_DIM)], max_num_seqs=8, pdl=PDL)
     (layer,) = backend.make_cache({window: NUM_BLOCKS})
     layer.kv.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
     expected_cache = LayerCache(layer.kv.clone())
@@ -183,17 +174,7 @@ def test_a_padded_step(name: str, window: int | None) -> None:
 
 @torch.inference_mode()
 def test_layers_with_sinks_do_not_use_the_kernel_for_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = CacheShape(
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=HEAD_DIM,
-        block_size=BLOCK_SIZE,
-        windows=(None,),
-        dtype=torch.float32,
-        cache_dtype=torch.float32,
-        device=torch.device(DEVICE),
-    )
-    backend = TritonBackend(shape, [unrotated(HEAD_DIM)], max_num_seqs=1)
+    backend = TritonBackend(cache_shape((2, 1), None), [unrotated(HEAD_DIM)], max_num_seqs=1)
     (layer,) = backend.make_cache({None: NUM_BLOCKS})
     step = backend.prepare(geometry_of([(0, 20)], block_tables_of([(0, 20)]), None), as_int32)
     assert step.chunks is not None
