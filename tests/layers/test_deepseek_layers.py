@@ -108,7 +108,7 @@ def test_attention(num_tokens: int) -> None:
             rows, known = as_int32(np.arange(num_tokens)), as_int32(lengths)
             positions = torch.full_like(
                 known, 7
-            )  # of the step before: kernels read them early, so they are written here
+            )  # of the step before; kernels read them early
             step = backend.decode_step(
                 rows, positions, blocks={None: as_int32(blocks)}, lengths=known + 1, kind=Lengths.SIMILAR
             )
