@@ -17,6 +17,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int4 rows": {"kind": "int4", "group": 0},
     "int8": {"kind": "int8", "group": 64, "scale_type": torch.float32},
     "int8 zero": {"kind": "int8", "group": 128, "zero": True},
+    "int8 rows": {"kind": "int8", "group": 0, "scale_type": torch.float32},
     "fp8 rows": {"kind": "fp8", "group": 0, "scale_type": torch.float32},
     "fp8 blocks": {"kind": "fp8", "group": 128, "scale_type": torch.float32, "scale_rows": 8},
     "mxfp4": {"kind": "fp4", "group": 32, "scale_type": torch.uint8},

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm.kernels.elementwise.rms_norm import rms_norm, rms_norm_reference
 from nanovllm.kernels.features import gluon_usable
 from nanovllm.kernels.linear.one_row import linear_reference
 from nanovllm.kernels.linear.packed import dequantize_reference
@@ -65,9 +66,12 @@ def test_against_torch(case: str, tile: WideTile) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "tile", [WideTile(16, 1, 3), WideTile(64, 1, 2), WideTile(64, 3), WideTile(128, 1, 2), WideTile(256, 2)], ids=str
+    "tile",
+    [WideTile(8, 1, 3), WideTile(16, 1, 3), WideTile(64, 1, 2), WideTile(64, 3), WideTile(128, 1, 2), WideTile(256, 2)],
+    ids=str,
 )
-def test_many_tiles_per_program(tile: WideTile, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "span"), [("int4 zero", 256), ("int8 rows", 128)])
+def test_many_tiles_per_program(case: str, span: int, tile: WideTile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 5 and 6 spans: the K parts of one take turns that go on in the next."""
     if not gluon_usable():
         pytest.skip("needs a GPU of the kind the kernel is written for")
@@ -75,12 +79,46 @@ def test_many_tiles_per_program(tile: WideTile, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(packed_wide, "num_sms", lambda: 3)
     torch.manual_seed(0)
-    k = 16 * 256
-    weight, x = random_packed(512, k, **CASES["int4 zero"]), torch.randn(600, k, device="cuda").bfloat16()
+    k = 16 * span
+    weight, x = random_packed(512, k, **CASES[case]), torch.randn(600, k, device="cuda").bfloat16()
     expected = linear_reference(x, dequantize_reference(weight))
     for splits in (1, 3):
         sums = packed_wide.packed_wide_split_k_linear(x, weight, tile=tile, splits=splits)
         close(sums.sum(0).bfloat16(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (24576, 4096), (10240, 5120), (4096, 12288)])
+@pytest.mark.parametrize("case", ["int4 zero", "int8 rows"])
+def test_few_rows_in_a_graph(case: str, n: int, k: int) -> None:
+    """The chosen tiles for the linears of Qwen3-8B, and one with two tiles per program (10,240 rows), many times with
+    programmatic dependent launch: every result is the same."""
+    if not gluon_usable():
+        pytest.skip("needs a GPU of the kind the kernel is written for")
+    from nanovllm.kernels.linear.packed_wide import packed_wide_linear, packed_wide_split_k_linear
+
+    torch.manual_seed(0)
+    weight, gain = random_packed(n, k, **CASES[case]), torch.rand(k, device="cuda").bfloat16()
+    dense = dequantize_reference(weight)
+    for m in (1, 5, 8):
+        x = torch.randn(m, k, device="cuda").bfloat16()
+
+        def run(gated: bool, x: torch.Tensor = x) -> torch.Tensor:
+            normed = rms_norm(x, gain, 1e-6, pdl=True)
+            if gated or n > k:
+                return packed_wide_linear(normed, weight, gated=gated, pdl=True)
+            return packed_wide_split_k_linear(normed, weight, pdl=True).sum(0).bfloat16()
+
+        for gated in (False, True):
+            expected = linear_reference(rms_norm_reference(x, gain, 1e-6), dense, gated=gated)
+            first = run(gated)
+            close(first, expected)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = [run(gated) for _ in range(20)]
+            for _ in range(20):
+                graph.replay()
+            assert all(torch.equal(result, first) for result in results)
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,6 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
     K_PART: gl.constexpr = G // SLABS
     j = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
     begun = 0  # spans before this tile
-    it = 0  # spans of this warpgroup before this one
     sums_phase = 0
     for index in range(gl.program_id(0), tiles_m * tiles_n * SPLITS, gl.num_programs(0)):
         tile_m, tile_n, split, first, last = _tile(index, tiles_m, tiles_n, SPANS, SPLITS)
@@ -244,6 +243,9 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
         )  # fmt: skip
         y = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
         for span in range(own, last, K_PARTS):
+            # This K part's spans before this one. Computed from `begun`, not counted: Triton (3.6) drops a variable of
+            # the outer loop if only the bounds of an inner loop depend on it.
+            it = (begun + span - first) // K_PARTS
             slot, phase = _stage(w_full, K_PART, it, K_PARTS)
             mbarrier.wait(w_full.index(slot), phase)
             words = _load_words(ws.index(slot * SLABS + SLAB))
@@ -279,7 +281,6 @@ def _multiply(rings, weight, out, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
             if SYNC:
                 slot, _ = _stage(x_full, K_PART, it, K_PARTS)
                 _release(x_empty, slot)
-            it += 1
         begun += last - first
         if K_PART > 0:
             mbarrier.wait(sums_empty.index(SLAB), sums_phase ^ 1)
