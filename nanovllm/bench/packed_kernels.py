@@ -162,7 +162,7 @@ def fp8_on_hopper(shape: Shape, weight: PackedWords, x: Tensor, own: str) -> Ite
 
     m, blocked = x.shape[0], weight.scale.shape[-1] > 1
     if m <= MOST_TILED_ROWS:
-        best = some_rows_tile(m, shape.outputs, split=shape.added, blocked=blocked)
+        best = some_rows_tile(m, shape.outputs, shape.inputs, split=shape.added, blocked=blocked)
         for tile in dict.fromkeys((best, *FP8_TILES)):
             if not best.x_rows / 2 <= tile.x_rows <= 2 * best.x_rows or (tile.splits > 1) != (best.splits > 1):
                 continue

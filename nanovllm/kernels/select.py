@@ -30,6 +30,7 @@ PACKED = ("int4_groups", "int8_groups", "fp8", "fp8_block", "mxfp4", "nvfp4")
 FOUR_BITS = ("int4_groups", "mxfp4", "nvfp4")
 WIDE_FORMATS = ("int4_groups", "int8_groups", "mxfp4")
 FP8 = ("fp8", "fp8_block")
+SUMMED_GROUP = 128  # columns that have one scale: if as many or more, `packed_wide` scales the sums of their products
 FP8_GROUP = 128  # columns that have one scale, or a multiple of it
 SHORTEST_DISTANCE = 32  # between the pairs of a word, so that those of a thread have one scale
 LONGEST_DISTANCE = 64
@@ -116,10 +117,18 @@ def _packed_tiles(case: LinearCase) -> bool:
     return case.half and case.distance > 0
 
 
+def _wide_for_few_rows(case: LinearCase) -> bool:
+    """Weights so large that `packed_wide` is faster than `packed_rows`, which needs no launch for the norm."""
+    if min(case.outputs, case.inputs) < WIDE_INPUTS:
+        return False
+    large = max(case.outputs, case.inputs) >= ENOUGH_OUTPUTS
+    return case.format == "int8_groups" or (case.format == "int4_groups" and case.group >= SUMMED_GROUP and large)
+
+
 def _packed_wide(case: LinearCase) -> bool:
     if not case.gluon or not case.half or case.deterministic or case.minimum:
         return False
-    if case.rows <= EIGHT_ROWS and (case.format != "int8_groups" or min(case.outputs, case.inputs) < WIDE_INPUTS):
+    if case.rows <= EIGHT_ROWS and not _wide_for_few_rows(case):
         return False
     # with groups of 32 columns only tens of rows were measured
     return case.distance == LONGEST_DISTANCE or (case.distance == SHORTEST_DISTANCE and case.rows <= TENS_OF_ROWS)

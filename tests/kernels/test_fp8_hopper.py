@@ -55,6 +55,20 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
     assert [one.num_programs for one in products] == [86, 86, 132, 86, 64, 132]
 
 
+def test_chosen_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Qwen3-8B's o and down: smaller ones only for few rows, and only while each has a multiprocessor (132)."""
+    from nanovllm.kernels.linear import fp8_some_rows
+    from nanovllm.kernels.linear.fp8_some_rows import Fp8Tile
+
+    monkeypatch.setattr(fp8_some_rows, "num_sms", lambda: 132)
+
+    def tile(m: int, n: int, k: int, *, blocked: bool = False) -> Fp8Tile:
+        return fp8_some_rows.some_rows_tile(m, n, k, split=True, blocked=blocked)
+
+    assert [tile(m, 4096, 12288) for m in (1, 16, 17)] == [Fp8Tile(8, 2, 4), Fp8Tile(16, 2, 4), Fp8Tile(32, 3, 4)]
+    assert tile(8, 4096, 4096) == tile(8, 4096, 12288, blocked=True) == tile(8, 5120, 17408) == Fp8Tile(8, 3, 4)
+
+
 def chosen(
     form: str, rows: int, *, outputs: int = 6144, gated: bool = False, added: bool = False, **changed: bool
 ) -> str:

@@ -113,12 +113,20 @@ def test_chosen_kernels(case: str) -> None:
 
 @pytest.mark.usefixtures("in_words")
 def test_kernels_of_a_hopper_gpu() -> None:
-    """Integers from 9 rows on, 8 bits of large weights from one; groups of 32 up to 64 rows; minima and more rows as
+    """Integers from 9 rows on, of large weights from one; groups of 32 up to 64 rows; minima and more rows as
     elsewhere."""
     options: dict[str, Any] = dict(gated=False, whole=True, gluon=True, pdl=False, dtype=torch.bfloat16)
 
-    def name(form: GroupForm, rows: int, *, added: bool = False, deterministic: bool = False) -> str:
-        weight = groups.GroupFormat(form, columns=K).empty((N, K), dtype=torch.bfloat16, device=torch.device("cpu"))
+    def name(
+        form: GroupForm,
+        rows: int,
+        *,
+        shape: tuple[int, int] = (N, K),
+        added: bool = False,
+        deterministic: bool = False,
+    ) -> str:
+        form_of_row = groups.GroupFormat(form, columns=shape[1])
+        weight = form_of_row.empty(shape, dtype=torch.bfloat16, device=torch.device("cpu"))
         chosen = choose_kernel(weight, None, rows=rows, added=added, deterministic=deterministic, **options)
         assert chosen is not None
         return chosen.kernel.name
@@ -135,6 +143,11 @@ def test_kernels_of_a_hopper_gpu() -> None:
     assert name(zeros, 64, deterministic=True) == "packed_deterministic"
     assert name(GroupForm(4, 128, minimum=True), 64) == "packed_tiled"
     assert name(GroupForm(8, 0), 1) == "packed_rows"
+    assert [name(zeros, rows, shape=(6144, 4096)) for rows in (1, 8)] == ["packed_wide", "packed_wide"]
+    assert name(zeros, 8, shape=(4096, 12288), added=True) == "packed_wide_split_k"
+    assert name(zeros, 8, shape=(4096, 4096), added=True) == "packed_rows"  # too small, as the three after it
+    assert name(zeros, 1, shape=(24576, 1024)) == name(zeros, 1, shape=(1024, 8192)) == "packed_rows"
+    assert name(GroupForm(4, 64), 8, shape=(6144, 4096)) == "packed_rows"  # its numbers are scaled, not sums
     large = int8.Int8Format().empty((2048, 2048), dtype=torch.bfloat16, device=torch.device("cpu"))
     for rows, added, expected in ((1, False, "packed_wide"), (8, True, "packed_wide_split_k")):
         chosen = choose_kernel(large, None, rows=rows, added=added, deterministic=False, **options)

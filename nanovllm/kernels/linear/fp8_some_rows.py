@@ -33,7 +33,7 @@ from nanovllm.kernels.linear.fp8_inputs import RoundedInputs, round_inputs
 from nanovllm.kernels.linear.many_rows import _async_load, _async_store, _barrier, silu
 from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.tiled import _device_limits, num_sms
-from nanovllm.kernels.select import MANY_OUTPUTS
+from nanovllm.kernels.select import FEW_ROWS, MANY_OUTPUTS
 
 W_ROWS = gl.constexpr(64)  # of the weight per consumer warpgroup
 BLOCK_K = gl.constexpr(128)
@@ -58,12 +58,14 @@ X_ROWS = (8, 16, 32, 64, 128)  # of tiles
 FP8_TILES = tuple(Fp8Tile(rows, groups, splits) for rows in X_ROWS for groups in (2, 3) for splits in (1, 2, 4))
 
 
-def some_rows_tile(m: int, n: int, *, split: bool, blocked: bool) -> Fp8Tile:
+def some_rows_tile(m: int, n: int, k: int, *, split: bool, blocked: bool) -> Fp8Tile:
     """With a scale per row, within 5 % of the fastest of those that were measured at 8, 16, 32, 64, 128 and 256 rows of
     Qwen3-8B's linears on an H200. With a scale per block, 128 rows of x leave no registers for a third warpgroup."""
     x_rows = next((rows for rows in X_ROWS if m <= rows), X_ROWS[-1])
     if split:
-        groups, splits = 3 if m <= 64 else 2, MAX_SPLITS
+        # few rows and long inputs: smaller tiles, if each has a multiprocessor
+        few = m <= FEW_ROWS and n < k and not blocked and cdiv(n, 2 * W_ROWS.value) * MAX_SPLITS <= num_sms()
+        groups, splits = 2 if few or m > 64 else 3, MAX_SPLITS
         while splits > 1 and cdiv(m, x_rows) * cdiv(n, groups * W_ROWS.value) * splits > num_sms():
             splits //= 2
         return Fp8Tile(x_rows, groups, splits)
@@ -260,7 +262,7 @@ def fp8_some_rows_linear(
     tile: Fp8Tile | None = None,
     **norm: Any,  # before the product: see `round_inputs`
 ) -> Tensor:  # [M, N], or [M, N / 2] if gated
-    tile = tile or some_rows_tile(x.shape[0], weight.shape[0], split=False, blocked=weight.scale.shape[-1] > 1)
+    tile = tile or some_rows_tile(x.shape[0], *weight.shape, split=False, blocked=weight.scale.shape[-1] > 1)
     out = x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
     rounded = round_inputs(x, weight.scale.shape[-1], weight.distance, pdl=pdl, **norm)
     _launch(rounded, weight, bias, out, tile, gated=gated, pdl=pdl)
@@ -275,7 +277,7 @@ def fp8_some_rows_split_k_linear(
     pdl: bool = False,
     tile: Fp8Tile | None = None,
 ) -> Tensor:  # [splits, M, N] float32
-    tile = tile or some_rows_tile(x.shape[0], weight.shape[0], split=True, blocked=weight.scale.shape[-1] > 1)
+    tile = tile or some_rows_tile(x.shape[0], *weight.shape, split=True, blocked=weight.scale.shape[-1] > 1)
     out = torch.empty(tile.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     rounded = round_inputs(x, weight.scale.shape[-1], weight.distance, pdl=pdl)
     _launch(rounded, weight, bias, out, tile, gated=False, pdl=pdl)

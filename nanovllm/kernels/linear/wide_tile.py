@@ -5,6 +5,7 @@ from functools import cache
 
 from nanovllm.kernels.launch import cdiv
 from nanovllm.kernels.linear.packed import PackedWords
+from nanovllm.kernels.select import SUMMED_GROUP
 
 SLAB_ROWS = 64  # of the weight per consumer warpgroup
 SYNCHRONOUS_ROWS = 16  # up to this many rows of x wgmma, which is asynchronous, has no advantage over mma
@@ -14,7 +15,6 @@ WORDS_BYTES = 80 * 1024  # of them for the words, at most
 MAX_STAGES = 16
 MAX_SPLITS = 4
 SUMMED_ROWS = 64  # up to this many rows of x it is cheaper to scale sums of products than the weight
-SUMMED_GROUP = 128  # if they are sums of this many columns or more
 ROW_CLASSES = (
     8,
     16,
