@@ -106,9 +106,7 @@ def test_attention(num_tokens: int) -> None:
         layer = with_weights(ATTENTION.build(built_with))
         if isinstance(backend, LatentKernelBackend):
             rows, known = as_int32(np.arange(num_tokens)), as_int32(lengths)
-            positions = torch.full_like(
-                known, 7
-            )  # of the step before; kernels read them early
+            positions = torch.full_like(known, 7)  # of the step before; kernels read them early
             step = backend.decode_step(
                 rows, positions, blocks={None: as_int32(blocks)}, lengths=known + 1, kind=Lengths.SIMILAR
             )
