@@ -66,18 +66,20 @@ OURS = {
     "attention": [
         "_decode_kernel",
         "_decode_tables_kernel",
-        *("_latent_decode_kernel", "_latent_merge_kernel", "_latent_store_kernel"),
+        *("_latent_decode_hopper_kernel", "_latent_decode_kernel", "_latent_merge_kernel", "_latent_store_kernel"),
         "_long_prefill_kernel",
         "_plan_kernel",
         "_prefill_kernel",
         "_small_batch_attention_kernel",
     ],
     "linear": [
+        "_absorb_kernel",
         *("_dequantize_kernel", "_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_fp8_kernel"),
         *("_fp8_many_rows_kernel", "_fp8_some_rows_kernel"),
         *("_gate_up_row_kernel", "_many_rows_kernel", "_matmul_kernel", "_one_row_kernel", "_packed_dequantize_kernel"),
         *("_packed_expert_rows_kernel", "_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel"),
-        *("_packed_wide_experts_kernel", "_packed_wide_kernel", "_tiled_kernel"),
+        *("_packed_wide_experts_kernel", "_packed_wide_kernel", "_project_kernel", "_route_rows_kernel"),
+        "_tiled_kernel",
     ],
     "delta net, convolution": [
         *("_chunk_factors_kernel", "_chunk_states_kernel", "_conv_steps_kernel", "_conv_tokens_kernel"),
