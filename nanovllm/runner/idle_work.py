@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # imports Triton, which may not be installed
     from nanovllm.runner.decode_step import DecodeStep
     from nanovllm.runner.prompt_graphs import PromptGraphs
 
+ENDED = object()
 SPARED_BYTES = 2 << 30  # while less memory of the GPU is free, graphs are only recorded where a step needs them
 SMALLEST = 64  # number of rows that is tried, where steps with prompts have no graphs
 DISTANCES = ((4608, 16), (sys.maxsize, 256))  # between numbers of rows that are tried, up to a number
@@ -49,8 +50,9 @@ def idle_work(
     recordings = iter(()) if decode is None else decode.recordings(states)
     smallest = SMALLEST
     if prompts is not None:
-        smallest = max(SMALLEST, *prompts.sizes)
         yield from while_memory_is_free(prompts.recordings(states))
+        if prompts.is_recorded:
+            smallest = max(SMALLEST, *prompts.sizes)
     yield from islice(recordings, 1)  # so that the graphs' memory has its size before requests take others
     weights = dense_weights(model)
     for size in sizes_to_try(smallest, max_num_tokens):
@@ -62,11 +64,12 @@ def idle_work(
     yield from while_memory_is_free(recordings)
 
 
-def while_memory_is_free(recordings: Iterator[None]) -> Iterator[None]:
-    for _ in recordings:
-        yield
-        if torch.cuda.mem_get_info()[0] < SPARED_BYTES:
+def while_memory_is_free(recordings: Iterator[object]) -> Iterator[None]:
+    """Go through them as long as SPARED_BYTES are free: the memory of a large step's graph is not that of the step."""
+    while torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= SPARED_BYTES:
+        if next(recordings, ENDED) is ENDED:
             return
+        yield
 
 
 def dense_weights(model: Decoder) -> list[Tensor]:

@@ -58,6 +58,11 @@ class PromptGraphs:
         self.sizes = list(range(MULTIPLE, min(MOST_TOKENS, max_num_tokens) + 1, MULTIPLE))
         self._upload = Upload(capacity=8 * MOST_TOKENS + 8 * MOST_CHUNKS, device=device)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether all sizes have a graph."""
+        return all(self._key(size) in self._graphs for size in self.sizes)
+
     def size_for(self, plan: StepPlan) -> int | None:
         """The size of the recorded graph that serves this step with prompts, if there is one."""
         steps = plan.row_steps
