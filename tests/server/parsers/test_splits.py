@@ -56,6 +56,7 @@ def without_ids(message: ParsedMessage) -> tuple[Any, ...]:
         ("hermes", "auto", True),
     ],
 )
+@example(text='{"name": "f"}', places=[], finish_with_last=False)
 @example(text=f"{CALL}; <|python_tag|>{CALL};", places=[], finish_with_last=True)
 @example(text=f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_", places=[], finish_with_last=False)
 @example(text=f"<think>a\n\n<tool_call>\n{CALL}", places=[9, 12], finish_with_last=False)
@@ -74,7 +75,8 @@ def test_any_split_gives_the_same_message(
     whole = without_ids(parser.parse(text))
     assert without_ids(stream(parser.new_copy(), cut(text, places), finish_with_last)) == whole
     assert without_ids(stream(parser.new_copy(), list(text) or [""], finish_with_last)) == whole
-    assert all(arguments in text and begins_object(arguments) for _, arguments in whole[2])
+    # a call that names no arguments has none
+    assert all(arguments == "{}" or (arguments in text and begins_object(arguments)) for _, arguments in whole[2])
 
 
 def begins_object(arguments: str) -> bool:
