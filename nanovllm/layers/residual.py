@@ -16,5 +16,9 @@ class Residual:
         """Keep only these rows, [n] indices."""
         self.rows = self.rows[wanted]
 
+    def take(self) -> tuple[Tensor, Tensor | None]:
+        """The rows, and partial sums if there are any, [splits, num_tokens, hidden], which the caller adds in place."""
+        return self.rows, None
+
     def normed(self, norm: RMSNorm) -> Tensor:
         return norm(self.rows)

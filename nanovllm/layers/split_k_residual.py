@@ -36,7 +36,6 @@ class SplitKResidual(Residual):
         self._rows, self._partial_sums = self.rows, partial_sums
 
     def take(self) -> tuple[Tensor, Tensor | None]:
-        """The rows, and the partial sums if there are any, which the caller adds to them in place."""
         partial_sums, self._partial_sums = self._partial_sums, None
         return self._rows, partial_sums
 

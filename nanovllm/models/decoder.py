@@ -96,9 +96,7 @@ class Decoder:
         self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None, which: slice = slice(None)
     ) -> Tensor:
         """Embedded tokens through all layers, or some of them, [num_tokens, hidden]; `states` has one entry per layer.
-
-        With `wanted`, [n] indices of tokens, gives [n, hidden]: the last layer does no more than these need.
-        """
+        With `wanted`, [n] indices of tokens, gives [n, hidden]: the last layer does no more than these need."""
         if self.spec.scales is not None and 0 in self.shard.layers[which]:
             x = self.spec.scales.embedded(x)
         residual, last = self._residual(x), self.layers[-1]

@@ -43,10 +43,8 @@ def build_batch(
     head_size: int,
     keeps_row_state: bool = False,
 ) -> ForwardBatch:
-    """Tensors are valid once `upload` is sent. `prepare` is that of the attention backend.
-
-    `head_size` is the number of rows that get logits, with padding. `keeps_row_state`: a layer of the model does.
-    """
+    """Tensors are valid once `upload` is sent. `prepare` is that of the attention backend. `head_size` is the number of
+    rows that get logits, with padding. `keeps_row_state`: a layer of the model does."""
     num_decodes = len(plan.decode_rows)
     rows = np.array(plan.decode_rows + tuple(step.row for step in plan.row_steps), dtype=np.int64)
     starts = table.host_length[rows] - 1
