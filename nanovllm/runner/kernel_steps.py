@@ -34,17 +34,19 @@ def make_kernel_steps(
         eager=config.enforce_eager,
         keeps_row_state=keeps_row_state,
     )
-    backend, prompts = context.attention, None
-    padded = isinstance(backend, TritonBackend) and not config.deterministic and not keeps_row_state
+    backend, graphs = context.attention, decode.graphs
     is_whole = stage.kernels is not None and stage.model.shard.has_head
-    if padded and is_whole and decode.graphs is not None:
-        prompts = PromptGraphs(
-            stage,
-            cast(TritonBackend, backend),
-            table,
-            decode.graphs,
-            max_num_seqs=config.max_num_seqs,
-            max_num_tokens=config.max_num_batched_tokens,
-            device=context.device,
-        )
+    if not is_whole or keeps_row_state or config.deterministic:
+        return sampling, decode, None
+    if graphs is None or not isinstance(backend, TritonBackend):
+        return sampling, decode, None
+    prompts = PromptGraphs(
+        stage,
+        backend,
+        table,
+        graphs,
+        max_num_seqs=config.max_num_seqs,
+        max_num_tokens=config.max_num_batched_tokens,
+        device=context.device,
+    )
     return sampling, decode, prompts
