@@ -25,6 +25,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_work import StepWork, WorkCounter
 from nanovllm.plan import StepPlan, StepResult
+from nanovllm.runner.prompt_graphs import MOST_TOKENS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.state import BlockGroup
 
@@ -37,7 +38,6 @@ CONFIG = SchedulerConfig(
     enable_prefix_caching=False,
 )
 PARAMS = SamplingParams(ignore_eos=True)
-RECORDED_TOKENS = 2560
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Server:
         work = self.counter.count(plan, self.scheduler)
         if not work.num_prefill:
             self.now += self.host.launch_decodes
-        elif work.num_prefill + work.num_decodes <= RECORDED_TOKENS:
+        elif work.num_prefill + work.num_decodes <= MOST_TOKENS:
             self.now += self.host.launch_recorded
         else:
             self.now += self.host.launch_prompts

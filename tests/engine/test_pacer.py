@@ -40,6 +40,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_work import StepWork, WorkCounter
 from nanovllm.plan import StepResult
+from nanovllm.runner import prompt_graphs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.state import BlockGroup
 from tests.engine.paced_loads import Gpu, Host, bench_load, simulated
@@ -207,6 +208,12 @@ def test_the_first_steps_and_the_least_tokens() -> None:
     decode(pacer, 1e-6)
     assert MIN_TOKENS <= pacer.num_prompt_tokens(num_decodes=20, num_waiting=1) < MIN_TOKENS + MULTIPLE
     assert Pacer().num_prompt_tokens(num_decodes=20, num_waiting=1) == FIRST_TOKENS
+
+
+def test_full_steps_have_the_sizes_of_recorded_ones() -> None:
+    pacer = trained(0.1)
+    decode(pacer)
+    assert (pacer.num_prompt_tokens(num_decodes=20, num_waiting=1) + 20) % prompt_graphs.MULTIPLE == 0
 
 
 def test_prompts_get_most_of_the_device_however_long_the_decodes_take() -> None:
