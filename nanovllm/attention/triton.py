@@ -2,7 +2,8 @@
 
 All decodes of a step are one kernel launch, which normalizes, rotates and stores the new keys and values and attends;
 small batches have a kernel of their own. Prefill chunks take two launches: one that stores keys and values, and one
-that attends through the block tables; long prompts have a kernel of their own on Hopper.
+that attends through the block tables; long prompts have a kernel of their own on Hopper. In a step with both, chunks
+are computed beside the decodes, in a stream of their own: they are bound by computing, decodes by reading the cache.
 
 With `deterministic`, decodes use the prefill kernels too, in tiles of one fixed shape. Then the result of a token
 depends neither on the other sequences of the step nor on how its own was divided into chunks.
@@ -11,7 +12,8 @@ With a window, kernels start at the tile that holds the first position of the wi
 their entries in the block tables may be stale but are always valid block numbers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -37,6 +39,17 @@ from nanovllm.kernels.attention.small_batch import (
 
 MANY_DECODES, MOST_DECODES = 32, 80  # see `_starts_early`
 LONG_PROMPT = 2048  # positions from which on the kernel for long prompts is the faster one
+
+
+@contextmanager
+def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is launched within runs on this stream, if there is one, after all that was launched before."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
 
 
 def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
@@ -128,6 +141,8 @@ class TritonBackend:
             for window in set(shape.windows)
         }
         self._one_each = torch.ones(max_num_seqs, dtype=torch.int32, device=shape.device)
+        # of prefill chunks beside decodes; its programs come first, because there are few of them
+        self._side_stream = torch.cuda.Stream(shape.device, priority=-1) if shape.device.type == "cuda" else None
         self._numbers = torch.arange(max_num_seqs, dtype=torch.int32, device=shape.device)
         self._first_tiles = torch.stack([self._numbers, torch.zeros_like(self._numbers)], dim=1)
 
@@ -264,12 +279,16 @@ class TritonBackend:
     def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep) -> Tensor:
         s = self.shape
         out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
+        side_stream = self._side_stream if step.num_decodes else None
+        if step.chunks is not None:
+            with beside(side_stream):
+                self._prefill(qkv, layer, cache, step, step.chunks, out)
         if step.tables is not None and layer.window is None:
             self._decode_small_batch(qkv, layer, cache, step, step.tables, out)
         elif step.num_decodes:
             self._decode(qkv[: step.num_decodes], layer, cache, step, out[: step.num_decodes])
-        if step.chunks is not None:
-            self._prefill(qkv, layer, cache, step, step.chunks, out)
+        if step.chunks is not None and side_stream is not None:
+            torch.cuda.current_stream().wait_stream(side_stream)
         return out
 
     def _decode_small_batch(

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanovllm.kernels.linear.many_rows_tile import GROUP_ROWS, utilization
+
 EIGHT_ROWS = 8  # an operand of the tensor cores
 FEW_ROWS = 16
 SOME_ROWS = 32
@@ -30,6 +32,9 @@ PACKED = ("int4_groups", "int8_groups", "fp8", "fp8_block", "mxfp4", "nvfp4")
 FOUR_BITS = ("int4_groups", "mxfp4", "nvfp4")
 WIDE_FORMATS = ("int4_groups", "int8_groups", "mxfp4")
 FP8 = ("fp8", "fp8_block")
+LEAST_UTILIZATION = 0.86  # of `many_rows`, to be faster than cuBLAS and a kernel for the gate
+LEAST_UTILIZATION_PLAIN = 0.9  # and to be faster than cuBLAS alone
+MOST_COMPARED_ROWS = 4608  # up to here this was measured
 SUMMED_GROUP = 128  # columns that have one scale: if as many or more, `packed_wide` scales the sums of their products
 FP8_GROUP = 128  # columns that have one scale, or a multiple of it
 SHORTEST_DISTANCE = 32  # between the pairs of a word, so that those of a thread have one scale
@@ -104,7 +109,12 @@ def _many_rows(case: LinearCase) -> bool:
         return False
     # whole tiles, and rows of the weight long enough to fill the pipeline
     fits = case.outputs % 256 == 0 and case.inputs % 64 == 0 and case.inputs >= 192
-    return fits and (case.gated or case.inputs <= WIDE_INPUTS)
+    if not fits or (case.rows >= THOUSANDS_OF_ROWS and (case.gated or case.inputs <= WIDE_INPUTS)):
+        return fits
+    if case.rows > MOST_COMPARED_ROWS or (not case.gated and case.outputs >= MANY_OUTPUTS):
+        return False
+    least = LEAST_UTILIZATION if case.gated else LEAST_UTILIZATION_PLAIN
+    return utilization(case.rows, case.outputs, case.inputs, gated=case.gated) >= least
 
 
 def _packed_rows(case: LinearCase) -> bool:
@@ -221,7 +231,7 @@ LINEAR_KERNELS = (
         compiled_for=TILE_ROWS,
         symbol="_tiled_kernel",
     ),
-    LinearKernel("many_rows", min_rows=THOUSANDS_OF_ROWS, gate=True, serves=_many_rows, symbol="_many_rows_kernel"),
+    LinearKernel("many_rows", min_rows=HUNDREDS_OF_ROWS + 1, gate=True, serves=_many_rows, symbol="_many_rows_kernel"),
     LinearKernel("dequantized", ("int8",), symbol="_dequantize_kernel"),  # to the model's dtype, then cuBLAS
     LinearKernel("cublas", add=True),
     LinearKernel(
@@ -353,10 +363,11 @@ def latent_on_hopper(latent_size: int, rotated_size: int, *, half: bool, gluon: 
 
 
 def row_class(rows: int) -> int:
-    """The smallest number of rows for which the table chooses alike: so few that a choice can be kept for each."""
+    """A number of rows for which the table chooses alike: so few numbers that a choice can be kept for each."""
     if rows <= HUNDREDS_OF_ROWS:
         return rows
-    return THOUSANDS_OF_ROWS if rows >= THOUSANDS_OF_ROWS else HUNDREDS_OF_ROWS + 1
+    rounded = -(-rows // GROUP_ROWS) * GROUP_ROWS
+    return min(rounded, THOUSANDS_OF_ROWS - 1 if rows < THOUSANDS_OF_ROWS else MOST_COMPARED_ROWS + 1)
 
 
 # --- what else depends on the table -----------------------------------------------------------------------------------
@@ -369,8 +380,9 @@ def compiled_sizes() -> list[int]:
 
 def warm_up_sizes(max_num_tokens: int) -> list[int]:
     """Step sizes, in tokens, that a start runs once: the largest, the largest in which gate and linear are separate
-    kernels, and one just below the kernel for thousands of rows."""
-    sizes = [max_num_tokens, 2 * THOUSANDS_OF_ROWS, THOUSANDS_OF_ROWS - 1]
+    kernels, one just below the kernels for thousands of rows, and one in which gate and linear of dense weights are
+    separate kernels, because they do not fill the tiles of `many_rows`."""
+    sizes = [max_num_tokens, 2 * THOUSANDS_OF_ROWS, THOUSANDS_OF_ROWS - 1, HUNDREDS_OF_ROWS + 1]
     return list(dict.fromkeys(min(size, max_num_tokens) for size in sizes))
 
 

@@ -6,7 +6,8 @@ each. A tile's activation and store run while the tensor cores multiply the firs
 
 For the largest products the power limit lowers the clock, and energy per product matters most. There are then three
 consumer warpgroups, so that each block of W serves 192 rows instead of 128. They have no registers left to keep a
-finished tile and store it at once; the products of the other warpgroups hide that time.
+finished tile and store it at once; the products of the other warpgroups hide that time. Smaller products have three
+where that fills the GPU better (many_rows_tile.py).
 
 Written in Gluon, Triton's lower-level language with explicit layouts and warp specialization, which Triton's compiler
 does not offer on Hopper. Gluon has no interpreter: tests without a GPU only compile the kernel.
@@ -26,15 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.launch import cdiv, launch
+from nanovllm.kernels.linear.many_rows_tile import GROUP_ROWS, TILE_OUTPUTS, num_groups
 from nanovllm.kernels.linear.tiled import num_sms
 
-ROWS = gl.constexpr(64)  # of x per consumer warpgroup
-COLUMNS = gl.constexpr(128)  # of gate and of up per tile; not gated: of the left and of the right half of y
+ROWS = gl.constexpr(GROUP_ROWS)  # of x per consumer warpgroup
+COLUMNS = gl.constexpr(
+    TILE_OUTPUTS // 2
+)  # of gate and of up per tile; not gated: of the left and of the right half of y
 BLOCK_K = gl.constexpr(64)
 PIECE = gl.constexpr(64)  # columns per TMA store
 NEIGHBOURS = gl.constexpr(8)  # row tiles that walk the column tiles together, so that W is read from L2
 MIN_BLOCKS = 3  # K blocks per tile: the previous tile is stored while the first three are multiplied
-THREE_GROUPS = (8192, 4096)  # three warpgroups from this many rows and this K on, if gated
 
 X_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)
 W_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=3)
@@ -267,7 +270,7 @@ def many_rows_linear(
     (m, k), half = x.shape, weight.shape[0] // 2
     assert many_rows_serves(weight, None) and x.stride(1) == 1 and weight.is_contiguous()
     out = x.new_empty(m, half if gated else 2 * half)
-    groups = 3 if gated and m >= THREE_GROUPS[0] and k >= THREE_GROUPS[1] else 2
+    groups = num_groups(m, 2 * half, k, gated=gated)
     tiles = cdiv(m, groups * ROWS.value) * (half // COLUMNS.value)
     launch(
         _many_rows_kernel,
