@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nanovllm.utils.collector import YOUNG_OBJECTS
+from nanovllm.utils.short_pauses import THRESHOLDS
 
 
 def start_child(
@@ -68,10 +68,10 @@ def _exit_with_parent(sock: socket.socket) -> None:
 
 
 def calm_collector() -> None:
-    """Exclude all present objects from garbage collections and raise the threshold for good.
+    """Exclude all present objects from garbage collections and keep the pauses of later ones short, for good.
 
     For a process that only runs an engine, after everything is loaded.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
+    gc.set_threshold(*THRESHOLDS)

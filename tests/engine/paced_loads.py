@@ -66,7 +66,7 @@ class Gpu:
         linears = max(3.52e-3, 20.5e-6 * (work.num_prefill + work.num_decodes))
         head = max(0.31e-3, 1.9e-6 * work.num_sampled)
         attention = 41e-9 * work.num_context + 0.98e-9 * work.num_scores
-        small_chunks = 1.8e-3 * min(1.0, work.num_prefill / 512)
+        small_chunks = 1.0e-3 * min(1.0, work.num_prefill / 512)
         exact = 0.35e-3 + linears + head + attention + small_chunks
         return self.slowness * exact * (1 + self._rng.uniform(-self.noise, self.noise))
 
