@@ -69,8 +69,8 @@ class NativeWeight:
     def _keep_dense(self, data: Tensor) -> None:
         (rows, columns), data = data.shape, data.contiguous()
         self.data = torch.empty(-(-rows // TILE) * TILE, columns, dtype=data.dtype)
-        self._library.pack_dense(pointer(data), rows, columns, data.itemsize, pointer(self.data))
         self._type = DENSE[data.dtype]
+        self._library.pack_dense(pointer(data), rows, columns, self._type, pointer(self.data))
 
     def _keep_rows(self, codes: Tensor, scale: Tensor) -> None:
         self._store_codes(codes, bits=8)

@@ -11,15 +11,11 @@ INLINE f32x4 load_as(const void *numbers, int64_t index, const int type) {
     return type == BFLOAT16 ? load_bfloat16(halves) : load_halves(halves);
 }
 
-/* Eight numbers. */
-INLINE void load_two_as(const void *numbers, int64_t index, const int type, f32x4 two[2]) {
-    if (type == FLOAT32) {
-        two[0] = load((const float *)numbers + index), two[1] = load((const float *)numbers + index + 4);
-    } else if (type == BFLOAT16) {
-        load_two_bfloat16((const uint16_t *)numbers + index, two);
-    } else {
-        load_two_halves((const uint16_t *)numbers + index, two);
-    }
+/* The first and the second numbers of four pairs of bfloat16. */
+INLINE void load_pairs(const uint16_t *pairs, f32x4 *first, f32x4 *second) {
+    u32x4 v;
+    memcpy(&v, pairs, 16);
+    *first = (f32x4)(v << 16), *second = (f32x4)(v & 0xffff0000);
 }
 
 /* Begin to read the cache line of a number from memory. */

@@ -2,11 +2,13 @@
 
 #if HAVE_SIMD
 
-void product_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]) {
+void product_tile(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]) {
+    const Matrix *w = here.w;
+    const int tile = here.tile;
     if (is_packed(w))
         packed_product(w, in, tile, first, count, y);
     else
-        dense_product(w, in, tile, first, count, y);
+        dense_product(here, next, in, first, count, panels, y);
     if (w->bias == NULL) return;
     for (int m = 0; m < count; m++)
         for (int r = 0; r < TILE && tile * TILE + r < w->rows; r++) y[m][r] += w->bias[tile * TILE + r];

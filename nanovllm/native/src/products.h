@@ -6,6 +6,7 @@
 enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
 enum { GROUP = 32, QUAD = 4 };                 /* packed: columns that share a scale of x; rows of W in one vector */
 enum { TILE = 16, BLOCK = 4, MOST_ROWS = 64 }; /* rows of W of a product, and of x: with sums in registers, at most */
+enum { PANEL = 192 };                          /* columns of a tile that are widened at a time, for the L1 cache */
 
 typedef struct {
     int32_t type, rows, columns;
@@ -29,10 +30,24 @@ typedef struct {
     int rows, columns;
 } Inputs;
 
-/* Outputs TILE * tile .. TILE * tile + 15 of `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of BLOCK, into
- * y[row][output]; what is past the last row of W is undefined. The order of additions does not depend on `count`. */
-void product_tile(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
-void dense_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
+/* Rows TILE * tile .. TILE * tile + 15 of W. */
+typedef struct {
+    const Matrix *w;
+    int tile;
+} Place;
+
+/* Columns of a tile in float32, and those that are needed next: they are widened during a product. */
+typedef struct {
+    float numbers[2][PANEL * TILE];
+    int current;
+    const void *held; /* what numbers[current] were; NULL = nothing */
+} Panels;
+
+/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of BLOCK, into y[row][output];
+ * what is past the last row of W is undefined. The order of additions does not depend on `count`. The caller of several
+ * products says which is next, and hands on `panels`, which hold nothing at first. */
+void product_tile(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]);
+void dense_product(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]);
 void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
 
 /* Round row `row` of a block of x. */
@@ -43,9 +58,9 @@ void matrix_row(const Matrix *w, int row, float *out);
 void dense_row(const Matrix *w, int row, float *out);
 void packed_row(const Matrix *w, int row, float *out);
 
-/* A dense weight [rows][columns] of numbers of `size` bytes in tiles of 16 rows: [tile][column][row of the tile].
- * Missing rows of the last tile are 0. */
-void pack_dense(const void *weight, int rows, int columns, int size, void *out);
+/* A dense weight [rows][columns] in tiles of 16 rows: [tile][column][row of the tile], and in bfloat16 [tile][pair of
+ * columns][row of the tile][column]. Missing rows of the last tile are 0. */
+void pack_dense(const void *weight, int rows, int columns, int type, void *out);
 
 /* Codes of a weight, [rows][columns] int8 or [rows][columns / 2] with the even column in the low half of a byte, in
  * quads of 4 rows: [quad][group of 32 columns][4 columns][row of the quad][column]. With 4 bits, columns 0 to 15 of a

@@ -27,14 +27,6 @@ INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vld1_f1
 INLINE f32x4 load_bfloat16(const uint16_t *p) { /* zeros between the numbers: a shift has only one of two pipes */
     return (f32x4)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(p), vdup_n_u16(0)));
 }
-INLINE void load_two_halves(const uint16_t *p, f32x4 two[2]) {
-    const float16x8_t v = vld1q_f16((const __fp16 *)p);
-    two[0] = (f32x4)vcvt_f32_f16(vget_low_f16(v)), two[1] = (f32x4)vcvt_high_f32_f16(v);
-}
-INLINE void load_two_bfloat16(const uint16_t *p, f32x4 two[2]) {
-    const uint16x8_t v = vld1q_u16(p), zero = vdupq_n_u16(0);
-    two[0] = (f32x4)vzip1q_u16(zero, v), two[1] = (f32x4)vzip2q_u16(zero, v);
-}
 INLINE void store_halves(uint16_t *p, f32x4 x) { vst1_f16((__fp16 *)p, vcvt_f16_f32((float32x4_t)x)); }
 /* The sums of four vectors. */
 INLINE f32x4 sums_of(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
@@ -69,10 +61,6 @@ INLINE f32x4 absolute(f32x4 a) { return (f32x4)_mm_andnot_ps(_mm_set1_ps(-0.0f),
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
 INLINE f32x4 load_bfloat16(const uint16_t *p) {
     return (f32x4)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p));
-}
-INLINE void load_two_halves(const uint16_t *p, f32x4 two[2]) { two[0] = load_halves(p), two[1] = load_halves(p + 4); }
-INLINE void load_two_bfloat16(const uint16_t *p, f32x4 two[2]) {
-    two[0] = load_bfloat16(p), two[1] = load_bfloat16(p + 4);
 }
 INLINE void store_halves(uint16_t *p, f32x4 x) {
     _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT));

@@ -177,7 +177,7 @@ typedef struct {
     const Matrix *matrices[MOST_OUTPUTS];
     float *outputs[MOST_OUTPUTS];
     int64_t stride; /* of all outputs: floats from one row to the next */
-    int num_outputs, mode, tiles_per_chunk;
+    int num_outputs, mode, num_tiles, tiles_per_chunk; /* of all outputs; with GATE, of the first matrix */
     Inputs in;
 } Product;
 
@@ -192,30 +192,45 @@ static void finish_tile(const Product *job, int which, int tile, int first, int 
     }
 }
 
+/* Tile `index` of all outputs: its matrix's number. */
+static int place_of(const Product *job, int index, Place *place) {
+    int which = 0;
+    for (; index >= num_tiles(job->matrices[which]); which++) index -= num_tiles(job->matrices[which]);
+    *place = (Place){job->matrices[which], index};
+    return which;
+}
+
 static void product_chunk(void *argument, int chunk) {
     const Product *job = argument;
-    const int num_outputs = job->mode == GATE ? 1 : job->num_outputs;
+    const int begin = chunk * job->tiles_per_chunk, left = job->num_tiles - begin;
+    const int end = begin + (left < job->tiles_per_chunk ? left : job->tiles_per_chunk);
+    Panels panels;
+    panels.current = 0;
+    panels.held = NULL;
     for (int first = 0, count; first < job->in.rows; first += count) {
         count = job->in.rows - first < MOST_ROWS ? job->in.rows - first : MOST_ROWS;
-        int which = 0, tile = chunk * job->tiles_per_chunk;
-        for (int i = 0; i < job->tiles_per_chunk; i++, tile++) {
-            while (which < num_outputs && tile >= num_tiles(job->matrices[which]))
-                tile -= num_tiles(job->matrices[which++]);
-            if (which == num_outputs) break;
+        for (int i = begin; i < end; i++) {
             float y[MOST_ROWS][TILE], up[MOST_ROWS][TILE];
-            product_tile(job->matrices[which], &job->in, tile, first, count, y);
-            if (job->mode == GATE) product_tile(job->matrices[1], &job->in, tile, first, count, up);
-            finish_tile(job, which, tile, first, count, y, up);
+            Place here, next;
+            place_of(job, i + 1 < end ? i + 1 : begin, &next);
+            const int which = place_of(job, i, &here);
+            if (job->mode == GATE) {
+                const Place other = {job->matrices[1], here.tile};
+                product_tile(here, other, &job->in, first, count, &panels, y);
+                product_tile(other, next, &job->in, first, count, &panels, up);
+            } else {
+                product_tile(here, next, &job->in, first, count, &panels, y);
+            }
+            finish_tile(job, which, here.tile, first, count, y, up);
         }
     }
 }
 
 static void run_product(Engine *e, int part, Product *job) {
-    int tiles = 0;
-    for (int i = 0; i < (job->mode == GATE ? 1 : job->num_outputs); i++) tiles += num_tiles(job->matrices[i]);
-    const int share = tiles / (e->num_threads * PRODUCT_CHUNKS);
+    for (int i = 0; i < job->num_outputs; i++) job->num_tiles += num_tiles(job->matrices[i]);
+    const int share = job->num_tiles / (e->num_threads * PRODUCT_CHUNKS);
     job->tiles_per_chunk = share > 0 ? share : 1;
-    run(e, part, product_chunk, job, (tiles + job->tiles_per_chunk - 1) / job->tiles_per_chunk);
+    run(e, part, product_chunk, job, (job->num_tiles + job->tiles_per_chunk - 1) / job->tiles_per_chunk);
 }
 
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
@@ -304,10 +319,10 @@ static void norm_rows(Engine *e, const float *x, int rows, const float *weight, 
 static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *inputs, int rows, float *out, int mode) {
     Engine *e = p->e;
     const int hidden = e->model.hidden, width = p->width = weights[2]->columns;
-    Product gate = {{weights[0], weights[1]}, {e->activated.x}, width, 2, GATE, 0, inputs_of(inputs, rows, hidden)};
+    Product gate = {{weights[0], weights[1]}, {e->activated.x}, width, 1, GATE, 0, 0, inputs_of(inputs, rows, hidden)};
     run_product(e, GATE_UP, &gate);
     if (is_packed(weights[2])) run(e, DOWN, round_activated, p, rows);
-    Product down = {{weights[2]}, {out}, hidden, 1, mode, 0, inputs_of(&e->activated, rows, width)};
+    Product down = {{weights[2]}, {out}, hidden, 1, mode, 0, 0, inputs_of(&e->activated, rows, width)};
     run_product(e, DOWN, &down);
 }
 
@@ -376,7 +391,7 @@ static void run_experts(Pass *p) {
     const Layer *layer = p->layer;
     const Model *m = &e->model;
     norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, is_packed(&layer->router));
-    Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE, 0,
+    Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE, 0, 0,
                       inputs_of(&e->normed, p->num_rows, m->hidden)};
     run_product(e, ROUTING, &router);
     run(e, ROUTING, route_chunk, p, p->num_rows);
@@ -399,7 +414,7 @@ static void run_layer(Pass *p) {
 
     norm_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, rounds);
     Product qkv = {{&layer->q, &layer->k, &layer->v}, {e->qkv, e->qkv + heads, e->qkv + heads + keys}, qkv_size(m), 3,
-                   STORE, 0, inputs_of(&e->normed, p->num_tokens, m->hidden)};
+                   STORE, 0, 0, inputs_of(&e->normed, p->num_tokens, m->hidden)};
     run_product(e, QKV, &qkv);
     p->attention.keys = layer->keys;
     p->attention.values = layer->values;
@@ -409,7 +424,7 @@ static void run_layer(Pass *p) {
     if (p->num_rows == 0) return;
     run(e, ATTENTION, attend_chunk, p, p->num_jobs * m->num_kv_heads);
     run(e, ATTENTION, merge_chunk, p, p->num_rows);
-    Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, 0, inputs_of(&e->mixed, p->num_rows, heads)};
+    Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, 0, 0, inputs_of(&e->mixed, p->num_rows, heads)};
     run_product(e, OUTPUT, &o);
 
     if (layer->experts)
@@ -455,7 +470,7 @@ void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) 
     for (int first = 0; first < num_rows; first += PASS_ROWS) {
         const int count = num_rows - first < PASS_ROWS ? num_rows - first : PASS_ROWS;
         norm_rows(e, hidden + (int64_t)first * m->hidden, count, m->last_norm, m->last_norm_eps, is_packed(&m->head));
-        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, STORE, 0,
+        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, STORE, 0, 0,
                         inputs_of(&e->normed, count, m->hidden)};
         run_product(e, HEAD, &head);
     }
