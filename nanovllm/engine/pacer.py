@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TARGET = 0.022  # seconds: shorter steps would compute prompts slowly, and no reader notices
 REQUESTS = 170  # this and the next constants: see the rule
 WAIT_SHARE = 0.02
-MAX_STRETCH = 5.0
+MAX_STRETCH = 5.1
 MIN_STRETCH = 2.7
 MIN_TOKENS = 128
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
@@ -114,7 +114,7 @@ class Pacer:
         seconds = max(stretch * self.target, MIN_STRETCH * self._decode_seconds)
         num_tokens = rate * (seconds - self._decode_seconds)
         least = -(-(MIN_TOKENS + num_decodes) // MULTIPLE)
-        of_step = max(round((num_tokens + num_decodes) / MULTIPLE), least) * MULTIPLE
+        of_step = max(int(num_tokens + num_decodes) // MULTIPLE, least) * MULTIPLE
         return Limit(of_step - num_decodes, seconds)
 
     def clock(self, scheduler: "Scheduler", *, beside_host: bool) -> "StepClock":

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLDS = (2_000, 10, 100)  # of generations 0, 1 and 2; Python 3.11 has 700, 10, 10
+THRESHOLDS = (2_000, 5, 200)  # of generations 0, 1 and 2; Python 3.11 has 700, 10, 10
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 `nanovllm simulate` leaves out the host's time. Here it counts, because the pacer has to see through it: the kernels of
 a large step are launched one by one, which takes longer than a decode step, and the host reads a step's tokens only
-after it has launched the next step. The constants give the times measured with Qwen3-8B on an H200: decode steps of
-4.05, 6.9 and 16.5 ms at 1, 64 and 256 sequences of 960 tokens, and 47,500 prompt tokens/s; the host launches a step
+after it has launched the next step. The constants give the times measured with Qwen3-8B on an H200 of the slower kind
+(750 TFLOP/s in large products): decode steps of 7.0, 12.9 and 40.5 ms at 80, 256 and 890 sequences of 576 tokens, steps
+with prompts of 20, 47 and 110 ms for 768, 1,920 and 4,352 tokens, and 48,000 prompt tokens/s; the host launches a step
 with prompts in 2.5 ms if it was recorded, else in 20 ms, and spends 11 us on each token that it reads.
 
 `python -m tests.engine.paced_loads` prints throughput and latencies of the loads in docs/performance.md.
@@ -38,6 +39,12 @@ CONFIG = SchedulerConfig(
     enable_prefix_caching=False,
 )
 PARAMS = SamplingParams(ignore_eos=True)
+LINEAR_ROWS = 128
+# of the products of one layer with 0, 128, 256, ... rows: more rows that fit into the same waves of tiles cost nothing
+LINEAR_MICROSECONDS = (
+    *(98, 123, 161, 215, 258, 351, 397, 537, 546, 612, 698),
+    *(725, 842, 915, 1053, 1030, 1115, 1200, 1272, 1350, 1420),
+)
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,17 @@ class Gpu:
     _rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def seconds(self, work: StepWork) -> float:
-        linears = max(3.52e-3, 20.5e-6 * (work.num_prefill + work.num_decodes))
+        num_tokens = work.num_prefill + work.num_decodes
+        recorded = work.num_prefill > 0 and num_tokens <= MOST_TOKENS  # and so padded
+        rows = -(-num_tokens // LINEAR_ROWS) * LINEAR_ROWS if recorded else num_tokens
+        if rows < LINEAR_ROWS * len(LINEAR_MICROSECONDS):
+            linears = 36e-6 * float(np.interp(rows / LINEAR_ROWS, range(len(LINEAR_MICROSECONDS)), LINEAR_MICROSECONDS))
+        else:
+            linears = 19.9e-6 * rows
         head = max(0.31e-3, 1.9e-6 * work.num_sampled)
         attention = 41e-9 * work.num_context + 0.98e-9 * work.num_scores
-        small_chunks = 1.0e-3 * min(1.0, work.num_prefill / 512)
-        exact = 0.35e-3 + linears + head + attention + small_chunks
+        others = 1.6e-3 + 1e-6 * num_tokens if work.num_prefill else 0.35e-3
+        exact = linears + head + attention + others
         return self.slowness * exact * (1 + self._rng.uniform(-self.noise, self.noise))
 
 

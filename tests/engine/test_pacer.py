@@ -186,11 +186,16 @@ def decode(pacer: Pacer, seconds: float = 0.006, num_decodes: int = 20) -> None:
     pacer.learn(StepWork(0, num_decodes, num_decodes, 100 * num_decodes, 0), seconds, pacer.limit)
 
 
+def seconds_of(num_tokens: int) -> float:
+    """6 ms for 20 decodes and 20 us for each prompt token."""
+    return 0.006 + 20e-6 * num_tokens
+
+
 def chunk(pacer: Pacer, seconds: float | None = None) -> tuple[int, float]:
-    """A full step: prompt tokens and seconds; 6 ms for 20 decodes and 20 us for each prompt token, or `seconds`."""
+    """A full step with 20 decodes, which takes `seconds` if given: prompt tokens and seconds."""
     decode(pacer)
     num_tokens = pacer.num_prompt_tokens(num_decodes=20, num_waiting=1)
-    seconds = seconds or 0.006 + 20e-6 * num_tokens
+    seconds = seconds or seconds_of(num_tokens)
     pacer.learn(StepWork(num_tokens, 20, 21, 2000, num_tokens**2 / 2), seconds, pacer.limit)
     return num_tokens, seconds
 
@@ -290,8 +295,9 @@ def test_decodes_of_another_size_are_measured(least: float, too_many: int) -> No
 @pytest.mark.parametrize("target", [0.018, 0.025, 0.1])
 def test_steps_take_as_long_as_they_may(target: float) -> None:
     pacer = Pacer(target)
-    found = [chunk(pacer)[1] for _ in range(30)]
-    assert found[-1] == pytest.approx(target, rel=0.1)
+    num_tokens, seconds = [chunk(pacer) for _ in range(30)][-1]
+    assert (num_tokens + 20) % MULTIPLE == 0
+    assert seconds <= 1.01 * target < seconds_of(num_tokens + MULTIPLE)
 
 
 def test_small_chunks_say_nothing() -> None:
