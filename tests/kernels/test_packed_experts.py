@@ -109,7 +109,9 @@ def test_rows_of_all_shapes(case: str, activation: str) -> None:
     ("num_experts", "top_k", "num_tokens", "kernels"),  # of MXFP4 with and without Gluon, int4, fp8
     [
         (32, 4, 1, "rows rows rows rows"),
-        (32, 4, 16, "grouped_rows grouped_rows grouped_rows tiled"),
+        (32, 4, 7, "grouped_rows grouped_rows grouped_rows tiled"),
+        (32, 4, 8, "wide grouped_rows grouped_rows tiled"),
+        (8, 4, 7, "wide tiled tiled tiled"),
         (32, 4, 64, "wide tiled tiled tiled"),
         (32, 4, 4096, "wide unpacked unpacked unpacked"),
         (64, 10, 1, "grouped_rows grouped_rows grouped_rows tiled"),

@@ -1,6 +1,6 @@
 """The experts of any number of tokens with packed weights.
 
-Which kernel is the fastest depends on the format and on how many pairs an expert has. Few only read the weights
+Which kernel is the fastest depends on the format and on the number of pairs. Few only read the weights
 (packed_rows.py). For more MXFP4 has a kernel on Hopper (packed_wide.py); all else uses the kernel of this file: pairs
 are grouped by expert as in grouped.py, and the weights are unpacked in registers as in linear/packed_tiled.py. With
 many pairs per expert the weights of the layer are unpacked once instead, and multiplied by the kernels of grouped.py.
@@ -31,22 +31,30 @@ DETERMINISTIC = PackedTile(64, 64, most_stages=3)
 # TFLOP/s when unpacked in registers and about 500 when dense, and 1.1 ns for 1,000 weights unpacked in memory.
 UNPACKED_PAIRS = 300
 MAX_UNPACKED_BYTES = 4 << 30  # the memory is taken from the KV cache
-# Up to here the kernel of packed_rows.py is the fastest that was measured on an H200: for gpt-oss-20b (MXFP4) at 1, 8
-# and 16 tokens, for Qwen3-30B-A3B (fp8) at 1 but not at 8, where its weights are read faster by tiles.
+# Up to here the kernel of packed_rows.py is the fastest that was measured on an H200: for gpt-oss-20b (MXFP4) at 1
+# token, and without Gluon at 8 and 16; for Qwen3-30B-A3B (fp8) at 1 but not at 8, where its weights are read faster by
+# tiles.
 ROW_TOKENS = 2  # without groups
 ROW_CHOICES = 8
 ROW_PAIRS = 2  # per expert, of 4-bit weights, in groups
+# From so many pairs on packed_wide.py is faster: 8 tokens of gpt-oss-20b (100 instead of 117 microseconds). For fewer,
+# its large tiles would not divide evenly among the multiprocessors (reckoned).
+WIDE_PAIRS = 32
 
 
 def choose_kernel(layer: PackedExperts, num_tokens: int, top_k: int, dtype: torch.dtype, *, gluon: bool) -> str:
     """`rows` (without groups), `grouped_rows`, `wide`, `unpacked` or `tiled`."""
-    weights, pairs_per_expert = (layer.gate_up, layer.down), num_tokens * top_k / layer.down.shape[0]
-    if all(rows_serve(weight, dtype) for weight in weights):
-        if num_tokens <= ROW_TOKENS and top_k <= ROW_CHOICES:
-            return "rows"
-        if pairs_per_expert <= ROW_PAIRS and all(weight.bits == 4 for weight in weights):
-            return "grouped_rows"
-    if gluon and dtype == torch.bfloat16 and all(is_mxfp4(weight) for weight in weights):
+    weights, num_pairs = (layer.gate_up, layer.down), num_tokens * top_k
+    pairs_per_expert = num_pairs / layer.down.shape[0]
+    by_rows = all(rows_serve(weight, dtype) for weight in weights)
+    wide = gluon and dtype == torch.bfloat16 and all(is_mxfp4(weight) for weight in weights)
+    if by_rows and num_tokens <= ROW_TOKENS and top_k <= ROW_CHOICES:
+        return "rows"
+    if wide and num_pairs >= WIDE_PAIRS:
+        return "wide"
+    if by_rows and pairs_per_expert <= ROW_PAIRS and all(weight.bits == 4 for weight in weights):
+        return "grouped_rows"
+    if wide:
         return "wide"
     num_weights = sum(math.prod(weight.shape) for weight in weights)
     if pairs_per_expert > UNPACKED_PAIRS and num_weights * dtype.itemsize <= MAX_UNPACKED_BYTES:
@@ -196,9 +204,9 @@ def packed_experts_forward(
     if kernel in ("rows", "grouped_rows"):
         return packed_expert_rows(x, layer, *arguments, grouped=kernel == "grouped_rows", pdl=pdl)
     if kernel == "wide":
-        from nanovllm.kernels.moe.packed_wide import packed_wide_experts, wide_block_m
+        from nanovllm.kernels.moe.packed_wide import expert_wide_tile, packed_wide_experts
 
-        return packed_wide_experts(x, layer, *arguments, wide_block_m(pairs_per_expert), pdl=pdl)
+        return packed_wide_experts(x, layer, *arguments, expert_wide_tile(pairs_per_expert), pdl=pdl)
     if kernel == "unpacked":
         tiles = choose_tiles(pairs_per_expert, x.dtype, deterministic=False)
         return grouped_forward(x, _unpacked(layer, x, pdl=pdl), *arguments, tiles, pdl=pdl)

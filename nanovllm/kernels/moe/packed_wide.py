@@ -4,7 +4,11 @@ As linear/packed_wide.py it computes W x^T with the weight unpacked in registers
 warp loads ahead with TMA, into a ring of shared-memory stages: the words of 256 columns and the inputs of the same
 columns. TMA reads adjacent rows only, so the inputs are put in the order of the blocks of `group` first; what gate_up
 writes stays in this order, and `down` writes each pair's result to the pair's row. Scales are multiplied into the
-numbers, exactly (`scaled_fp4`).
+numbers, exactly, as `scaled_fp4` of linear/packed.py does.
+
+Instructions bound the kernel, not memory: most of them unpack. So a factor is computed for two scales at once, the
+tensor cores multiply half a stage while the other half is unpacked, and columns that do not fill a stage are a short
+one.
 
 Written in Gluon, as many_rows.py. Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
@@ -26,34 +30,34 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 from nanovllm.kernels.linear.many_rows import _async_load, _barrier
-from nanovllm.kernels.linear.packed import SCALED_FP4, PackedWords, fp4_factors, scaled_fp4
+from nanovllm.kernels.linear.packed import SCALED_FP4, PackedWords
 from nanovllm.kernels.linear.packed_wide import _load_words
 from nanovllm.kernels.linear.tiled import num_sms
-from nanovllm.kernels.linear.wide_tile import PRODUCER_REGISTERS, SHARED_BYTES, SLAB_ROWS
+from nanovllm.kernels.linear.wide_tile import PRODUCER_REGISTERS, SHARED_BYTES, SLAB_ROWS, WideTile
 from nanovllm.kernels.moe.activation import gated
 from nanovllm.kernels.moe.grouped import group, sum_choices
+from nanovllm.kernels.moe.scaled_fp4 import exponents_of, factors_of, half, halves_of, spans_layout, unpacked
 from nanovllm.kernels.moe.weights import PackedExperts
 
 ROWS = gl.constexpr(SLAB_ROWS)
 PRODUCER = gl.constexpr(PRODUCER_REGISTERS)
 COLUMNS = gl.constexpr(256)  # of a stage
 WORDS = gl.constexpr(32)  # of a row in a stage
-SLABS = gl.constexpr(3)  # of 64 rows of the weight per tile, each for one consumer warpgroup
-# per thread when the kernel starts, and of consumers when the producer has given most of its own back
-REGISTERS = 128
-CONSUMER_REGISTERS = gl.constexpr((4 * REGISTERS - PRODUCER_REGISTERS) // 3 // 8 * 8)
+PIECE = gl.constexpr(128)  # columns that are unpacked together, and multiplied while the next are
+EXPERT_TILES = (WideTile(16, 4), WideTile(32, 4), WideTile(64, 3))
 
 
-def wide_block_m(pairs_per_expert: float) -> int:
-    """Pairs per tile: the fastest for gpt-oss-20b on an H200 at 8, 32 and 128 pairs per expert; between, reckoned."""
+def expert_wide_tile(pairs_per_expert: float) -> WideTile:
+    """The fastest for gpt-oss-20b on an H200 at 1, 2, 8, 32 and 128 pairs per expert; between, reckoned."""
+    small, medium, large = EXPERT_TILES
     if pairs_per_expert <= 8:
-        return 16
-    return 32 if pairs_per_expert <= 20 else 64
+        return small
+    return medium if pairs_per_expert <= 24 else large
 
 
-def num_stages(block_m: int) -> int:
+def num_stages(tile: WideTile) -> int:
     """As many as fit in shared memory."""
-    return SHARED_BYTES // (SLABS.value * SLAB_ROWS * WORDS.value * 4 + block_m * COLUMNS.value * 2)
+    return SHARED_BYTES // (tile.rows * WORDS.value * 4 + tile.block_m * COLUMNS.value * 2)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -83,13 +87,45 @@ def _gather_kernel(
 
 
 @gluon.jit
-def _produce(
-    x, words, xs, ws, full, empty, block_experts, num_tiles, N: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr
-):
-    """The producer warp: inputs and words of every tile of this program."""
+def _load_stage(words, ws, full, slot, expert, first_slab, column, N: gl.constexpr, X_BYTES: gl.constexpr):
+    """The words of a stage. Its inputs are loaded, too, before it is full."""
+    SLABS: gl.constexpr = ws.shape[0] // full.shape[0]
+    mbarrier.expect(full.index(slot), X_BYTES + SLABS * ROWS * WORDS * 4)
+    for s in gl.static_range(SLABS):
+        if len(ws.shape) == 4:
+            at = [expert * 2, (first_slab + s) * (ROWS // 2), column // 8]
+        else:
+            at = [expert * N + (first_slab + s) * ROWS, column // 8]
+        _async_load(words, at, full.index(slot), ws.index(slot * SLABS + s))
+
+
+@gluon.jit
+def _produce(rings, x, words, block_experts, num_tiles, FORMAT: gl.constexpr, PDL: gl.constexpr):
+    """The producer warp: inputs and words of every tile of this program.
+
+    The kernel before this one writes only the inputs, and began after the blocks were written: words of the first
+    stages are loaded while it still runs.
+    """
+    xs, ws, full, empty = rings
+    N: gl.constexpr = FORMAT[0]
+    K: gl.constexpr = FORMAT[1]
+    TILES: gl.constexpr = FORMAT[6]
+    STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    LAST: gl.constexpr = STEPS - 1 if K % COLUMNS > 0 else 0  # columns that do not fill a stage come first
     STAGES: gl.constexpr = full.shape[0]
-    GATED: gl.constexpr = len(ws.shape) == 4
+    SLABS: gl.constexpr = ws.shape[0] // STAGES
+    PIECES: gl.constexpr = COLUMNS // PIECE
     BLOCK_M: gl.constexpr = xs.shape[1]
+    X_BYTES: gl.constexpr = BLOCK_M * COLUMNS * 2
+    EARLY: gl.constexpr = STAGES if STAGES < STEPS else STEPS
+    expert = gl.load(block_experts + gl.program_id(0) // TILES)
+    if expert >= 0:
+        for step in gl.static_range(EARLY):
+            first_slab = gl.program_id(0) % TILES * SLABS
+            _load_stage(words, ws, full, step, expert, first_slab, (step + LAST) % STEPS * COLUMNS, N, X_BYTES)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     it = 0
     for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         block = index // TILES
@@ -97,56 +133,15 @@ def _produce(
         if expert >= 0:
             for step in range(STEPS):
                 slot = it % STAGES
-                mbarrier.wait(empty.index(slot), it // STAGES & 1 ^ 1)  # returns at once for a new barrier and parity 1
-                mbarrier.expect(full.index(slot), (BLOCK_M * COLUMNS * 2 + SLABS * ROWS * WORDS * 4))
-                _async_load(x, [block * BLOCK_M, step * COLUMNS], full.index(slot), xs.index(slot))
-                for s in gl.static_range(SLABS):
-                    slab = index % TILES * SLABS + s
-                    if GATED:
-                        at = [expert * 2, slab * (ROWS // 2), step * WORDS]
-                    else:
-                        at = [expert * N + slab * ROWS, step * WORDS]
-                    _async_load(words, at, full.index(slot), ws.index(slot * SLABS + s))
+                column = (step + LAST) % STEPS * COLUMNS
+                if it >= EARLY:
+                    # returns at once for a new barrier and parity 1
+                    mbarrier.wait(empty.index(slot), it // STAGES & 1 ^ 1)
+                    _load_stage(words, ws, full, slot, expert, index % TILES * SLABS, column, N, X_BYTES)
+                for p in gl.static_range(PIECES):
+                    at = [block * BLOCK_M, column + p * PIECE]
+                    _async_load(x, at, full.index(slot), xs.index(slot * PIECES + p))
                 it += 1
-
-
-@gluon.constexpr_function
-def _spans_layout(distance: int):
-    """[64 rows, spans, words of a span], as `_words_layout` has [64, words]."""
-    width = distance // 2
-    bases = [
-        [[8, 0], [0, 4], [0, 8], [0, 16]],
-        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-    ]
-    bases = [[[row, word // width, word % width] for row, word in one] for one in bases]
-    return gl.DistributedLinearLayout(*bases, [], [64, 32 // width, width])
-
-
-@gluon.jit
-def _exponents(scale, rows, step, K: gl.constexpr, DISTANCE: gl.constexpr):
-    """[64, spans] of a stage, as words: two or four bytes each."""
-    SPANS: gl.constexpr = K // (4 * DISTANCE)
-    EACH: gl.constexpr = COLUMNS // (4 * DISTANCE)
-    TYPE: gl.constexpr = gl.int16 if DISTANCE == 16 else gl.int32
-    span = step * EACH + gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(2, _spans_layout(DISTANCE))))
-    span = gl.minimum(span, SPANS - 1)  # past the last one the words are zeros
-    pointers = scale.to(gl.pointer_type(TYPE)) + gl.expand_dims(rows.to(gl.int64) * SPANS, 1) + gl.expand_dims(span, 0)
-    return gl.load(pointers).to(gl.int32)
-
-
-@gluon.jit
-def _unpacked(words, exponents, DISTANCE: gl.constexpr):
-    """[64, 256] bfloat16, the numbers times their scales and SCALED_FP4."""
-    EACH: gl.constexpr = COLUMNS // (4 * DISTANCE)
-    LAYOUT: gl.constexpr = _spans_layout(DISTANCE)
-    codes = gl.convert_layout(gl.reshape(words, [ROWS, EACH, DISTANCE // 2]), LAYOUT, assert_trivial=True)
-    pairs = ()  # type: tuple
-    for pair in gl.static_range(4):
-        factors = gl.expand_dims(fp4_factors(exponents, pair * DISTANCE // 32), 2)
-        pairs += (scaled_fp4(codes, factors, pair, False),)
-    joined = gl.join(gl.join(pairs[0], pairs[1]), gl.join(pairs[2], pairs[3]))  # [64, span, word, half, pair, pair]
-    return gl.reshape(gl.permute(joined, [0, 1, 5, 4, 2, 3]), [ROWS, COLUMNS])
 
 
 @gluon.jit
@@ -163,43 +158,87 @@ def _multiply(rings, weight, groups, sizes, FORMAT: gl.constexpr, G: gl.constexp
     LIMIT: gl.constexpr = FORMAT[4]
     GELU: gl.constexpr = FORMAT[5]
     TILES: gl.constexpr = FORMAT[6]
-    STEPS: gl.constexpr = FORMAT[7]
     STAGES: gl.constexpr = full.shape[0]
+    SLABS: gl.constexpr = ws.shape[0] // STAGES
     GATED: gl.constexpr = len(ws.shape) == 4
     BLOCK_M: gl.constexpr = xs.shape[1]
     WIDTH: gl.constexpr = ROWS // 2 if GATED else ROWS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    SCALES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _spans_layout(DISTANCE)))
-    it = 0
+    SPANS: gl.constexpr = K // (4 * DISTANCE)
+    EACH: gl.constexpr = COLUMNS // (4 * DISTANCE)  # spans of a stage
+    STEPS: gl.constexpr = SPANS // EACH  # with all columns
+    SHORT: gl.constexpr = triton.next_power_of_2(SPANS % EACH) if SPANS % EACH > 0 else 0
+    SCALES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, spans_layout(DISTANCE, WORDS)))
+    TYPE: gl.constexpr = gl.int16 if DISTANCE == 16 else gl.int32
+    slot, phase = 0, 0
+    expert = gl.load(block_experts + gl.program_id(0) // TILES)
     for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         block = index // TILES
         first_n = (index % TILES * SLABS + G) * WIDTH
-        expert = gl.load(block_experts + block)
+        following = gl.load(block_experts + gl.minimum(index + gl.num_programs(0), num_tiles - 1) // TILES)
         if expert >= 0:
             rows = _weight_rows(gl.arange(0, ROWS, SCALES), expert, first_n, N, GATED)
-            exponents = _exponents(scale, rows, 0, K, DISTANCE)
-            y = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
-            for step in range(STEPS):
-                slot = it % STAGES
-                now = exponents
-                exponents = _exponents(scale, rows, step + 1, K, DISTANCE)  # loaded while this stage is multiplied
-                mbarrier.wait(full.index(slot), it // STAGES & 1)
-                left = _unpacked(_load_words(ws.index(slot * SLABS + G)), now, DISTANCE)
-                left = gl.convert_layout(left, LEFT, assert_trivial=True)
-                y = warpgroup_mma(left, xs.index(slot).permute([1, 0]), y, is_async=True)
-                y = warpgroup_mma_wait(0, deps=[y])
-                _barrier()
-                mbarrier.arrive(empty.index(slot), count=1)
-                it += 1
-            y *= 1 / SCALED_FP4
+            pointers = scale.to(gl.pointer_type(TYPE)) + rows.to(gl.int64) * SPANS
+            if SHORT > 0:
+                tail = exponents_of(pointers, STEPS * EACH, SHORT, SPANS - 1, DISTANCE)
+            exponents = exponents_of(pointers, 0, EACH, SPANS - 1, DISTANCE)
             if bias is not None:
                 rows = _weight_rows(gl.arange(0, ROWS, gl.SliceLayout(1, MMA)), expert, first_n, N, GATED)
-                y += gl.expand_dims(gl.load(bias + rows).to(gl.float32), 1)
+                own_bias = gl.load(bias + rows).to(gl.float32)
+            places = _places(pairs, routing, block, num_pairs, BLOCK_M, GATED)
+            y = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
+            if SHORT > 0:
+                mbarrier.wait(full.index(slot), phase)
+                words = _load_words(ws.index(slot * SLABS + G))
+                y = _add_columns(y, words, xs, slot, 0, factors_of(tail, DISTANCE), DISTANCE)
+                slot, phase, y = _finish_stage(empty, slot, phase, y)
+            for step in range(STEPS):
+                factors = factors_of(exponents, DISTANCE)
+                # of the next stage, loaded while this one is multiplied
+                exponents = exponents_of(pointers, gl.minimum(step + 1, STEPS - 1) * EACH, EACH, None, DISTANCE)
+                mbarrier.wait(full.index(slot), phase)
+                y = _add_columns(y, _load_words(ws.index(slot * SLABS + G)), xs, slot, 0, factors, DISTANCE)
+                slot, phase, y = _finish_stage(empty, slot, phase, y)
+            y *= 1 / SCALED_FP4
+            if bias is not None:
+                y += gl.expand_dims(own_bias, 1)
             if GATED:
                 gate, up = gl.split(gl.permute(gl.reshape(y, [4, 2, 8, BLOCK_M]), [0, 2, 3, 1]))
                 y = gl.reshape(gated(gate, up, ALPHA, LIMIT, GELU), [WIDTH, BLOCK_M])
-            _store(y, pairs, routing, out, block, first_n, num_pairs, N, GATED)
+            _store(y, places, out, first_n, num_pairs, N, GATED)
+        expert = following
+
+
+@gluon.jit
+def _add_columns(y, words, xs, slot, FIRST: gl.constexpr, factors, DISTANCE: gl.constexpr):
+    """Begin to add the products of columns from FIRST on of a stage, as many as there are factors for: those of one
+    piece are multiplied while the next are unpacked. `words` of further columns are not used."""
+    COUNT: gl.constexpr = factors[0].shape[1] * 4 * DISTANCE
+    if words.shape[1] * 8 > COUNT:
+        y = _add_columns(y, half(words, False), xs, slot, FIRST, factors, DISTANCE)
+    elif COUNT > PIECE:
+        y = _add_columns(y, half(words, False), xs, slot, FIRST, halves_of(factors, False), DISTANCE)
+        y = _add_columns(y, half(words, True), xs, slot, FIRST + COUNT // 2, halves_of(factors, True), DISTANCE)
+    else:
+        MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, xs.shape[1], 16])
+        left = unpacked(words, factors, DISTANCE)
+        left = gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+        x = xs.index(slot * (COLUMNS // PIECE) + FIRST // PIECE)
+        if COUNT < PIECE:
+            x = x.slice(0, COUNT, dim=1)
+        y = warpgroup_mma(left, x.permute([1, 0]), y, is_async=True)
+    return y
+
+
+@gluon.jit
+def _finish_stage(empty, slot, phase, y):
+    """Wait for the products of a stage and give it back to the producer. Returns the next slot of the ring, the phase
+    of its barrier, and the sums."""
+    y = warpgroup_mma_wait(0, deps=[y])
+    _barrier()
+    mbarrier.arrive(empty.index(slot), count=1)
+    last = slot == empty.shape[0] - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase), y
 
 
 @gluon.jit
@@ -212,24 +251,35 @@ def _weight_rows(j, expert, first_n, N: gl.constexpr, GATED: gl.constexpr):
     return rows
 
 
+@gluon.constexpr_function
+def _store_layout(width: int):
+    return gl.BlockedLayout([8, 1], [width // 8, 256 // width], [1, 4], [0, 1])
+
+
 @gluon.jit
-def _store(y, pairs, routing, out, block, first_n, num_pairs, N: gl.constexpr, GATED: gl.constexpr):
-    """The results of gate_up in the order of blocks; of down in the order of pairs, times the routing weight."""
-    WIDTH: gl.constexpr = y.shape[0]
-    BLOCK_M: gl.constexpr = y.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, 4], [0, 1])
-    n = gl.expand_dims(first_n + gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT)), 1)
-    slot = block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
+def _places(pairs, routing, block, num_pairs, BLOCK_M: gl.constexpr, GATED: gl.constexpr):
+    """Where a block's results are written, and their routing weights. Of gate_up: in the order of blocks."""
+    LAYOUT: gl.constexpr = _store_layout(ROWS // 2 if GATED else ROWS)
+    place = block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
     if GATED:
-        y = gl.convert_layout(y.to(out.dtype.element_ty), LAYOUT)
-        gl.store(out + gl.expand_dims(slot, 0).to(gl.int64) * N + n, y, mask=n < N)
+        found = (place,)  # type: tuple
     else:
-        pair = gl.load(pairs + slot)
-        valid = pair < num_pairs
-        weight = gl.load(routing + pair, mask=valid, other=0.0).to(gl.float32)
-        y = gl.convert_layout(y, LAYOUT) * gl.expand_dims(weight, 0)
-        mask = (n < N) & gl.expand_dims(valid, 0)
-        gl.store(out + gl.expand_dims(pair, 0).to(gl.int64) * N + n, y.to(out.dtype.element_ty), mask=mask)
+        pair = gl.load(pairs + place)
+        found = (pair, gl.load(routing + pair, mask=pair < num_pairs, other=0.0).to(gl.float32))
+    return found
+
+
+@gluon.jit
+def _store(y, places, out, first_n, num_pairs, N: gl.constexpr, GATED: gl.constexpr):
+    LAYOUT: gl.constexpr = _store_layout(y.shape[0])
+    place = places[0]
+    n = gl.expand_dims(first_n + gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
+    pointers = out + gl.expand_dims(place, 0).to(gl.int64) * N + n
+    if GATED:
+        gl.store(pointers, gl.convert_layout(y.to(out.dtype.element_ty), LAYOUT), mask=n < N)
+    else:
+        y = gl.convert_layout(y, LAYOUT) * gl.expand_dims(places[1], 0)
+        gl.store(pointers, y.to(out.dtype.element_ty), mask=(n < N) & (gl.expand_dims(place, 0) < num_pairs))
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -251,16 +301,13 @@ def _packed_wide_experts_kernel(
     LIMIT: gl.constexpr,
     GELU: gl.constexpr,
     STAGES: gl.constexpr,
+    SLABS: gl.constexpr,  # of 64 rows of the weight per tile, each for one consumer warpgroup
+    REGISTERS: gl.constexpr,  # of consumers
     PDL: gl.constexpr,
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     WIDTH: gl.constexpr = ROWS // 2 if len(words.block_shape) == 3 else ROWS
     TILES: gl.constexpr = (N + SLABS * WIDTH - 1) // (SLABS * WIDTH)
-    STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    BLOCK_M: gl.constexpr = x.block_shape[0]
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, COLUMNS], x.layout)
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES * (COLUMNS // PIECE)] + x.block_shape, x.layout)
     ws = gl.allocate_shared_memory(gl.int32, [STAGES * SLABS] + words.block_shape, words.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -274,17 +321,31 @@ def _packed_wide_experts_kernel(
     weight = scale, bias
     groups = pairs, block_experts, routing, out
     sizes = num_pairs, num_tiles
-    FORMAT: gl.constexpr = (N, K, DISTANCE, ALPHA, LIMIT, GELU, TILES, STEPS)
-    gl.warp_specialize(
-        [
-            (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
-            (_multiply, (rings, weight, groups, sizes, FORMAT, 1)),
-            (_multiply, (rings, weight, groups, sizes, FORMAT, 2)),
-            (_produce, (x, words, xs, ws, full, empty, block_experts, num_tiles, N, TILES, STEPS)),
-        ],
-        [4, 4, 1],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER],
-    )
+    FORMAT: gl.constexpr = (N, K, DISTANCE, ALPHA, LIMIT, GELU, TILES)
+    if SLABS == 3:
+        gl.warp_specialize(
+            [
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 1)),
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 2)),
+                (_produce, (rings, x, words, block_experts, num_tiles, FORMAT, PDL)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER],
+        )
+    else:
+        gl.static_assert(SLABS == 4)
+        gl.warp_specialize(
+            [
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 1)),
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 2)),
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 3)),
+                (_produce, (rings, x, words, block_experts, num_tiles, FORMAT, PDL)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, PRODUCER],
+        )
 
 
 def packed_wide_experts(
@@ -294,14 +355,15 @@ def packed_wide_experts(
     experts: Tensor,  # [T, k]
     out: Tensor,  # [T, H]
     residual: Tensor | None,
-    block_m: int,  # 16, 32 or 64
+    tile: WideTile,
     *,
     pdl: bool,
 ) -> Tensor:
     """Five launches: group, gather, gate_up, down, sum. Returns `out`."""
     num_experts, hidden_size, size = layer.down.shape
     top_k, num_pairs = experts.shape[1], experts.numel()
-    pairs, block_experts = group(experts, num_experts, block_m=block_m, pdl=pdl)
+    registers, consumer_registers = tile.registers
+    pairs, block_experts = group(experts, num_experts, block_m=tile.block_m, pdl=pdl)
     gathered = torch.empty(pairs.numel(), hidden_size, dtype=x.dtype, device=x.device)
     launch(
         _gather_kernel,
@@ -313,7 +375,7 @@ def packed_wide_experts(
         num_pairs,
         K=hidden_size,
         SHARED=top_k,
-        BLOCK_M=block_m,
+        BLOCK_M=tile.block_m,
         BLOCK_K=next_power_of_2(hidden_size),
         PDL=pdl,
         num_warps=4,
@@ -333,10 +395,10 @@ def packed_wide_experts(
             )
         else:
             shape, strides, block = [num_experts * n, row_words], [row_words, 1], [rows, WORDS.value]
-        x_block = [block_m, COLUMNS.value]
+        x_block = [tile.block_m, PIECE.value]
         launch(
             _packed_wide_experts_kernel,
-            (min(num_sms(), block_experts.numel() * cdiv(n, rows * SLABS.value)),),
+            (min(num_sms(), block_experts.numel() * cdiv(n, rows * tile.slabs)),),
             TensorDescriptor(x, [x.shape[0], k], [k, 1], x_block, gl.NVMMASharedLayout(128, 16, rank=2)),
             TensorDescriptor(weight.words, shape, strides, block, gl.NVMMASharedLayout(128, 32, rank=len(shape))),
             weight.scale,
@@ -353,11 +415,13 @@ def packed_wide_experts(
             ALPHA=layer.alpha,
             LIMIT=layer.limit,
             GELU=layer.gelu,
-            STAGES=num_stages(block_m),
+            STAGES=num_stages(tile),
+            SLABS=tile.slabs,
+            REGISTERS=consumer_registers,
             PDL=pdl,
             num_warps=4,
             pdl=pdl,
-            maxnreg=REGISTERS,
+            maxnreg=registers,
         )
 
     multiply(gathered, layer.gate_up, layer.gate_up_bias, hidden, is_gated=True)
