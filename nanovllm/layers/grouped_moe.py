@@ -10,9 +10,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint.stored import Slot, slots_of
 from nanovllm.layers.context import BuildContext
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.residual import Residual
 from nanovllm.layers.shared_expert import SharedExpertMoE
 from nanovllm.weights.dense import DenseWeight
 
@@ -31,27 +29,21 @@ class GroupedMoE(SharedExpertMoE):
         if "choice_bias" in self._weights:
             self._bias_of_choice = torch.empty(spec.num_experts, dtype=torch.float32, device=context.device)
         self._in_one_launch: Callable[..., tuple[Tensor, Tensor]] | None = None
-        self._few_rows: Callable[..., Tensor] | None = None
-        self._most_rows = 0  # of the latter
         if context.kernels:
-            from nanovllm.kernels.moe.experts import ROW_TOKENS
             from nanovllm.kernels.moe.route_groups import route_in_groups
-            from nanovllm.kernels.moe.shared_rows import GroupChoice, shared_rows_forward
+            from nanovllm.kernels.moe.route_rows import Choice
 
-            choice = GroupChoice(
+            choice = Choice(
                 top_k=spec.num_experts_per_token,
+                normalize=spec.norm_topk_prob,
                 num_groups=spec.num_groups,
                 num_chosen_groups=spec.num_chosen_groups,
-                normalize=spec.norm_topk_prob,
                 scaling=spec.scaling,
                 least_sum=spec.least_sum,
             )
-            how = choice._asdict() | {"dtype": context.dtype, "pdl": context.pdl}
-            self._in_one_launch = partial(route_in_groups, **how)
-            if self._is_dense() and not context.deterministic:
-                arrived = torch.zeros(ROW_TOKENS, dtype=torch.int32, device=context.device)
-                self._few_rows = partial(shared_rows_forward, choice=choice, arrived=arrived, pdl=context.pdl)
-                self._most_rows = ROW_TOKENS
+            self._in_one_launch = partial(route_in_groups, **choice._asdict(), dtype=context.dtype, pdl=context.pdl)
+            if self._route_few is not None:
+                self._route_few = partial(self._route_few, choice=choice)
 
     def slots(self) -> dict[str, Slot]:
         found = super().slots()
@@ -59,30 +51,8 @@ class GroupedMoE(SharedExpertMoE):
             found |= slots_of(self._weights["choice_bias"], DenseWeight(self._bias_of_choice))
         return found
 
-    def _is_dense(self) -> bool:
-        """Whether there is a shared expert, and all weights are of the model's type."""
-        weights = [self.gate_up, self.down, *(linear.weight for linear in self._shared)]
-        return bool(self._shared) and {weight.format_name for weight in weights} == {"dense"}
-
-    def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
-        if self._few_rows is None or not 0 < len(x) <= self._most_rows:
-            return super().__call__(x, norm=norm)
-        gate_up, down = self._shared
-        rows, first = x.rows, self.group.rank == 0  # of the ranks that are summed, one adds the residual
-        y = self._few_rows(
-            rows,
-            norm.weight,
-            norm.eps,
-            router=self.router.weight.kernel_arguments()["weight"],
-            bias=self._bias_of_choice,
-            **self._kernel_arguments(),
-            shared_gate_up=gate_up.weight.kernel_arguments()["weight"],
-            shared_down=down.weight.kernel_arguments()["weight"],
-            out=rows if first else torch.empty_like(rows),
-            residual=rows if first else None,
-        )
-        x.rows = self.group.all_reduce(y)
-        return x
+    def _router_weights(self) -> dict[str, Tensor | None]:
+        return super()._router_weights() | {"bias_of_choice": self._bias_of_choice}
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.router(x.float())

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from nanovllm.layers.moe_spec import ClampedGlu, MoeSpec
 from nanovllm.layers.residual import Residual
 from nanovllm.weights.dense import DenseWeight
 from nanovllm.weights.format import StoredWeight
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.moe.route_rows import Routed
 
 
 class MoE:
@@ -39,15 +42,22 @@ class MoE:
         self._arguments: dict[str, Tensor] = {}  # of the kernels
         self._kernels: Callable[..., Tensor] | None = None
         self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
+        self._route_few: Callable[..., Routed] | None = None  # norm, router and choice in one launch
         self._dequantizes = not {self.gate_up.format_name, self.down.format_name} <= {"dense", "int8"}
         if context.kernels:
-            from nanovllm.kernels.moe.experts import experts_forward
+            from nanovllm.kernels.moe.experts import ROW_TOKENS, experts_forward
             from nanovllm.kernels.moe.route import route
 
             self._kernels = partial(experts_forward, deterministic=context.deterministic, pdl=context.pdl, **form)
             self._choose = partial(route, pdl=context.pdl)
             if self._dequantizes and context.dtype.itemsize == 2:
                 self._dequantizes = not packed_kernels_serve(self.gate_up, self.down)
+            if self.router.weight.format_name == "dense" and not context.deterministic:
+                from nanovllm.kernels.moe.route_rows import Choice, route_rows
+
+                choice = Choice(spec.num_experts_per_token, spec.norm_topk_prob)
+                arrived = torch.zeros(ROW_TOKENS, dtype=torch.int32, device=context.device)
+                self._route_few = partial(route_rows, choice=choice, arrived=arrived, pdl=context.pdl)
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
         shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
@@ -94,18 +104,46 @@ class MoE:
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
         """Add the experts' sum for norm(x) to x."""
-        return self._add_experts(x, x.normed(norm))
+        if self._route_few is not None and len(x) == 1:  # more tokens would read the router's weight several times
+            routed = self._routed_few(x, norm)
+            return self._add_experts(x, routed.normed, routed.weights, routed.experts)
+        normed = x.normed(norm)
+        return self._add_experts(x, normed, *self._route(normed))
 
-    def _add_experts(self, x: Residual, normed: Tensor) -> Residual:
+    def _routed_few(self, x: Residual, norm: RMSNorm, **shared: Tensor | None) -> "Routed":
+        """`shared`: weights of a shared expert."""
+        assert self._route_few is not None
+        rows, partial_sums = x.take()
+        weights = self._router_weights() | shared
+        routed = self._route_few(rows, norm.weight, norm.eps, partial_sums=partial_sums, **weights)
+        x.rows = routed.rows
+        return routed
+
+    def _router_weights(self) -> dict[str, Tensor | None]:
+        return {"router": self.router.weight.kernel_arguments()["weight"], "router_bias": self.router.bias}
+
+    def _add_experts(
+        self, x: Residual, normed: Tensor, weights: Tensor, experts: Tensor, **shared: tuple[Tensor, Tensor]
+    ) -> Residual:
         rows = x.rows if self.group.rank == 0 else None  # of the ranks that are summed, one adds the residual
-        x.rows = self.sum_experts(normed, routed_by=normed, residual=rows)
+        x.rows = self._sum(normed, weights, experts, rows, **shared)
         return x
 
     def sum_experts(self, x: Tensor, *, routed_by: Tensor, residual: Tensor | None = None) -> Tensor:
         """The experts' sum of all ranks for x, [tokens, hidden], plus residual. `routed_by`: the router's inputs."""
-        weights, experts = self._route(routed_by)
+        return self._sum(x, *self._route(routed_by), residual)
+
+    def _sum(
+        self,
+        x: Tensor,  # [num_tokens, hidden]
+        weights: Tensor,  # [num_tokens, k]
+        experts: Tensor,  # [num_tokens, k]
+        residual: Tensor | None,
+        **shared: tuple[Tensor, Tensor],  # of a shared expert, for the kernels
+    ) -> Tensor:
         if self._kernels is not None:
-            y = self._kernels(x, **self._kernel_arguments(), weights=weights, experts=experts, residual=residual)
+            arguments = self._kernel_arguments() | shared
+            y = self._kernels(x, **arguments, weights=weights, experts=experts, residual=residual)
         else:
             y = self.forward(x, weights, experts)
             y = y if residual is None else residual + y

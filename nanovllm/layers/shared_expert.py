@@ -29,6 +29,12 @@ class SharedExpertMoE(MoE):
         self.shared_gate: Tensor | None = None
         if spec.gated:
             self.shared_gate = torch.empty((1, spec.hidden_size), dtype=context.dtype, device=context.device)
+        self._most_with_shared = 0  # tokens for which the shared expert is computed in the launches of the others
+        weights = [self.gate_up, self.down, *(linear.weight for linear in self._shared)]
+        if context.kernels and not context.deterministic and {one.format_name for one in weights} == {"dense"}:
+            from nanovllm.kernels.moe.experts import ROW_TOKENS
+
+            self._most_with_shared = ROW_TOKENS
 
     def slots(self) -> dict[str, Slot]:
         found = super().slots()
@@ -46,12 +52,21 @@ class SharedExpertMoE(MoE):
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
         if not self._shared:
             return super().__call__(x, norm=norm)
+        if self._route_few is not None and 0 < len(x) <= self._most_with_shared:
+            return self._add_both(x, norm)
         gate_up, down = self._shared
         normed = x.normed(norm)
         hidden = gate_up(normed, activation="silu")
         if self.shared_gate is None:
-            return self._add_experts(down(hidden, add_to=x), normed)
+            return self._add_experts(down(hidden, add_to=x), normed, *self._route(normed))
         shared = down(hidden) * F.linear(normed, self.shared_gate).sigmoid()
-        x = self._add_experts(x, normed)
+        x = self._add_experts(x, normed, *self._route(normed))
         x.rows = x.rows + shared
         return x
+
+    def _add_both(self, x: Residual, norm: RMSNorm) -> Residual:
+        """In three launches: what needs no chosen expert; gate and up of the chosen ones; down of all."""
+        gate_up, down = (linear.weight.kernel_arguments()["weight"] for linear in self._shared)
+        routed = self._routed_few(x, norm, shared_gate_up=gate_up, shared_gate=self.shared_gate)
+        assert routed.shared is not None
+        return self._add_experts(x, routed.normed, routed.weights, routed.experts, shared=(routed.shared, down))

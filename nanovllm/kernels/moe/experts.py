@@ -34,6 +34,7 @@ def experts_forward(
     gelu: bool = False,  # gelu(gate) * up, in its approximation with tanh
     out: Tensor | None = None,  # [T, H]
     residual: Tensor | None = None,  # [T, H], added to the result; updated in place unless `out` is given
+    shared: tuple[Tensor, Tensor] | None = None,  # of a shared expert, up to ROW_TOKENS: [T, S], silu(gate) * up; down
     deterministic: bool = False,  # a token's bits do not depend on the rest of the batch
     pdl: bool = False,
 ) -> Tensor:
@@ -45,17 +46,19 @@ def experts_forward(
     if isinstance(gate_up, PackedWords) or isinstance(down, PackedWords):
         from nanovllm.kernels.moe.packed import packed_experts_forward
 
-        assert isinstance(gate_up, PackedWords) and isinstance(down, PackedWords)
+        assert isinstance(gate_up, PackedWords) and isinstance(down, PackedWords) and shared is None
         packed = PackedExperts(gate_up, down, gate_up_bias, down_bias, alpha, limit, gelu)
         return packed_experts_forward(x, packed, weights, experts, out, residual, deterministic=deterministic, pdl=pdl)
     assert all(t.is_contiguous() for t in (x, gate_up, down, weights, experts, out))
-    optional = (residual, gate_up_scale, down_scale, gate_up_bias, down_bias)
+    optional = (residual, gate_up_scale, down_scale, gate_up_bias, down_bias, *(shared or ()))
     assert all(t is None or t.is_contiguous() for t in optional)
     for weight, scale in ((gate_up, gate_up_scale), (down, down_scale)):
         assert weight.dtype == (x.dtype if scale is None else torch.int8)
     layer = ExpertWeights(gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, alpha, limit, gelu)
     if x.shape[0] <= ROW_TOKENS and not deterministic:
-        return rows_forward(x, layer, weights, experts, out, residual, *row_tiles(x.dtype), pdl=pdl)
+        row_tile = row_tiles(x.dtype, shared=shared is not None)
+        return rows_forward(x, layer, weights, experts, out, residual, *row_tile, shared=shared, pdl=pdl)
+    assert shared is None
     tiles = choose_tiles(experts.numel() / gate_up.shape[0], x.dtype, deterministic=deterministic)
     return grouped_forward(x, layer, weights, experts, out, residual, tiles, pdl=pdl)
 
