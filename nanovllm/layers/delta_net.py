@@ -35,6 +35,8 @@ class DeltaNet:
         self.in_proj = Linear(part_of(self._weights, "in_"), context)
         self.gates_proj = Linear(part_of(self._weights, "gates_"), context)
         self.o_proj = Linear(part_of(self._weights, "out_"), context)
+        dense = {self.in_proj.weight.format_name, self.gates_proj.weight.format_name} == {"dense"}
+        self._one_row_fuses = context.kernels and not context.deterministic and dense  # linears and norm
         self.held: dict[str, Tensor] = {}  # weights that are not those of linears
         for name in ("conv", "norm", *IN_FLOAT32):
             shape = self._weights[name].shard_shape(self._group.rank, self._group.size)
@@ -60,8 +62,12 @@ class DeltaNet:
 
     def mix(self, x: Residual, state: Tensor, step: Step, *, norm: RMSNorm) -> Tensor:
         assert step.sequences is not None
-        normed = x.normed(norm)
-        parts = self.in_proj(normed), self.gates_proj(normed), state, step.sequences
+        if self._one_row_fuses and len(x) == 1:  # its norm is computed twice, which takes less than a launch
+            projected = self.in_proj(x, norm=norm), self.gates_proj(x, norm=norm)
+        else:
+            normed = x.normed(norm)
+            projected = self.in_proj(normed), self.gates_proj(normed)
+        parts = *projected, state, step.sequences
         return self.compute(*parts) if self._kernels is None else self._kernels(*parts)
 
     def compute(self, inputs: Tensor, gates: Tensor, state: Tensor, sequences: Sequences) -> Tensor:

@@ -20,7 +20,7 @@ class RMSNorm:
         (self.size,) = spec.shard_shape(0, 1)
         dtype = context.dtype if spec.offset is None else torch.float32
         self.weight = torch.ones(self.size, dtype=dtype, device=context.device)
-        self.fuses = dtype == context.dtype  # kernels of linears may compute it
+        self.fuses = dtype == context.dtype  # every kernel of a linear that fuses a norm may compute it
         self.eps = eps
         self._eps = torch.tensor(eps)
         self._mirrored: Tensor | None = None

@@ -123,7 +123,7 @@ class Linear:
             return y if activation is None or operation.gate else gate(y)
 
         def product(x: Any, norm: Any) -> Tensor:
-            return activated(run(x, norm=norm) if operation.norm and norm.fuses else run(x.normed(norm)))
+            return activated(run(x, norm=norm) if operation.norm else run(x.normed(norm)))
 
         def add(x: Tensor, norm: None, add_to: Any) -> Residual:
             if operation.splits:

@@ -34,6 +34,7 @@ def chunk(row: int, start: int, num_new: int) -> Part:
 
 PADDING = decode(0, -1)
 STEPS = {
+    "a decode": [decode(3, 5)],
     "decodes": [decode(3, 5), decode(1, 1), PADDING, PADDING],
     "few tokens": [decode(2, 9), chunk(4, 3, 2), chunk(1, 0, 4)],
     "a prompt": [chunk(2, 0, 63)],

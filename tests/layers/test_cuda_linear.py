@@ -83,8 +83,9 @@ def test_every_number_of_rows(quantization: str | None, dtype: torch.dtype, hidd
 
 
 @pytest.mark.parametrize("num_rows", [1, 9, 40, 257])
-def test_what_no_kernel_fuses_is_computed_around_it(num_rows: int) -> None:
-    """A GELU gate, and a norm whose weight is float32."""
+def test_what_few_kernels_fuse(num_rows: int) -> None:
+    """A GELU gate, and a norm whose weight is float32, which the kernel for one row computes. For others they are
+    computed around the kernel."""
     linear, _, x = case(num_rows, 96, torch.float16)
     norm = make_norm(96, context(torch.float16, torch.device(DEVICE), kernels=True), offset=1.0)
     norm.weight.uniform_(0.5, 1.5)

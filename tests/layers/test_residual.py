@@ -15,7 +15,7 @@ from nanovllm.layers.split_k_residual import SplitKResidual
 def test_a_norm_before_a_linear_takes_either_stream(kind: type[Residual], monkeypatch: pytest.MonkeyPatch) -> None:
     launched = Mock()
     monkeypatch.setattr(fp8_some_rows, "fp8_some_rows_linear", launched)
-    rows, norm = torch.ones(2, 4), SimpleNamespace(weight=torch.ones(4), eps=1e-6)
+    rows, norm = torch.ones(2, 4), SimpleNamespace(weight=torch.ones(4), eps=1e-6, fuses=True)
     stream = kind(rows)
     linear = run.runner("fp8_some_rows", {}, None, pdl=False)
     linear(stream, norm=norm)

@@ -14,6 +14,7 @@ from torch import Tensor
 class Norm(Protocol):
     weight: Tensor
     eps: float
+    fuses: bool  # its weight has the type of the rows
 
 
 class Stream(Protocol):
@@ -21,6 +22,7 @@ class Stream(Protocol):
 
     @property
     def rows(self) -> Tensor: ...  # with everything added
+    def normed(self, norm: Any) -> Tensor: ...
     def take(self) -> tuple[Tensor, Tensor | None]: ...  # rows, and partial sums that the caller adds to them in place
 
 
@@ -63,14 +65,17 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
         from nanovllm.kernels.linear.fp8_many_rows import fp8_many_rows_linear
 
         return partial(fp8_many_rows_linear, **weight, bias=bias)
+    if name == "one_row":
+        from nanovllm.kernels.linear.one_row import one_row_linear
+
+        return partial(_with_any_norm, one_row_linear, **weight, bias=bias, pdl=pdl)
     return partial(_with_norm, _launcher(name), **weight, bias=bias, pdl=pdl)
 
 
 def _launcher(name: str) -> Callable[..., Tensor]:
-    from nanovllm.kernels.linear import few_rows, fp8_inputs, one_row, packed_rows, packed_tiled, tiled
+    from nanovllm.kernels.linear import few_rows, fp8_inputs, packed_rows, packed_tiled, tiled
 
     launchers: dict[str, Callable[..., Tensor]] = {
-        "one_row": one_row.one_row_linear,
         "few_rows": few_rows.few_rows_linear,
         "tiled": tiled.tiled_linear,
         "split_k": tiled.split_k_linear,
@@ -85,6 +90,13 @@ def _launcher(name: str) -> Callable[..., Tensor]:
 
 def _with_norm(launch: Callable[..., Tensor], x: Any, *, norm: Norm | None = None, **arguments: Any) -> Tensor:
     """`x`: a tensor, or before a norm a `Stream`."""
+    if norm is None or norm.fuses:
+        return _with_any_norm(launch, x, norm=norm, **arguments)
+    return launch(x.normed(norm), **arguments)
+
+
+def _with_any_norm(launch: Callable[..., Tensor], x: Any, *, norm: Norm | None = None, **arguments: Any) -> Tensor:
+    """As `_with_norm`, for kernels that take a norm's weight of another type, too."""
     if norm is None:
         return launch(x, **arguments)
     return launch(x.rows, norm_weight=norm.weight, eps=norm.eps, **arguments)
@@ -92,8 +104,8 @@ def _with_norm(launch: Callable[..., Tensor], x: Any, *, norm: Norm | None = Non
 
 def _with_norm_and_sums(launch: Callable[..., Tensor], x: Any, *, norm: Norm | None = None, **arguments: Any) -> Tensor:
     """As `_with_norm`, for kernels that also add what is pending to the rows."""
-    if norm is None:
-        return launch(x, **arguments)
+    if norm is None or not norm.fuses:
+        return launch(x if norm is None else x.normed(norm), **arguments)
     rows, partial_sums = x.take()
     return launch(rows, norm_weight=norm.weight, eps=norm.eps, partial_sums=partial_sums, **arguments)
 
