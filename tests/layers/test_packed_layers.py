@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.checkpoint.packed import words
 from nanovllm.checkpoint.packed.tensor import InMemory
+from nanovllm.kernels.features import gluon_usable
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE
@@ -40,7 +41,14 @@ def in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(
-    kind: type, spec: Any, quantization: str, dtype: torch.dtype, *, kernels: bool, deterministic: bool = False
+    kind: type,
+    spec: Any,
+    quantization: str,
+    dtype: torch.dtype,
+    *,
+    kernels: bool,
+    gluon: bool = False,
+    deterministic: bool = False,
 ) -> tuple[Any, RMSNorm]:
     """A layer with random weights, and a norm before it."""
     with_these = context(
@@ -48,6 +56,7 @@ def built(
         torch.device(DEVICE),
         weight_formats=weight_formats(quantization),
         kernels=kernels,
+        gluon=gluon,
         deterministic=deterministic and kernels,
     )
     torch.manual_seed(0)
@@ -85,11 +94,13 @@ def test_one_layer_after_another(rows: int) -> None:
     spec = MlpSpec(hidden_size=2048, intermediate_size=2048)
     results = []
     for kernels in (False, True):
-        layer, norm = built(MLP, spec, "fp8", torch.bfloat16, kernels=kernels)
+        layer, norm = built(MLP, spec, "fp8", torch.bfloat16, kernels=kernels, gluon=kernels and gluon_usable())
         torch.manual_seed(rows)
         x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
         stream = SplitKResidual(x) if kernels else Residual(x)
         for _ in range(2):
             stream = layer(stream, norm=norm)
         results.append(stream.rows.float())
-    assert (results[0] - results[1]).norm() / results[0].norm() < 0.04  # numbers between two of fp8 differ
+    # Numbers between two of fp8 differ: kernels do not round gate and up before their product, which alone makes 0.043.
+    # Without rounding the inputs it would be 0.065.
+    assert (results[0] - results[1]).norm() / results[0].norm() < 0.055
