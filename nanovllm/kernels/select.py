@@ -233,6 +233,12 @@ LINEAR_KERNELS = (
     ),
     LinearKernel("many_rows", min_rows=HUNDREDS_OF_ROWS + 1, gate=True, serves=_many_rows, symbol="_many_rows_kernel"),
     LinearKernel("dequantized", ("int8",), symbol="_dequantize_kernel"),  # to the model's dtype, then cuBLAS
+    LinearKernel(  # cuBLAS adds a bias or a residual, not both: this one leaves the residual to the next norm
+        "cublas_bias",
+        add=True,
+        splits=True,
+        serves=lambda case: case.bias and case.added and case.whole,
+    ),
     LinearKernel("cublas", add=True),
     LinearKernel(
         "packed_deterministic",

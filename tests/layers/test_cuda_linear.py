@@ -149,6 +149,19 @@ def test_which_kernel_serves(
     assert used == kernels
 
 
+@pytest.mark.parametrize(("rows", "kernels"), [(64, ["tiled", "split_k"]), (65, ["cublas", "cublas_bias"])])
+def test_which_kernel_serves_with_a_bias(rows: int, kernels: list[str]) -> None:
+    """The o projection of gpt-oss-20b."""
+    linear = make_linear(4096, 2880, context(torch.bfloat16, torch.device("meta"), kernels=True), bias=True)
+    choices = (
+        linear._kernels.choose(linear.weight, linear.bias, rows=rows, gated=False, added=added, whole=True)
+        for added in (False, True)
+    )
+    assert [chosen.kernel.name for chosen in choices] == kernels
+    alone = linear._kernels.choose(linear.weight, linear.bias, rows=65, gated=False, added=True, whole=False)
+    assert alone.kernel.name == "cublas"  # other ranks' results are to be added first
+
+
 def test_a_deterministic_row_does_not_depend_on_the_others() -> None:
     for quantization in (None, "int8"):
         linear, norm, x = case(5, 96, torch.float32, deterministic=True, quantization=quantization)

@@ -144,7 +144,7 @@ def round_inputs(
     *,
     norm_weight: Tensor | None = None,  # [K]: the RMS norm of x is rounded
     eps: float = 0.0,
-    partial_sums: Tensor | None = None,  # [splits, M, K] float32: added to x in place, before the norm
+    partial_sums: Tensor | None = None,  # [splits, M, K], float32 or of x's type: added to x in place, before the norm
     pdl: bool = False,
 ) -> RoundedInputs:
     m, k = x.shape

@@ -30,6 +30,8 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
     """`weight`: a format's kernel arguments, "weight" and maybe "scale"."""
     if name == "cublas":
         return partial(_cublas, weight["weight"], bias)
+    if name == "cublas_bias":
+        return partial(_cublas_bias, weight["weight"], bias)
     if name == "dequantized":
         return partial(_dequantized, **weight, bias=bias)
     if name == "packed_deterministic":
@@ -116,6 +118,11 @@ def _cublas(weight: Tensor, bias: Tensor | None, x: Tensor, *, residual: Tensor 
     if bias is not None:
         residual += bias
     return residual.addmm_(x, weight.t())
+
+
+def _cublas_bias(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """[1, rows, outputs]: one partial sum, rounded to x's type."""
+    return F.linear(x, weight, bias)[None]
 
 
 def _dequantized(x: Tensor, *, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

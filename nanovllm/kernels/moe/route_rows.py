@@ -307,7 +307,7 @@ def route_rows(
     bias_of_choice: Tensor | None = None,  # [experts] float32, added to sigmoid scores for the choice; None = softmax
     shared_gate_up: Tensor | None = None,  # [2 * shared_size, hidden]: the gate rows, then the up rows
     shared_gate: Tensor | None = None,  # [1, hidden]: the shared expert's result is multiplied with sigmoid of it
-    partial_sums: Tensor | None = None,  # [splits, T, hidden] float32: added to x before the norm
+    partial_sums: Tensor | None = None,  # [splits, T, hidden], float32 or of x's type: added to x before the norm
     pdl: bool = False,
 ) -> Routed:
     """Everything that comes before the chosen experts. `arrived` is zeros again afterwards."""
