@@ -40,6 +40,7 @@ class Inputs(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
         ("rounded", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
     )
@@ -112,8 +113,12 @@ def _multiply(weight: NativeWeight, x: Tensor) -> Tensor:
     for row in range(rows if groups else 0):
         block = ctypes.byref(rounded, row // BLOCK * groups * ctypes.sizeof(Rounded))
         LIBRARY.round_row(pointer(x[row]), columns, block, row % BLOCK)
-    inputs = Inputs(x.data_ptr(), ctypes.addressof(rounded), rows, columns)
-    matrix, y = ctypes.pointer(weight.matrix()), torch.empty(rows, -(-outputs // TILE) * TILE)
+    matrix = ctypes.pointer(weight.matrix())
+    parts = torch.empty(-(-rows // 16) * 16, 3 * columns, dtype=torch.bfloat16)
+    for row in range(rows if LIBRARY.uses_amx(matrix) else 0):
+        LIBRARY.split_row(pointer(x[row]), columns, pointer(parts), row)
+    inputs = Inputs(x.data_ptr(), ctypes.addressof(rounded), parts.data_ptr(), rows, columns)
+    y = torch.empty(rows, -(-outputs // TILE) * TILE)
     places = [Place(matrix, tile) for tile in range(y.shape[1] // TILE)]
     panels = Panels()
     for here, after in zip(places, [*places[1:], places[0]], strict=True):

@@ -7,6 +7,8 @@ void product_tile(Place here, Place next, const Inputs *in, int first, int count
     const int tile = here.tile;
     if (is_packed(w))
         packed_product(w, in, tile, first, count, y);
+    else if (uses_amx(w))
+        amx_product(here, in, first, count, y);
     else
         dense_product(here, next, in, first, count, panels, y);
     if (w->bias == NULL) return;

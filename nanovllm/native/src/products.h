@@ -6,6 +6,7 @@
 enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
 enum { GROUP = 32, QUAD = 4 };                 /* packed: columns that share a scale of x; rows of W in one vector */
 enum { TILE = 16, BLOCK = 4, MOST_ROWS = 64 }; /* rows of W of a product, and of x: with sums in registers, at most */
+enum { PARTS = 3 };                            /* numbers of bfloat16 whose sum is one of x, for AMX */
 enum { PANEL = 192 };                          /* columns of a tile that are widened at a time, for the L1 cache */
 
 typedef struct {
@@ -27,6 +28,7 @@ typedef struct {
 typedef struct {
     const float *x;         /* [rows][columns] */
     const Rounded *rounded; /* [rows / BLOCK][columns / GROUP], for packed matrices */
+    const uint16_t *parts;  /* [rows / 16][columns / 32][PARTS][16][32] in bfloat16, for AMX */
     int rows, columns;
 } Inputs;
 
@@ -43,15 +45,20 @@ typedef struct {
     const void *held; /* what numbers[current] were; NULL = nothing */
 } Panels;
 
-/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of BLOCK, into y[row][output];
+/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of MOST_ROWS, into y[row][output];
  * what is past the last row of W is undefined. The order of additions does not depend on `count`. The caller of several
  * products says which is next, and hands on `panels`, which hold nothing at first. */
 void product_tile(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]);
 void dense_product(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]);
+void amx_product(Place here, const Inputs *in, int first, int count, float y[][TILE]);
 void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
 
 /* Round row `row` of a block of x. */
 void round_row(const float *x, int columns, Rounded *rounded, int row);
+
+/* Whether products with a matrix run on the matrix unit of x86, and row `row` of x in parts for it. */
+int uses_amx(const Matrix *w);
+void split_row(const float *x, int columns, uint16_t *parts, int row);
 
 /* Row `row` of W in float32. */
 void matrix_row(const Matrix *w, int row, float *out);
@@ -74,6 +81,9 @@ int pack_blocks(const uint8_t *blocks, int rows, int columns, int bits, uint8_t 
                 uint16_t *minima);
 
 static inline int is_packed(const Matrix *w) { return w->type >= INT4; }
+/* What a product reads instead of floats: bits of a set. */
+enum { ROUNDED = 1, SPLIT = 2 };
+static inline int form_of(const Matrix *w) { return is_packed(w) ? ROUNDED : uses_amx(w) ? SPLIT : 0; }
 static inline int num_tiles(const Matrix *w) { return (w->rows + TILE - 1) / TILE; }
 
 /* Call a function whose first argument, the number of rows of x, is a constant. */

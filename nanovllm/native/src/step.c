@@ -13,10 +13,11 @@ int simd_available(void) { return HAVE_SIMD; }
 enum { PASS_ROWS = 256, PASS_SEGMENTS = 2048 }; /* of a part of a step: they bound the memory of its activations */
 enum { MOST_OUTPUTS = 3, PRODUCT_CHUNKS = 8 }; /* matrices of one product; least chunks per thread: none waits long */
 
-/* Rows of activations, and the same rounded to int8 where a packed matrix reads them. */
+/* Rows of activations, and the same as the matrices need it that read them: rounded to int8, or split into parts. */
 typedef struct {
     float *x;
     Rounded *rounded;
+    uint16_t *parts;
 } Rows;
 
 /* Tokens that attend to the same segment of positions, and are computed together. */
@@ -69,12 +70,14 @@ static int64_t qkv_size(const Model *m) { return (int64_t)(m->num_heads + 2 * m-
 static int make_rows(Rows *rows, int64_t columns) {
     rows->x = malloc(PASS_ROWS * columns * sizeof(float));
     rows->rounded = malloc(PASS_ROWS / BLOCK * (columns / GROUP + 1) * sizeof(Rounded));
-    return rows->x && rows->rounded;
+    rows->parts = aligned_alloc(64, PASS_ROWS * columns * PARTS * sizeof(uint16_t));
+    return rows->x && rows->rounded && rows->parts;
 }
 
 static void free_rows(Rows *rows) {
     free(rows->x);
     free(rows->rounded);
+    free(rows->parts);
 }
 
 void engine_destroy(Engine *e) {
@@ -144,19 +147,22 @@ static void activate(float y[TILE], const float up[TILE]) {
     }
 }
 
-static void round_inputs(const Rows *rows, int row, int columns) {
-    Rounded *block = rows->rounded + (int64_t)(row / BLOCK) * (columns / GROUP);
-    round_row(rows->x + (int64_t)row * columns, columns, block, row % BLOCK);
+/* Bring a row into the forms of the matrices that read it. */
+static void form_inputs(const Rows *rows, int row, int columns, int forms) {
+    const float *x = rows->x + (int64_t)row * columns;
+    if (forms & ROUNDED)
+        round_row(x, columns, rows->rounded + (int64_t)(row / BLOCK) * (columns / GROUP), row % BLOCK);
+    if (forms & SPLIT) split_row(x, columns, rows->parts, row);
 }
 
 static Inputs inputs_of(const Rows *rows, int count, int columns) {
-    return (Inputs){rows->x, rows->rounded, count, columns};
+    return (Inputs){rows->x, rows->rounded, rows->parts, count, columns};
 }
 
-/* A job for each row: the norm of x, rounded where a packed matrix reads it. */
+/* A job for each row: the norm of x. */
 typedef struct {
     const float *x, *weight;
-    int size, rounds;
+    int size, forms;
     float eps;
     Rows out;
 } Norm;
@@ -165,7 +171,7 @@ static void norm_chunk(void *argument, int row) {
     const Norm *job = argument;
     const int64_t at = (int64_t)row * job->size;
     norm_row(job->x + at, job->weight, job->size, job->eps, job->out.x + at);
-    if (job->rounds) round_inputs(&job->out, row, job->size);
+    form_inputs(&job->out, row, job->size, job->forms);
 }
 
 /* --- products ----------------------------------------------------------------------------------------------------- */
@@ -244,7 +250,7 @@ typedef struct {
     Attention attention;
     int64_t group_stride; /* from the block tables of a group to those of the next */
     int num_jobs; /* of attention, for each KV head */
-    int width; /* of the activated rows */
+    const Matrix *down; /* which reads the activated rows */
     float *x; /* the residual of these rows */
 } Pass;
 
@@ -299,29 +305,30 @@ static void merge_chunk(void *argument, int row) {
     const Model *m = &p->e->model;
     const int size = m->num_heads * m->head_dim, token = p->wanted ? p->wanted[row] - p->first_wanted : row;
     attend_merge(&p->attention, token, p->e->mixed.x + (int64_t)row * size);
-    if (is_packed(&p->layer->o)) round_inputs(&p->e->mixed, row, size);
+    form_inputs(&p->e->mixed, row, size, form_of(&p->layer->o));
     if (p->wanted)
         memcpy(p->x + (int64_t)row * m->hidden, p->e->residual + (int64_t)token * m->hidden,
                (size_t)m->hidden * sizeof(float));
 }
 
-static void round_activated(void *argument, int row) {
+static void form_activated(void *argument, int row) {
     const Pass *p = argument;
-    round_inputs(&p->e->activated, row, p->width);
+    form_inputs(&p->e->activated, row, p->down->columns, form_of(p->down));
 }
 
-static void norm_rows(Engine *e, const float *x, int rows, const float *weight, float eps, int rounds) {
-    Norm norm = {x, weight, e->model.hidden, rounds, eps, e->normed};
+static void norm_rows(Engine *e, const float *x, int rows, const float *weight, float eps, int forms) {
+    Norm norm = {x, weight, e->model.hidden, forms, eps, e->normed};
     run(e, NORMS, norm_chunk, &norm, rows);
 }
 
 /* down(silu(gate(x)) * up(x)), into `out`, with mode STORE or ADD. `weights`: gate, up, down. */
 static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *inputs, int rows, float *out, int mode) {
     Engine *e = p->e;
-    const int hidden = e->model.hidden, width = p->width = weights[2]->columns;
+    const int hidden = e->model.hidden, width = weights[2]->columns;
+    p->down = weights[2];
     Product gate = {{weights[0], weights[1]}, {e->activated.x}, width, 1, GATE, 0, 0, inputs_of(inputs, rows, hidden)};
     run_product(e, GATE_UP, &gate);
-    if (is_packed(weights[2])) run(e, DOWN, round_activated, p, rows);
+    if (form_of(p->down)) run(e, DOWN, form_activated, p, rows);
     Product down = {{weights[2]}, {out}, hidden, 1, mode, 0, 0, inputs_of(&e->activated, rows, width)};
     run_product(e, DOWN, &down);
 }
@@ -329,8 +336,8 @@ static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *i
 static void run_mlp(Pass *p) {
     const Layer *layer = p->layer;
     const Matrix *const weights[] = {&layer->gate, &layer->up, &layer->down};
-    const int rounds = is_packed(&layer->gate) || is_packed(&layer->up);
-    norm_rows(p->e, p->x, p->num_rows, layer->ffn_norm, p->e->model.eps, rounds);
+    const int forms = form_of(&layer->gate) | form_of(&layer->up);
+    norm_rows(p->e, p->x, p->num_rows, layer->ffn_norm, p->e->model.eps, forms);
     gated_product(p, weights, &p->e->normed, p->num_rows, p->x, ADD);
 }
 
@@ -361,7 +368,7 @@ static void gather_chunk(void *argument, int index) {
     const int size = p->e->model.hidden;
     const float *from = p->e->normed.x + (int64_t)p->e->expert_rows[index] * size;
     memcpy(p->e->gathered.x + (int64_t)index * size, from, (size_t)size * sizeof(float));
-    if (is_packed(p->layer->experts)) round_inputs(&p->e->gathered, index, size);
+    form_inputs(&p->e->gathered, index, size, form_of(p->layer->experts) | form_of(p->layer->experts + 1));
 }
 
 static void add_share_chunk(void *argument, int index) {
@@ -390,7 +397,7 @@ static void run_experts(Pass *p) {
     Engine *e = p->e;
     const Layer *layer = p->layer;
     const Model *m = &e->model;
-    norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, is_packed(&layer->router));
+    norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, form_of(&layer->router));
     Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE, 0, 0,
                       inputs_of(&e->normed, p->num_rows, m->hidden)};
     run_product(e, ROUTING, &router);
@@ -410,9 +417,9 @@ static void run_layer(Pass *p) {
     const Layer *layer = p->layer;
     const Model *m = &e->model;
     const int heads = m->num_heads * m->head_dim, keys = m->num_kv_heads * m->head_dim;
-    const int rounds = is_packed(&layer->q) || is_packed(&layer->k) || is_packed(&layer->v);
+    const int forms = form_of(&layer->q) | form_of(&layer->k) | form_of(&layer->v);
 
-    norm_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, rounds);
+    norm_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, forms);
     Product qkv = {{&layer->q, &layer->k, &layer->v}, {e->qkv, e->qkv + heads, e->qkv + heads + keys}, qkv_size(m), 3,
                    STORE, 0, 0, inputs_of(&e->normed, p->num_tokens, m->hidden)};
     run_product(e, QKV, &qkv);
@@ -469,7 +476,7 @@ void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) 
     const Model *m = &e->model;
     for (int first = 0; first < num_rows; first += PASS_ROWS) {
         const int count = num_rows - first < PASS_ROWS ? num_rows - first : PASS_ROWS;
-        norm_rows(e, hidden + (int64_t)first * m->hidden, count, m->last_norm, m->last_norm_eps, is_packed(&m->head));
+        norm_rows(e, hidden + (int64_t)first * m->hidden, count, m->last_norm, m->last_norm_eps, form_of(&m->head));
         Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, STORE, 0, 0,
                         inputs_of(&e->normed, count, m->hidden)};
         run_product(e, HEAD, &head);
