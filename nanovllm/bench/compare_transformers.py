@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, engine: dict[str, Any]) -> Report:
     with TemporaryDirectory() as scratch:
         folder, dtype = _same_weights(engine, Path(scratch), random=args.random_weights)
         theirs = _open_transformers(folder, dtype if args.transformers_dtype == "auto" else args.transformers_dtype)
-        ours = _open_nanovllm(folder, dtype, engine)
+        ours = _open_nanovllm(folder, engine)
     with ours as llm:
         facts = environment(llm) | {"model": "random weights" if args.random_weights else _name(engine)}
         cases = _workloads(args, llm)
@@ -199,10 +199,10 @@ def _pad_left(prompts: list[list[int]]) -> "tuple[torch.Tensor, torch.Tensor]":
     return input_ids, mask
 
 
-def _open_nanovllm(folder: Path, dtype: str, engine: dict[str, Any]) -> "LLM":
+def _open_nanovllm(folder: Path, engine: dict[str, Any]) -> "LLM":
     from nanovllm import LLM
 
-    return LLM(**{"device": "cpu", **engine, "model": str(folder), "dtype": dtype, "skip_tokenizer_init": True})
+    return LLM(**{"device": "cpu", **engine, "model": str(folder), "skip_tokenizer_init": True})
 
 
 def _open_transformers(folder: Path, dtype: str) -> Any:

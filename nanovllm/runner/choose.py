@@ -1,6 +1,5 @@
 """Chooses the runner by device and model: kernels on a GPU, the native step on a CPU, or torch."""
 
-import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,8 +13,6 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.logging import get_logger
 
 logger = get_logger(__name__)
-
-CHOSEN_ON = ("aarch64", "arm64")  # where cpu_kernels="auto" chooses the native step: its speed was measured there alone
 
 
 def choose_runner(
@@ -36,8 +33,6 @@ def _on_cpu(config: Config, model: ModelSpec, max_model_len: int) -> Callable[..
     from nanovllm.native.support import reason_against
     from nanovllm.runner.native_runner import NativeRunner
 
-    if config.cpu_kernels == "auto" and platform.machine() not in CHOSEN_ON:
-        return ModelRunner
     reason = reason_against(config, model, max_model_len=max_model_len)
     built = library() if reason is None else None  # it logs why there is none
     if built is not None:

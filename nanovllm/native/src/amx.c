@@ -1,5 +1,5 @@
-/* Products with weights in bfloat16 on the matrix unit of x86 (AMX), whose tiles have 16 rows of 64 bytes. It multiplies
- * bfloat16 and adds in float32, so a number of x becomes three of bfloat16, its parts, whose sum it is exactly. */
+/* Products with weights in bfloat16 on the matrix unit of x86 (AMX), whose tiles have 16 rows of 64 bytes. It
+ * multiplies bfloat16 and adds in float32, so a number of x becomes three of bfloat16, its parts, whose sum it is. */
 #define _GNU_SOURCE
 #include "products.h"
 
@@ -10,11 +10,9 @@
 
 #define AMX __attribute__((target("amx-tile,amx-bf16,avx512bf16")))
 enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 }; /* of Linux */
-#ifndef AHEAD
-#define AHEAD 4096
-#endif
-enum { TILE_NUMBERS = 512, STRIDE = 64 };                        /* numbers of a tile; bytes of its rows */
-enum { ROWS = 16, COLUMNS = 32 };                                /* of x in a tile */
+enum { TILE_NUMBERS = 512, STRIDE = 64 }; /* numbers of a tile; bytes of its rows */
+enum { ROWS = 16, COLUMNS = 32 };         /* of x in a tile */
+enum { AHEAD = 16384 };                   /* numbers of W from those that are read to those that are fetched */
 
 static int have_amx;
 
@@ -104,7 +102,9 @@ AMX void amx_product(Place here, const Inputs *in, int first, int count, float y
 
 #else
 int uses_amx(const Matrix *w) { return (void)w, 0; }
-void split_row(const float *x, int columns, uint16_t *parts, int row) { (void)x, (void)columns, (void)parts, (void)row; }
+void split_row(const float *x, int columns, uint16_t *parts, int row) {
+    (void)x, (void)columns, (void)parts, (void)row;
+}
 void amx_product(Place here, const Inputs *in, int first, int count, float y[][TILE]) {
     (void)here, (void)in, (void)first, (void)count, (void)y;
 }

@@ -7,6 +7,7 @@
 /* Positions of a block, and queries of one KV head, at a time; and queries whose sums are in registers: gcc has too few
  * for four. */
 enum { PART = 32, MOST_QUERIES = 24, IN_REGISTERS = 3 };
+enum { VECTORS = 16 / LANES }; /* of the 16 numbers of a head that are added up at a time */
 
 static float *partial_of(const Attention *a, int token, int segment, int head) {
     const int64_t index = (int64_t)(a->first_segments[token] + segment) * a->num_heads + head;
@@ -26,29 +27,29 @@ INLINE void scores_of(const int num, const Attention *a, const float *const quer
     const int dim = a->head_dim;
     const f32x4 scale = splat(a->scale);
     for (int p = 0; p < PART; p += 4) {
-        f32x4 sum[IN_REGISTERS][4];
+        wide sum[IN_REGISTERS][4];
         int64_t key[4];
         for (int q = 0; q < num; q++)
-            for (int j = 0; j < 4; j++) sum[q][j] = splat(0);
+            for (int j = 0; j < 4; j++) sum[q][j] = wide_splat(0);
         for (int j = 0; j < 4; j++) key[j] = at + (int64_t)(p + j < count ? p + j : 0) * dim;
         for (int d = 0; p < count && d < dim; d += 16) {
             for (int j = 0; fetches && j < 4; j++) fetch_as(a->values, key[j] + d, type);
 #pragma GCC unroll 4
-            for (int i = d; i < d + 16; i += 4) {
-                f32x4 keys[4];
+            for (int i = d; i < d + 16; i += LANES) {
+                wide keys[4];
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) keys[j] = load_as(a->keys, key[j] + i, type);
+                for (int j = 0; j < 4; j++) keys[j] = wide_load_as(a->keys, key[j] + i, type);
 #pragma GCC unroll 4
                 for (int q = 0; q < num; q++) {
-                    const f32x4 query = load(queries[q] + i);
+                    const wide query = wide_load(queries[q] + i);
 #pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++) sum[q][j] = multiply_add(sum[q][j], query, keys[j]);
+                    for (int j = 0; j < 4; j++) sum[q][j] = wide_multiply_add(sum[q][j], query, keys[j]);
                 }
             }
         }
 #pragma GCC unroll 4
         for (int q = 0; q < num; q++)
-            store(scores[q] + p, sums_of(sum[q][0], sum[q][1], sum[q][2], sum[q][3]) * scale);
+            store(scores[q] + p, wide_sums_of(sum[q][0], sum[q][1], sum[q][2], sum[q][3]) * scale);
     }
 }
 
@@ -72,38 +73,39 @@ INLINE float weights_of(float scores[PART], int count, float *most, float *total
 INLINE void add_values(const int num, const Attention *a, float *const states[], const float decay[], int64_t at,
                        int64_t next, int count, int fetches, const int type, float weights[][PART]) {
     const int dim = a->head_dim;
-#define ADD_SPLAT(sum, a, x, index) multiply_add(sum, a, splat((x)[index]))
+#define ADD_SPLAT(sum, a, x, index) wide_multiply_add(sum, a, wide_splat((x)[index]))
 #define ADD_POSITION(position, add, weight, index)                                                             \
     {                                                                                                          \
-        f32x4 values[4];                                                                                       \
+        wide values[VECTORS];                                                                                  \
         if (fetches) fetch_as(a->keys, next + (int64_t)(position) * dim + d, type);                            \
-        _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++)                                                    \
-            values[j] = load_as(a->values, at + (int64_t)(position) * dim + d + 4 * j, type);                  \
+        _Pragma("GCC unroll 4") for (int j = 0; j < VECTORS; j++)                                              \
+            values[j] = wide_load_as(a->values, at + (int64_t)(position) * dim + d + LANES * j, type);         \
         _Pragma("GCC unroll 4") for (int q = 0; q < num; q++)                                                  \
-            _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++)                                                \
+            _Pragma("GCC unroll 4") for (int j = 0; j < VECTORS; j++)                                          \
                 sum[q][j] = add(sum[q][j], values[j], weight, index);                                          \
     }
     for (int d = 0; d < dim; d += 16) {
-        f32x4 sum[IN_REGISTERS][4];
+        wide sum[IN_REGISTERS][VECTORS];
         int p = 0;
 #pragma GCC unroll 4
         for (int q = 0; q < num; q++)
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) sum[q][j] = load(states[q] + d + 4 * j) * splat(decay[q]);
+            for (int j = 0; j < VECTORS; j++)
+                sum[q][j] = wide_load(states[q] + d + LANES * j) * wide_splat(decay[q]);
         for (; p + 4 <= count; p += 4) {
-            f32x4 here[IN_REGISTERS];
+            Lanes here[IN_REGISTERS];
 #pragma GCC unroll 4
             for (int q = 0; q < num; q++) here[q] = load_lanes(weights[q] + p);
-            ADD_POSITION(p, ADD_LANE, here[q], 0)
-            ADD_POSITION(p + 1, ADD_LANE, here[q], 1)
-            ADD_POSITION(p + 2, ADD_LANE, here[q], 2)
-            ADD_POSITION(p + 3, ADD_LANE, here[q], 3)
+            ADD_POSITION(p, WIDE_ADD_LANE, here[q], 0)
+            ADD_POSITION(p + 1, WIDE_ADD_LANE, here[q], 1)
+            ADD_POSITION(p + 2, WIDE_ADD_LANE, here[q], 2)
+            ADD_POSITION(p + 3, WIDE_ADD_LANE, here[q], 3)
         }
         for (; p < count; p++) ADD_POSITION(p, ADD_SPLAT, weights[q], p)
 #pragma GCC unroll 4
         for (int q = 0; q < num; q++)
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) store(states[q] + d + 4 * j, sum[q][j]);
+            for (int j = 0; j < VECTORS; j++) wide_store(states[q] + d + LANES * j, sum[q][j]);
     }
 }
 

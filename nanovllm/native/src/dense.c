@@ -3,17 +3,17 @@
 
 #if HAVE_SIMD
 
-enum { VECTORS = TILE / 4 };
+enum { VECTORS = TILE / LANES };
 
 /* Columns c and c + 1 of a tile, c even. */
-INLINE void load_columns(const void *weights, int64_t c, const int type, f32x4 columns[2][VECTORS]) {
+INLINE void load_columns(const void *weights, int64_t c, const int type, wide columns[2][VECTORS]) {
 #pragma GCC unroll 4
     for (int i = 0; i < VECTORS; i++) {
         if (type == BFLOAT16) {
-            load_pairs((const uint16_t *)weights + c * TILE + 8 * i, &columns[0][i], &columns[1][i]);
+            load_pairs((const uint16_t *)weights + c * TILE + 2 * LANES * i, &columns[0][i], &columns[1][i]);
         } else {
-            columns[0][i] = load_as(weights, c * TILE + 4 * i, type);
-            columns[1][i] = load_as(weights, (c + 1) * TILE + 4 * i, type);
+            columns[0][i] = wide_load_as(weights, c * TILE + LANES * i, type);
+            columns[1][i] = wide_load_as(weights, (c + 1) * TILE + LANES * i, type);
         }
     }
 }
@@ -21,17 +21,17 @@ INLINE void load_columns(const void *weights, int64_t c, const int type, f32x4 c
 /* Add the products of `columns` columns of a tile with `count` rows of x to y. */
 INLINE void add_columns(const int count, const void *weights, const int type, const float *x, int64_t x_stride,
                         int64_t columns, float y[][TILE]) {
-    f32x4 sum[BLOCK][VECTORS], two[2][VECTORS];
+    wide sum[BLOCK][VECTORS], two[2][VECTORS];
 #pragma GCC unroll 4
     for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
-        for (int i = 0; i < VECTORS; i++) sum[m][i] = load(y[m] + 4 * i);
+        for (int i = 0; i < VECTORS; i++) sum[m][i] = wide_load(y[m] + LANES * i);
 #define ADD_COLUMN(lane)                                                                       \
     _Pragma("GCC unroll 4") for (int m = 0; m < count; m++)                                    \
         _Pragma("GCC unroll 4") for (int i = 0; i < VECTORS; i++)                              \
-            sum[m][i] = ADD_LANE(sum[m][i], two[lane % 2][i], here[m], lane);
+            sum[m][i] = WIDE_ADD_LANE(sum[m][i], two[lane % 2][i], here[m], lane);
     for (int64_t c = 0; c < columns; c += 4) {
-        f32x4 here[BLOCK];
+        Lanes here[BLOCK];
 #pragma GCC unroll 4
         for (int m = 0; m < count; m++) here[m] = load_lanes(x + m * x_stride + c);
         load_columns(weights, c, type, two);
@@ -44,17 +44,18 @@ INLINE void add_columns(const int count, const void *weights, const int type, co
 #pragma GCC unroll 4
     for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
-        for (int i = 0; i < VECTORS; i++) store(y[m] + 4 * i, sum[m][i]);
+        for (int i = 0; i < VECTORS; i++) wide_store(y[m] + LANES * i, sum[m][i]);
 }
 
 /* `columns` columns of a tile in float32. What is `ahead` of them is brought into the L2 cache meanwhile. */
 INLINE void widen(const uint16_t *weights, int64_t columns, int64_t ahead, const int type, float *out) {
     for (int64_t c = 0; c < columns; c += 2) {
-        f32x4 two[2][VECTORS];
+        wide two[2][VECTORS];
         __builtin_prefetch(weights + ahead + c * TILE, 0, 2);
         load_columns(weights, c, type, two);
 #pragma GCC unroll 8
-        for (int i = 0; i < 2 * VECTORS; i++) store(out + c * TILE + 4 * i, two[i / VECTORS][i % VECTORS]);
+        for (int i = 0; i < 2 * VECTORS; i++)
+            wide_store(out + c * TILE + LANES * i, two[i / VECTORS][i % VECTORS]);
     }
 }
 

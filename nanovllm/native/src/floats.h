@@ -11,11 +11,17 @@ INLINE f32x4 load_as(const void *numbers, int64_t index, const int type) {
     return type == BFLOAT16 ? load_bfloat16(halves) : load_halves(halves);
 }
 
-/* The first and the second numbers of four pairs of bfloat16. */
-INLINE void load_pairs(const uint16_t *pairs, f32x4 *first, f32x4 *second) {
-    u32x4 v;
-    memcpy(&v, pairs, 16);
-    *first = (f32x4)(v << 16), *second = (f32x4)(v & 0xffff0000);
+INLINE wide wide_load_as(const void *numbers, int64_t index, const int type) {
+    if (type == FLOAT32) return wide_load((const float *)numbers + index);
+    const uint16_t *halves = (const uint16_t *)numbers + index;
+    return type == BFLOAT16 ? wide_load_bfloat16(halves) : wide_load_halves(halves);
+}
+
+/* The first and the second numbers of LANES pairs of bfloat16. */
+INLINE void load_pairs(const uint16_t *pairs, wide *first, wide *second) {
+    uint32_t __attribute__((vector_size(sizeof(wide)))) v;
+    memcpy(&v, pairs, sizeof(v));
+    *first = (wide)(v << 16), *second = (wide)(v & 0xffff0000);
 }
 
 /* Begin to read the cache line of a number from memory. */

@@ -84,7 +84,7 @@ INLINE void add_group(const int count, const Group *w, const Rounded *x, const i
         dot = DOT_LANE(dot, w->part[7], high, 3);                                                                \
         sum[row] = ADD_LANE(sum[row], multiply_add(w->minus_zero, (f32x4)dot, w->scale), scales, row);           \
     }
-    const f32x4 scales = load_lanes(x->scales), minus_sums = load_lanes(x->minus_sums);
+    const Lanes scales = load_lanes(x->scales), minus_sums = load_lanes(x->minus_sums);
     ADD_ROW(0)
     ADD_ROW(1)
     ADD_ROW(2)

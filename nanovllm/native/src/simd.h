@@ -1,4 +1,5 @@
-/* Vectors of 128 bits: four floats, four 32-bit integers, sixteen bytes. On Arm with dotprod, x86 with AVX2 and FMA. */
+/* Vectors of 128 bits: four floats, four 32-bit integers, sixteen bytes. On Arm with dotprod, x86 with AVX2 and FMA.
+ * `wide` is a vector of LANES floats: 16 with AVX512, else 4. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -34,11 +35,12 @@ INLINE f32x4 sums_of(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
 }
 /* sum[i] += the products of w[4 i .. 4 i + 3] and x[4 lane .. 4 lane + 3] */
 #define DOT_LANE(sum, w, x, lane) ((s32x4)vdotq_laneq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x), lane))
-/* A vector whose lanes are used one by one: gcc would load them so. */
-INLINE f32x4 load_lanes(const float *p) {
+/* Four numbers that are used one by one: in a register, from where gcc would not take them by itself. */
+typedef f32x4 Lanes;
+INLINE Lanes load_lanes(const float *p) {
     float32x4_t v = vld1q_f32(p);
     __asm__("" : "+w"(v));
-    return (f32x4)v;
+    return (Lanes)v;
 }
 /* sum + a * x[lane] */
 #define ADD_LANE(sum, a, x, lane) \
@@ -79,7 +81,8 @@ INLINE s32x4 dot_bytes(s32x4 sum, s8x16 w, __m128i x) {
 #endif
 }
 #define DOT_LANE(sum, w, x, lane) dot_bytes(sum, w, _mm_shuffle_epi32((__m128i)(x), (lane) * 0x55))
-INLINE f32x4 load_lanes(const float *p) { return (f32x4)_mm_loadu_ps(p); }
+typedef const float *Lanes; /* in memory: a load fills a vector with one number */
+INLINE Lanes load_lanes(const float *p) { return p; }
 #define ADD_LANE(sum, a, x, lane) multiply_add(sum, a, splat((x)[lane]))
 #else
 #define HAVE_SIMD 0
@@ -96,6 +99,45 @@ INLINE void store_bfloat16(uint16_t *p, f32x4 x) {
     const u32x4 kept = (rounded & ~nan) | (((bits >> 16) | 0x40) & nan);
     for (int i = 0; i < 4; i++) p[i] = (uint16_t)kept[i];
 }
+
+#if defined(__AVX512F__)
+typedef float wide __attribute__((vector_size(64)));
+enum { LANES = 16 };
+INLINE wide wide_load(const float *p) { return (wide)_mm512_loadu_ps(p); }
+INLINE void wide_store(float *p, wide v) { _mm512_storeu_ps(p, (__m512)v); }
+INLINE wide wide_splat(float x) { return (wide)_mm512_set1_ps(x); }
+INLINE wide wide_load_halves(const uint16_t *p) {
+    return (wide)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE wide wide_load_bfloat16(const uint16_t *p) {
+    return (wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+}
+INLINE wide wide_multiply_add(wide sum, wide a, wide b) {
+    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+}
+#define WIDE_ADD_LANE(sum, a, x, lane) wide_multiply_add(sum, a, wide_splat((x)[lane]))
+INLINE f32x4 wide_sums_of(wide a, wide b, wide c, wide d) {
+    /* lanes of a and b, and of c and d, in turn; then every 4 lanes are parts of the four sums */
+    const __m512 ab = _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+    const __m512 cd = _mm512_unpacklo_ps((__m512)c, (__m512)d) + _mm512_unpackhi_ps((__m512)c, (__m512)d);
+    const __m512 all = (__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd) +
+                       (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+    return (f32x4)((_mm512_extractf32x4_ps(all, 0) + _mm512_extractf32x4_ps(all, 1)) +
+                   (_mm512_extractf32x4_ps(all, 2) + _mm512_extractf32x4_ps(all, 3)));
+}
+#else
+typedef f32x4 wide;
+enum { LANES = 4 };
+#define wide_load load
+#define wide_store store
+#define wide_splat splat
+#define wide_load_halves load_halves
+#define wide_load_bfloat16 load_bfloat16
+#define wide_multiply_add multiply_add
+#define wide_sums_of sums_of
+#define WIDE_ADD_LANE ADD_LANE
+#endif
+
 INLINE float sum_of(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
 /* e^x for x <= 0, or x >= 0 below 88, to 2 ulp: 2^n times a polynomial (Taylor) on [-ln 2 / 2, ln 2 / 2] */

@@ -183,9 +183,19 @@ typedef struct {
     const Matrix *matrices[MOST_OUTPUTS];
     float *outputs[MOST_OUTPUTS];
     int64_t stride; /* of all outputs: floats from one row to the next */
-    int num_outputs, mode, num_tiles, tiles_per_chunk; /* of all outputs; with GATE, of the first matrix */
+    int num_outputs, mode;
     Inputs in;
 } Product;
+
+/* How it is divided: num_tiles of all outputs, with GATE of the first matrix. */
+typedef struct {
+    const Product *product;
+    int num_tiles, tiles_per_chunk, chunks_per_rows;
+} ProductChunks;
+
+INLINE void put_row(float *out, const float *y, const int width, int adds) {
+    for (int r = 0; r < width; r++) out[r] = adds ? out[r] + y[r] : y[r];
+}
 
 static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE],
                         float up[][TILE]) {
@@ -194,7 +204,10 @@ static void finish_tile(const Product *job, int which, int tile, int first, int 
     for (int m = 0; m < count; m++) {
         float *out = job->outputs[which] + (first + m) * job->stride + at;
         if (job->mode == GATE) activate(y[m], up[m]);
-        for (int r = 0; r < width; r++) out[r] = job->mode == ADD ? out[r] + y[m][r] : y[m][r];
+        if (width == TILE)
+            put_row(out, y[m], TILE, job->mode == ADD); /* so many that the compiler knows it */
+        else
+            put_row(out, y[m], width, job->mode == ADD);
     }
 }
 
@@ -206,37 +219,39 @@ static int place_of(const Product *job, int index, Place *place) {
     return which;
 }
 
+/* Some tiles for MOST_ROWS rows. The chunks of the same rows follow one another: the rows stay in the L2 cache. */
 static void product_chunk(void *argument, int chunk) {
-    const Product *job = argument;
-    const int begin = chunk * job->tiles_per_chunk, left = job->num_tiles - begin;
-    const int end = begin + (left < job->tiles_per_chunk ? left : job->tiles_per_chunk);
+    const ProductChunks *all = argument;
+    const Product *job = all->product;
+    const int first = chunk / all->chunks_per_rows * MOST_ROWS, left_rows = job->in.rows - first;
+    const int count = left_rows < MOST_ROWS ? left_rows : MOST_ROWS;
+    const int begin = chunk % all->chunks_per_rows * all->tiles_per_chunk, left = all->num_tiles - begin;
+    const int end = begin + (left < all->tiles_per_chunk ? left : all->tiles_per_chunk);
     Panels panels;
     panels.current = 0;
     panels.held = NULL;
-    for (int first = 0, count; first < job->in.rows; first += count) {
-        count = job->in.rows - first < MOST_ROWS ? job->in.rows - first : MOST_ROWS;
-        for (int i = begin; i < end; i++) {
-            float y[MOST_ROWS][TILE], up[MOST_ROWS][TILE];
-            Place here, next;
-            place_of(job, i + 1 < end ? i + 1 : begin, &next);
-            const int which = place_of(job, i, &here);
-            if (job->mode == GATE) {
-                const Place other = {job->matrices[1], here.tile};
-                product_tile(here, other, &job->in, first, count, &panels, y);
-                product_tile(other, next, &job->in, first, count, &panels, up);
-            } else {
-                product_tile(here, next, &job->in, first, count, &panels, y);
-            }
-            finish_tile(job, which, here.tile, first, count, y, up);
+    for (int i = begin; i < end; i++) {
+        float y[MOST_ROWS][TILE], up[MOST_ROWS][TILE];
+        Place here, next;
+        place_of(job, i + 1 < all->num_tiles ? i + 1 : 0, &next);
+        const int which = place_of(job, i, &here);
+        if (job->mode == GATE) {
+            const Place other = {job->matrices[1], here.tile};
+            product_tile(here, other, &job->in, first, count, &panels, y);
+            product_tile(other, next, &job->in, first, count, &panels, up);
+        } else {
+            product_tile(here, next, &job->in, first, count, &panels, y);
         }
+        finish_tile(job, which, here.tile, first, count, y, up);
     }
 }
 
-static void run_product(Engine *e, int part, Product *job) {
-    for (int i = 0; i < job->num_outputs; i++) job->num_tiles += num_tiles(job->matrices[i]);
-    const int share = job->num_tiles / (e->num_threads * PRODUCT_CHUNKS);
-    job->tiles_per_chunk = share > 0 ? share : 1;
-    run(e, part, product_chunk, job, (job->num_tiles + job->tiles_per_chunk - 1) / job->tiles_per_chunk);
+static void run_product(Engine *e, int part, const Product *job) {
+    int tiles = 0;
+    for (int i = 0; i < job->num_outputs; i++) tiles += num_tiles(job->matrices[i]);
+    const int share = tiles / (e->num_threads * PRODUCT_CHUNKS), per_chunk = share > 0 ? share : 1;
+    ProductChunks all = {job, tiles, per_chunk, (tiles + per_chunk - 1) / per_chunk};
+    run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + MOST_ROWS - 1) / MOST_ROWS));
 }
 
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
@@ -326,10 +341,10 @@ static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *i
     Engine *e = p->e;
     const int hidden = e->model.hidden, width = weights[2]->columns;
     p->down = weights[2];
-    Product gate = {{weights[0], weights[1]}, {e->activated.x}, width, 1, GATE, 0, 0, inputs_of(inputs, rows, hidden)};
+    Product gate = {{weights[0], weights[1]}, {e->activated.x}, width, 1, GATE, inputs_of(inputs, rows, hidden)};
     run_product(e, GATE_UP, &gate);
     if (form_of(p->down)) run(e, DOWN, form_activated, p, rows);
-    Product down = {{weights[2]}, {out}, hidden, 1, mode, 0, 0, inputs_of(&e->activated, rows, width)};
+    Product down = {{weights[2]}, {out}, hidden, 1, mode, inputs_of(&e->activated, rows, width)};
     run_product(e, DOWN, &down);
 }
 
@@ -398,7 +413,7 @@ static void run_experts(Pass *p) {
     const Layer *layer = p->layer;
     const Model *m = &e->model;
     norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, form_of(&layer->router));
-    Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE, 0, 0,
+    Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE,
                       inputs_of(&e->normed, p->num_rows, m->hidden)};
     run_product(e, ROUTING, &router);
     run(e, ROUTING, route_chunk, p, p->num_rows);
@@ -421,7 +436,7 @@ static void run_layer(Pass *p) {
 
     norm_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, forms);
     Product qkv = {{&layer->q, &layer->k, &layer->v}, {e->qkv, e->qkv + heads, e->qkv + heads + keys}, qkv_size(m), 3,
-                   STORE, 0, 0, inputs_of(&e->normed, p->num_tokens, m->hidden)};
+                   STORE, inputs_of(&e->normed, p->num_tokens, m->hidden)};
     run_product(e, QKV, &qkv);
     p->attention.keys = layer->keys;
     p->attention.values = layer->values;
@@ -431,7 +446,7 @@ static void run_layer(Pass *p) {
     if (p->num_rows == 0) return;
     run(e, ATTENTION, attend_chunk, p, p->num_jobs * m->num_kv_heads);
     run(e, ATTENTION, merge_chunk, p, p->num_rows);
-    Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, 0, 0, inputs_of(&e->mixed, p->num_rows, heads)};
+    Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, inputs_of(&e->mixed, p->num_rows, heads)};
     run_product(e, OUTPUT, &o);
 
     if (layer->experts)
@@ -477,7 +492,7 @@ void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) 
     for (int first = 0; first < num_rows; first += PASS_ROWS) {
         const int count = num_rows - first < PASS_ROWS ? num_rows - first : PASS_ROWS;
         norm_rows(e, hidden + (int64_t)first * m->hidden, count, m->last_norm, m->last_norm_eps, form_of(&m->head));
-        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, STORE, 0, 0,
+        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, STORE,
                         inputs_of(&e->normed, count, m->hidden)};
         run_product(e, HEAD, &head);
     }
