@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError
+from nanovllm.runner import device
 from tests.helpers import TEXT_MODEL, greedy_params, model_dir, open_llm, prompt_of, reference_logprobs, scheduler_of
 from tests.llm.support import one
 
@@ -20,6 +22,17 @@ def test_plan_tells_what_opening_takes(capsys: pytest.CaptureFixture[str]) -> No
     assert "kv_cache_memory_bytes" in str(plan) and f"{plan.num_tokens:,} tokens" in str(plan)
     with open_llm("llama", num_kv_cache_blocks=-1, max_model_len=128, **options) as llm:
         assert scheduler_of(llm).config.num_blocks == plan.num_blocks
+
+
+def test_the_plan_knows_that_the_native_step_keeps_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with bfloat16, where torch would compute in it."""
+    monkeypatch.setattr(device, "resolve_dtype", lambda *args: torch.bfloat16)
+    options: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 10**6}
+    planned = {
+        kernels: LLM.plan(model_dir("llama"), cpu_kernels=kernels, **options).kv_bytes_per_token
+        for kernels in ("auto", "torch")
+    }
+    assert planned["auto"] == 2 * planned["torch"]
 
 
 def test_a_small_step_lowers_the_default_number_of_sequences() -> None:
