@@ -99,7 +99,8 @@ def test_which_kernel_runs() -> None:
 
 def test_a_norm_adds_what_is_pending() -> None:
     """The kernel gets the rows and the partial sums, which it adds to them in place."""
-    rows, sums, norm = torch.zeros(2, 3), torch.ones(4, 2, 3), SimpleNamespace(weight=torch.ones(3), eps=1e-6)
+    rows, sums = torch.zeros(2, 3), torch.ones(4, 2, 3)
+    norm = SimpleNamespace(weight=torch.ones(3), eps=1e-6, fuses=True)
 
     def launch(x: Tensor, *, norm_weight: Tensor, eps: float, partial_sums: Tensor | None) -> Tensor:
         if partial_sums is not None:

@@ -276,9 +276,7 @@ def test_torch_computes_what_is_not_supported(
     options: dict[str, Any],
     reason: str,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nanovllm.runner.choose.platform.machine", lambda: "aarch64")
     with pytest.raises(ConfigError, match=reason):
         open_llm(family, cpu_kernels="native", **options)
     with caplog.at_level(logging.INFO, "nanovllm"), open_llm(family, **options) as llm:
