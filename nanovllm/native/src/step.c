@@ -193,10 +193,6 @@ typedef struct {
     int num_tiles, tiles_per_chunk, chunks_per_rows;
 } ProductChunks;
 
-INLINE void put_row(float *out, const float *y, const int width, int adds) {
-    for (int r = 0; r < width; r++) out[r] = adds ? out[r] + y[r] : y[r];
-}
-
 static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE],
                         float up[][TILE]) {
     const int rows = job->matrices[which]->rows, at = tile * TILE;
@@ -204,10 +200,7 @@ static void finish_tile(const Product *job, int which, int tile, int first, int 
     for (int m = 0; m < count; m++) {
         float *out = job->outputs[which] + (first + m) * job->stride + at;
         if (job->mode == GATE) activate(y[m], up[m]);
-        if (width == TILE)
-            put_row(out, y[m], TILE, job->mode == ADD); /* so many that the compiler knows it */
-        else
-            put_row(out, y[m], width, job->mode == ADD);
+        for (int r = 0; r < width; r++) out[r] = job->mode == ADD ? out[r] + y[m][r] : y[m][r];
     }
 }
 
