@@ -160,7 +160,7 @@ ALLOWED_SETTERS = {
     "executor.worker": "a process of its own",
     "utils.child_process": "a process of its own",
     "utils.frozen_objects": "Python has one garbage collector; undone when the engine is closed",
-    "utils.short_pauses": "Python has one garbage collector; within a block its settings are restored",
+    "utils.short_pauses": "Python has one garbage collector; restored after a block, or in a process of its own",
     "utils.collector": "Python has one garbage collector; within a block its settings are restored",
 }
 

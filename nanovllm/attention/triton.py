@@ -279,7 +279,7 @@ class TritonBackend:
     def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep) -> Tensor:
         s = self.shape
         out = torch.empty(qkv.shape[0], s.num_heads * s.head_dim, dtype=qkv.dtype, device=qkv.device)
-        side_stream = self._side_stream if step.num_decodes else None
+        side_stream = self._side_stream if step.num_decodes and step.chunks is not None else None
         if step.chunks is not None:
             with beside(side_stream):
                 self._prefill(qkv, layer, cache, step, step.chunks, out)
@@ -287,7 +287,7 @@ class TritonBackend:
             self._decode_small_batch(qkv, layer, cache, step, step.tables, out)
         elif step.num_decodes:
             self._decode(qkv[: step.num_decodes], layer, cache, step, out[: step.num_decodes])
-        if step.chunks is not None and side_stream is not None:
+        if side_stream is not None:
             torch.cuda.current_stream().wait_stream(side_stream)
         return out
 

@@ -109,19 +109,17 @@ def _group_plans(model: ModelSpec, size: "CacheSize") -> tuple[GroupPlan, ...]:
     )
 
 
-def _computed_dtype(config: Config, model: ModelSpec, device: "torch.device", dtype: "torch.dtype") -> "torch.dtype":
-    """The dtype of keys and values as they are computed: the native step of CPUs has its own."""
-    if device.type != "cpu" or config.cpu_kernels == "torch":
-        return dtype
-    import torch
-
+def _runs_native(config: Config, model: ModelSpec, device: "torch.device", *, max_model_len: int) -> bool:
     from nanovllm.native.support import reason_against
 
-    max_model_len = min(config.max_model_len, model.max_position)
-    return torch.float32 if reason_against(config, model, max_model_len=max_model_len) is None else dtype
+    if device.type != "cpu" or config.cpu_kernels == "torch":
+        return False
+    return reason_against(config, model, max_model_len=max_model_len) is None
 
 
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
+    import torch
+
     from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
     from nanovllm.runner.kv_cache import size_kv_cache
     from nanovllm.runner.memory_budget import cache_bytes, fit
@@ -135,7 +133,8 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     max_model_len = min(config.max_model_len, model_config.max_position)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
-    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, _computed_dtype(config, model_config, device, dtype))
+    native = _runs_native(config, model_config, device, max_model_len=max_model_len)
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, torch.float32 if native else dtype)
     tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
 
     formats = weight_formats(config.quantization, model_config.packing)

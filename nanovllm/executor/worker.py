@@ -34,7 +34,8 @@ from nanovllm.executor.messages import (
 )
 from nanovllm.plan import StepPlan
 from nanovllm.remote.transport import Transport, to_frame
-from nanovllm.utils.child_process import calm_collector, parent_socket
+from nanovllm.utils.child_process import parent_socket
+from nanovllm.utils.short_pauses import shorten_pauses
 
 SECONDS_TO_MEET = 1800.0  # for the ranks to connect; also how much longer than another one a rank may take to load
 
@@ -193,7 +194,7 @@ def serve(sock: socket.socket, worker: Worker) -> int:
                 if worker.stopped:
                     return int(isinstance(reply, Failed))
                 if isinstance(reply, Ready):
-                    calm_collector()
+                    shorten_pauses()
     except EOFError:
         return 1  # the executor is gone
 

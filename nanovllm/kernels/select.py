@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanovllm.kernels.linear.many_rows_tile import GROUP_ROWS, utilization
+from nanovllm.kernels.linear.many_rows_tile import GROUP_ROWS, TILE_OUTPUTS, utilization
 
 EIGHT_ROWS = 8  # an operand of the tensor cores
 FEW_ROWS = 16
@@ -108,9 +108,10 @@ def _many_rows(case: LinearCase) -> bool:
     if not case.gluon or not case.bfloat16 or case.bias or case.added:
         return False
     # whole tiles, and rows of the weight long enough to fill the pipeline
-    fits = case.outputs % 256 == 0 and case.inputs % 64 == 0 and case.inputs >= 192
-    if not fits or (case.rows >= THOUSANDS_OF_ROWS and (case.gated or case.inputs <= WIDE_INPUTS)):
-        return fits
+    if case.outputs % TILE_OUTPUTS or case.inputs % 64 or case.inputs < 192:
+        return False
+    if case.rows >= THOUSANDS_OF_ROWS and (case.gated or case.inputs <= WIDE_INPUTS):
+        return True
     if case.rows > MOST_COMPARED_ROWS or (not case.gated and case.outputs >= MANY_OUTPUTS):
         return False
     least = LEAST_UTILIZATION if case.gated else LEAST_UTILIZATION_PLAIN

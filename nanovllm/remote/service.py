@@ -42,8 +42,9 @@ from nanovllm.remote.messages import (
 from nanovllm.remote.new_deltas import new_deltas
 from nanovllm.remote.transport import Transport, to_frame
 from nanovllm.remote.views import ViewRecorder
-from nanovllm.utils.child_process import calm_collector, parent_socket
+from nanovllm.utils.child_process import parent_socket
 from nanovllm.utils.logging import get_logger
+from nanovllm.utils.short_pauses import shorten_pauses
 
 logger = get_logger("nanovllm.remote.service")  # by name: run as a program, this module is called __main__
 
@@ -211,7 +212,7 @@ def serve(sock: socket.socket, *, own_process: bool = False) -> int:
     try:
         service = Service(_start(connection), connection)
         if own_process:
-            calm_collector()
+            shorten_pauses()
         service.run()
         connection.flush()
         return 0

@@ -1,6 +1,5 @@
 """Child processes that run a part of this package and talk to their parent over a socket."""
 
-import gc
 import os
 import select
 import signal
@@ -11,8 +10,6 @@ import sysconfig
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from nanovllm.utils.short_pauses import THRESHOLDS
 
 
 def start_child(
@@ -65,13 +62,3 @@ def _exit_with_parent(sock: socket.socket) -> None:
     poll.register(sock, 0)  # a hang-up is always reported
     poll.poll()
     os._exit(1)
-
-
-def calm_collector() -> None:
-    """Exclude all present objects from garbage collections and keep the pauses of later ones short, for good.
-
-    For a process that only runs an engine, after everything is loaded.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*THRESHOLDS)

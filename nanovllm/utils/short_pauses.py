@@ -12,13 +12,21 @@ from contextlib import contextmanager
 THRESHOLDS = (2_000, 5, 200)  # of generations 0, 1 and 2; Python 3.11 has 700, 10, 10
 
 
-@contextmanager
-def short_pauses() -> Iterator[None]:
-    """Within the block, all present objects are frozen (`gc.freeze`), and full collections of the others are rare."""
-    before = gc.get_threshold()
+def shorten_pauses() -> None:
+    """Exclude all present objects from collections (`gc.freeze`), and make full collections of later ones rare.
+
+    Called once, by a process that only runs an engine, after everything is loaded.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+
+
+@contextmanager
+def short_pauses() -> Iterator[None]:
+    """`shorten_pauses` for the duration of a block."""
+    before = gc.get_threshold()
+    shorten_pauses()
     try:
         yield
     finally:

@@ -31,9 +31,8 @@ from nanovllm.kernels.linear.many_rows_tile import GROUP_ROWS, TILE_OUTPUTS, num
 from nanovllm.kernels.linear.tiled import num_sms
 
 ROWS = gl.constexpr(GROUP_ROWS)  # of x per consumer warpgroup
-COLUMNS = gl.constexpr(
-    TILE_OUTPUTS // 2
-)  # of gate and of up per tile; not gated: of the left and of the right half of y
+# of gate and of up per tile; not gated: of the left and of the right half of y
+COLUMNS = gl.constexpr(TILE_OUTPUTS // 2)
 BLOCK_K = gl.constexpr(64)
 PIECE = gl.constexpr(64)  # columns per TMA store
 NEIGHBOURS = gl.constexpr(8)  # row tiles that walk the column tiles together, so that W is read from L2

@@ -50,9 +50,8 @@ def choose_kernel(layer: PackedExperts, num_tokens: int, top_k: int, dtype: torc
     wide = gluon and dtype == torch.bfloat16 and all(is_mxfp4(weight) for weight in weights)
     if by_rows and num_tokens <= ROW_TOKENS and top_k <= ROW_CHOICES:
         return "rows"
-    if wide and num_pairs >= WIDE_PAIRS:
-        return "wide"
-    if by_rows and pairs_per_expert <= ROW_PAIRS and all(weight.bits == 4 for weight in weights):
+    few = pairs_per_expert <= ROW_PAIRS and not (wide and num_pairs >= WIDE_PAIRS)
+    if by_rows and few and all(weight.bits == 4 for weight in weights):
         return "grouped_rows"
     if wide:
         return "wide"

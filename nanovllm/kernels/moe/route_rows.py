@@ -170,7 +170,7 @@ def _shared_hidden(
 
 @triton.jit
 def _scores(logits, bias_of_choice, expert, NUM_EXPERTS: tl.constexpr):
-    """Of these experts the logits, or with a bias sigmoid scores; and by what the best are chosen."""
+    """The scores of these experts (logits; with `bias_of_choice` their sigmoid), and the scores they are ranked by."""
     inside = expert < NUM_EXPERTS
     # other multiprocessors wrote these: bypass this one's L1 cache
     scores = tl.load(logits + expert, mask=inside, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
