@@ -28,6 +28,7 @@ class BatchGeometry:
     rows: np.ndarray  # [num_seqs] of the request table
     starts: np.ndarray  # [num_seqs] position of each sequence's first new token
     num_new: np.ndarray  # [num_seqs] new tokens; 1 for decodes
+    num_sampled: np.ndarray  # [num_seqs] the last so many of them have a token sampled after each
     first_tokens: np.ndarray  # [num_seqs] index of the sequence's first new token among the step's tokens
     token_seqs: np.ndarray  # [num_tokens] which sequence each token belongs to
     positions: np.ndarray  # [num_tokens]

@@ -72,8 +72,6 @@ class SdpaBackend:
         # zeros, because padding may read positions that were never written, and NaN * 0 is NaN
         return [LayerCache(zeros(size, s.cache_dtype, s.device)) for size in sizes]
 
-    # --- once per step ------------------------------------------------------------------------------------------------
-
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> SdpaStep:
         positions = self._tensor(geometry.positions)
         return SdpaStep(
@@ -146,8 +144,6 @@ class SdpaBackend:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.shape.device)
-
-    # --- once per layer -----------------------------------------------------------------------------------------------
 
     def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: SdpaStep) -> Tensor:
         s, kv = self.shape, cache.kv

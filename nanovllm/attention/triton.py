@@ -14,7 +14,7 @@ their entries in the block tables may be stale but are always valid block number
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -52,8 +52,8 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
-def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
-    return np.concatenate([values, np.full(size - len(values), fill)])
+def padded(values: np.ndarray, size: int, fill: int | tuple[int, int]) -> np.ndarray:
+    return np.concatenate([values, np.full((size - len(values), *values.shape[1:]), fill)])
 
 
 def long_prefill_serves(shape: CacheShape, tile_rows: int) -> bool:
@@ -71,6 +71,7 @@ class Chunks:
     first_tokens: Tensor
     num_new: Tensor
     tiles: Tensor  # [num_tiles, 2] (chunk, tile of its queries)
+    sampled_tiles: Tensor  # [num_tiles, 2] those with tokens after which one is sampled
     # of the tokens from `first_token` on, whose keys and values are stored: row of the request table, and position
     token_rows: Tensor
     token_positions: Tensor  # -1: not stored
@@ -89,6 +90,11 @@ class TritonStep:
     # [num_decodes, max_blocks]: the decodes' block tables in layers without a window, if they are a small batch
     tables: Tensor | None = None
     planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: the running number of tiles
+
+    def of_sampled(self) -> "TritonStep":
+        """The same without the attention of tokens after which none is sampled; their keys and values are stored."""
+        chunks = self.chunks
+        return self if chunks is None else replace(self, chunks=replace(chunks, tiles=chunks.sampled_tiles))
 
 
 class TritonBackend:
@@ -196,6 +202,7 @@ class TritonBackend:
                 first_tokens=upload(geometry.first_tokens[rest]),
                 num_new=upload(num_new),
                 tiles=upload(query_tiles(starts, num_new, self._tokens_per_tile)),
+                sampled_tiles=upload(query_tiles(starts, num_new, self._tokens_per_tile, geometry.num_sampled[rest])),
                 token_rows=geometry.device_rows[rest],
                 token_positions=geometry.device_positions[rest],
                 first_token=num_decodes,
@@ -225,15 +232,16 @@ class TritonBackend:
         starts, num_new = geometry.starts[n:], geometry.num_new[n:]
         token_positions = padded(geometry.positions, num_tokens, -1)
         token_positions[:n] = -1  # the kernel for decodes stores theirs
-        found = query_tiles(starts, num_new, self._tokens_per_tile)
-        tiles = np.full((num_tokens // self._tokens_per_tile + num_chunks, 2), (num_chunks, 0))  # the padding chunk
-        tiles[: len(found)] = found
+        tiles = query_tiles(starts, num_new, self._tokens_per_tile)
+        sampled_tiles = query_tiles(starts, num_new, self._tokens_per_tile, geometry.num_sampled[n:])
+        num_tiles = num_tokens // self._tokens_per_tile + num_chunks
         chunks = Chunks(
             rows=upload(padded(geometry.rows[n:], num_chunks + 1, 0)),
             starts=upload(padded(starts, num_chunks + 1, -1)),
             first_tokens=upload(padded(geometry.first_tokens[n:], num_chunks + 1, 0)),
             num_new=upload(padded(num_new, num_chunks + 1, 0)),
-            tiles=upload(tiles),
+            tiles=upload(padded(tiles, num_tiles, (num_chunks, 0))),
+            sampled_tiles=upload(padded(sampled_tiles, num_chunks, (num_chunks, 0))),
             token_rows=rows,
             token_positions=upload(token_positions),
         )
@@ -258,7 +266,7 @@ class TritonBackend:
         n, num_decodes, chunks, tables = len(rows), len(rows), None, None
         if self._deterministic:
             numbers, ones, tiles = self._numbers[:n], self._one_each[:n], self._first_tiles[:n]
-            chunks = Chunks(rows, positions, numbers, ones, tiles, token_rows=rows, token_positions=positions)
+            chunks = Chunks(rows, positions, numbers, ones, tiles, tiles, token_rows=rows, token_positions=positions)
             num_decodes = 0
         elif n <= self._small_batch and kind is not Lengths.UNEVEN:
             full = blocks[None]
@@ -359,6 +367,8 @@ class TritonBackend:
             num_kv_heads=s.num_kv_heads,
             pdl=self._pdl,
         )
+        if not len(chunks.tiles):
+            return
         attend: Callable[..., None]
         if chunks.long and layer.sinks is None:
             from nanovllm.kernels.attention.long_prefill import long_prefill

@@ -341,9 +341,18 @@ LINEAR_KERNELS = (
         compiled_for=TILE_ROWS,
         symbol="_packed_tiled_kernel",
     ),
-    LinearKernel(  # to the model's dtype, then cuBLAS
+    LinearKernel(  # to the model's dtype, then as a dense weight
+        "packed_many_rows",
+        PACKED,
+        min_rows=HUNDREDS_OF_ROWS + 1,
+        gate=True,
+        serves=lambda case: _packed_dequantized(case) and _many_rows(case),
+        symbol="_packed_dequantize_kernel",
+    ),
+    LinearKernel(
         "packed_dequantized",
         PACKED,
+        add=True,
         serves=_packed_dequantized,
         symbol="_packed_dequantize_kernel",
     ),

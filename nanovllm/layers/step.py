@@ -1,6 +1,6 @@
 """A step as the layers of the model see it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,3 +13,8 @@ class Step:
     sequences: "Sequences | None" = None  # None if no layer of the model keeps a state per row
     shared_kv: dict[int, Any] = field(default_factory=dict)  # by layer: new keys and values that later layers read too
     layer_inputs: Any = None  # [num_tokens, layers, size] in a model with per-layer embeddings
+
+    def of_sampled(self) -> "Step":
+        """The same for a last layer, of which only sampled tokens are needed, if the backend can leave out others."""
+        of_sampled = getattr(self.attention, "of_sampled", None)
+        return self if of_sampled is None else replace(self, attention=of_sampled())

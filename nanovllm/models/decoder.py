@@ -47,7 +47,7 @@ class DecoderLayer:
 
     def __call__(self, x: Residual, state: Any, step: Step, wanted: Tensor | None = None) -> Residual:
         """`wanted`: the tokens, [n] indices, whose rows are kept; of the others only the state is updated."""
-        mixed = self.mixer.mix(x, state, step, norm=self.input_norm)
+        mixed = self.mixer.mix(x, state, step if wanted is None else step.of_sampled(), norm=self.input_norm)
         if wanted is not None:
             x.keep(wanted)
             mixed = mixed[wanted]
@@ -114,8 +114,6 @@ class Decoder:
         if logits is None or logits.shape[1] == self.spec.vocab_size:
             return logits
         return logits[:, : self.spec.vocab_size].contiguous()  # without the padding of the last ranks' rows
-
-    # --- weights ------------------------------------------------------------------------------------------------------
 
     def _parts(self) -> "dict[str, Part]":
         """By prefix in checkpoints."""

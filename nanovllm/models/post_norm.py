@@ -28,7 +28,7 @@ class PostNormLayer(DecoderLayer):
 
     def __call__(self, x: Residual, state: Any, step: Step, wanted: Tensor | None = None) -> Residual:
         mixer: Any = self.mixer
-        mixed = mixer.mix(x, state, step, norm=self._before[0])
+        mixed = mixer.mix(x, state, step if wanted is None else step.of_sampled(), norm=self._before[0])
         if wanted is not None:
             x.keep(wanted)
             mixed = mixed[wanted]

@@ -24,7 +24,7 @@ class ForwardBatch:
     step: Step  # as the layers see it
     sampled_rows: Tensor | None  # [num_sampled] int32 rows of the request table; None = nothing is sampled
     verification: "Verification | None"  # None = every sampled row samples one token, after its last one
-    logits_rows: Tensor | None  # [head_size] int32 token index of each sampled position, padded; None = all tokens
+    logits_rows: Tensor | None  # [head_size] int32 token index of each sampled position, repeated; None = all tokens
     first_tokens: np.ndarray  # [num_decodes + num_row_steps] token index of each sequence's first token, on the host
 
 
@@ -56,8 +56,7 @@ def build_batch(
     seqs = np.repeat(np.arange(len(rows)), num_new)
     positions = starts[seqs] + np.arange(len(seqs)) - first_tokens[seqs]
     sampled_seqs, sampled_tokens = _sampled(first_tokens + num_new, num_sampled)
-    logits_rows = np.zeros(head_size, dtype=np.int64)
-    logits_rows[: len(sampled_tokens)] = sampled_tokens
+    logits_rows = np.resize(sampled_tokens, head_size if len(sampled_tokens) else 0)
 
     num_blocks = int((starts + num_new - 1).max()) // table.block_size + 1
     device_rows, device_positions = upload.add(rows[seqs]), upload.add(positions)
@@ -66,6 +65,7 @@ def build_batch(
         rows=rows,
         starts=starts,
         num_new=num_new,
+        num_sampled=num_sampled,
         first_tokens=first_tokens,
         token_seqs=seqs,
         positions=positions,

@@ -126,6 +126,7 @@ def nothing(table: RequestTable) -> BatchGeometry:
         rows=none,
         starts=none,
         num_new=none,
+        num_sampled=none,
         first_tokens=none,
         token_seqs=none,
         positions=none,

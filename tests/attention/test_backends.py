@@ -82,6 +82,7 @@ def geometry_of(parts: list[tuple[int, int]], block_tables: np.ndarray, window: 
         rows=np.arange(len(parts)),
         starts=starts,
         num_new=num_new,
+        num_sampled=np.ones_like(num_new),
         first_tokens=first_tokens,
         token_seqs=token_seqs,
         positions=positions,
@@ -147,6 +148,32 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
 
     written = (cache != before)[:, :POISONED].any(dim=-1)  # [k|v, block, kv_head, position]
     assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+@torch.inference_mode()
+def test_a_step_of_sampled_tokens(name: str, is_padded: bool) -> None:
+    """The last token of every other sequence is sampled: it has the same result, and all keys and values are stored."""
+    parts = STEPS[name]
+    backend = TritonBackend(cache_shape((6, 2), None), [unrotated(HEAD_DIM)], max_num_seqs=8, pdl=PDL)
+    (layer,) = backend.make_cache({None: NUM_BLOCKS})
+    layer.kv.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+    expected_cache = LayerCache(layer.kv.clone())
+    geometry, how = geometry_of(parts, block_tables_of(parts), None), LayerAttention(scale=SCALE)
+    sampled = np.arange(len(parts)) % 2
+    sampled[: geometry.num_decodes] = 1
+    geometry = replace(geometry, num_sampled=sampled)
+    qkv = torch.randn(len(geometry.positions), 10, HEAD_DIM, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    step = backend.prepare(geometry, as_int32)
+    expected = backend.forward(qkv.clone(), how, expected_cache, step)
+    if is_padded:
+        rows = as_int32(geometry.rows[geometry.token_seqs])
+        step = backend.prepare_padded(geometry, as_int32, rows=rows, num_decodes=geometry.num_decodes, num_chunks=4)
+    out = backend.forward(qkv, how, layer, step.of_sampled())
+    last = (geometry.first_tokens + geometry.num_new - 1)[sampled > 0]
+    torch.testing.assert_close(out[last], expected[last], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer.kv, expected_cache.kv, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -238,3 +238,17 @@ def test_query_tiles_cover_every_token_once_and_come_longest_first():
     assert tiles.tolist() == [[2, 1], [2, 0], [4, 4], [4, 3], [4, 2], [4, 1], [4, 0], [0, 0], [3, 0]]
     none = np.array([], dtype=np.int64)
     assert query_tiles(none, none, 32).shape == (0, 2)
+
+
+def test_query_tiles_of_the_last_tokens():
+    starts, num_new = np.array([0, 7, 100, 0, 0]), np.array([5, 0, 64, 1, 130])
+    assert query_tiles(starts, num_new, 32, np.array([1, 0, 1, 0, 2])).tolist() == [[2, 1], [4, 4], [0, 0]]
+    assert query_tiles(starts, num_new, 32, np.array([0, 0, 33, 1, 3])).tolist() == [
+        [2, 1],
+        [2, 0],
+        [4, 4],
+        [4, 3],
+        [3, 0],
+    ]
+    assert query_tiles(starts, num_new, 32, num_new).tolist() == query_tiles(starts, num_new, 32).tolist()
+    assert query_tiles(starts, num_new, 32, np.zeros_like(num_new)).shape == (0, 2)

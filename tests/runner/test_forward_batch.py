@@ -47,7 +47,7 @@ def test_the_rows_that_get_logits_are_padded() -> None:
     assert batch.rows.tolist() == [2] + [1] * 4 + [4] * 5 + [3] * 2
     assert batch.positions.tolist() == [8, 3, 4, 5, 6, 0, 1, 2, 3, 4, 0, 1]
     assert batch.sampled_rows is not None and batch.sampled_rows.tolist() == [2, 1, 3]
-    assert batch.logits_rows is not None and batch.logits_rows.tolist() == [0, 4, 11, 0, 0, 0]
+    assert batch.logits_rows is not None and batch.logits_rows.tolist() == [0, 4, 11, 0, 4, 11]
 
 
 def test_padding_rows_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,18 @@ def query_tiles(
     starts: np.ndarray,  # [num_chunks]
     num_new: np.ndarray,  # [num_chunks]
     tokens_per_tile: int,
+    num_wanted: np.ndarray | None = None,  # [num_chunks]
 ) -> np.ndarray:  # [num_tiles, 2] int32
-    """(chunk, tile within the chunk) of every query tile, those with most keys first, so that no long one runs last."""
+    """(chunk, tile within the chunk) of every query tile, those with most keys first, so that no long one runs last.
+
+    `num_wanted`: only tiles that have some of the last so many tokens of their chunk.
+    """
     counts = -(-num_new // tokens_per_tile)
     chunks = np.repeat(np.arange(len(num_new)), counts)
     tiles = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    if num_wanted is not None:
+        wanted = (num_wanted[chunks] > 0) & ((tiles + 1) * tokens_per_tile > (num_new - num_wanted)[chunks])
+        chunks, tiles = chunks[wanted], tiles[wanted]
     num_keys = starts[chunks] + np.minimum((tiles + 1) * tokens_per_tile, num_new[chunks])
     return np.stack([chunks, tiles], axis=1)[np.argsort(-num_keys, kind="stable")].astype(np.int32)
 

@@ -40,6 +40,8 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
         return partial(packed_deterministic, **weight, bias=bias)
     if name == "packed_dequantized":
         return partial(_packed_dequantized, **weight, bias=bias, pdl=pdl)
+    if name == "packed_many_rows":
+        return partial(_packed_many_rows, **weight, pdl=pdl)
     if name == "deterministic":
         from nanovllm.kernels.linear.matmul import matmul
 
@@ -131,7 +133,16 @@ def _dequantized(x: Tensor, *, weight: Tensor, scale: Tensor, bias: Tensor | Non
     return F.linear(x, dequantize(weight, scale, x.dtype), bias)
 
 
-def _packed_dequantized(x: Tensor, *, weight: Any, bias: Tensor | None, pdl: bool) -> Tensor:
+def _packed_dequantized(
+    x: Tensor, *, weight: Any, bias: Tensor | None, pdl: bool, residual: Tensor | None = None
+) -> Tensor:
     from nanovllm.kernels.linear.packed_dequantize import packed_dequantize
 
-    return F.linear(x, packed_dequantize(weight, x.dtype, pdl=pdl), bias)
+    return _cublas(packed_dequantize(weight, x.dtype, pdl=pdl), bias, x, residual=residual)
+
+
+def _packed_many_rows(x: Tensor, *, weight: Any, pdl: bool, gated: bool = False) -> Tensor:
+    from nanovllm.kernels.linear.many_rows import many_rows_linear
+    from nanovllm.kernels.linear.packed_dequantize import packed_dequantize
+
+    return many_rows_linear(x, packed_dequantize(weight, x.dtype, pdl=pdl), gated=gated)
