@@ -100,12 +100,12 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2).to(torch.int8), (size / 127.0).squeeze(-1)
 
 
-def multiply(weight: NativeWeight, x: Tensor, *, at_once: int = MOST_ROWS) -> Tensor:
-    """x W^T by tiles, `at_once` rows of x together."""
-    return torch.cat([_multiply(weight, rows) for rows in x.split(at_once)])
+def multiply(weight: NativeWeight, x: Tensor, *, at_once: int = MOST_ROWS, num_tiles: int = 2) -> Tensor:
+    """x W^T by tiles, `at_once` rows of x and one or two tiles together."""
+    return torch.cat([_multiply(weight, rows, num_tiles) for rows in x.split(at_once)])
 
 
-def _multiply(weight: NativeWeight, x: Tensor) -> Tensor:
+def _multiply(weight: NativeWeight, x: Tensor, num_tiles: int) -> Tensor:
     assert LIBRARY is not None
     (rows, columns), (outputs, _) = x.shape, weight.shape
     groups = columns // GROUP if weight.is_packed else 0
@@ -121,10 +121,15 @@ def _multiply(weight: NativeWeight, x: Tensor) -> Tensor:
     y = torch.empty(rows, -(-outputs // TILE) * TILE)
     places = [Place(matrix, tile) for tile in range(y.shape[1] // TILE)]
     panels = Panels()
-    for here, after in zip(places, [*places[1:], places[0]], strict=True):
-        out = torch.empty(rows, TILE)
-        LIBRARY.product_tile(here, after, ctypes.byref(inputs), 0, rows, ctypes.byref(panels), pointer(out))
-        y[:, here.tile * TILE : (here.tile + 1) * TILE] = out
+    for first in range(0, len(places), num_tiles):
+        here = places[first : first + num_tiles]
+        after = places[(first + len(here)) % len(places)]
+        outs = torch.empty(2, rows, TILE)
+        both = here[0], here[1] if len(here) > 1 else Place(None, 0)
+        rest = ctypes.byref(inputs), 0, rows, ctypes.byref(panels), pointer(outs[0]), pointer(outs[1])
+        LIBRARY.product_tiles(*both, after, *rest)
+        for place, out in zip(here, outs, strict=False):
+            y[:, place.tile * TILE : (place.tile + 1) * TILE] = out
     return y[:, :outputs]
 
 
@@ -163,6 +168,7 @@ def test_dense_products(dtype: torch.dtype, rows: int, outputs: int, size: int, 
     torch.testing.assert_close(y.double(), x.double() @ matrix.to(dtype).double().T, rtol=1e-5, atol=1e-4)
     for at_once in (1, 2, 3, 4, 7):
         assert torch.equal(multiply(weight, x, at_once=at_once), y)
+    assert torch.equal(multiply(weight, x, num_tiles=1), y)
 
 
 @pytest.mark.parametrize("kind", FORMS)

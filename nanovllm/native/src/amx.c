@@ -40,7 +40,8 @@ AMX void split_row(const float *x, int columns, uint16_t *parts, int row) {
         }
 }
 
-/* Tile registers: 0 to 2 the sums of 16 rows of x with each part, 3 to 5 those of the next 16 rows, 6 x, 7 W. */
+/* Tile registers: 0 and 1 the sums of 16 rows of x with each matrix's tile, 2 and 3 those of the next 16 rows, 4 and 5 W,
+ * 6 and 7 x. */
 AMX static void set_tiles(int rows) {
     struct {
         uint8_t palette, start, unused[14];
@@ -49,52 +50,59 @@ AMX static void set_tiles(int rows) {
     } tiles = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         tiles.bytes[i] = STRIDE;
-        tiles.rows[i] = i == 7 ? 16 : (uint8_t)rows;
+        tiles.rows[i] = i == 4 || i == 5 ? 16 : (uint8_t)rows;
     }
     __asm__ volatile("ldtilecfg %0" : : "m"(tiles)); /* the intrinsic of gcc names only 8 bytes of it */
 }
 
-#define ZERO_SUMS(sum0, sum1, sum2) \
-    _tile_zero(sum0);               \
-    _tile_zero(sum1);               \
-    _tile_zero(sum2);
-#define ADD_PART(sum, from)       \
-    _tile_loadd(6, from, STRIDE); \
-    _tile_dpbf16ps(sum, 6, 7);
-#define ADD_PARTS(sum0, sum1, sum2, from)       \
-    ADD_PART(sum0, from)                        \
-    ADD_PART(sum1, (from) + TILE_NUMBERS)       \
-    ADD_PART(sum2, (from) + 2 * TILE_NUMBERS)
-#define STORE_SUMS(sum0, sum1, sum2, count, y)                                                     \
-    _tile_stored(sum0, sums[0], STRIDE);                                                           \
-    _tile_stored(sum1, sums[1], STRIDE);                                                           \
-    _tile_stored(sum2, sums[2], STRIDE);                                                           \
-    for (int m = 0; m < (count); m++) {                                                            \
-        const __m512 rest = _mm512_load_ps(sums[1][m]) + _mm512_load_ps(sums[2][m]);               \
-        _mm512_storeu_ps((y)[m], _mm512_load_ps(sums[0][m]) + rest);                               \
+/* Add the parts of 16 rows of x, times one or two tiles of W. */
+#define ADD_PARTS(sum, other_sum, register_of_x, from)                          \
+    for (int part = 0; part < PARTS; part++) {                                  \
+        _tile_loadd(register_of_x, (from) + part * TILE_NUMBERS, STRIDE);       \
+        _tile_dpbf16ps(sum, register_of_x, 4);                                  \
+        if (other_w) _tile_dpbf16ps(other_sum, register_of_x, 5);               \
     }
+#define STORE_SUMS(sum, y, count)                                                                   \
+    _tile_stored(sum, sums, STRIDE);                                                                \
+    for (int m = 0; m < (count); m++) _mm512_storeu_ps((y)[m], _mm512_load_ps(sums[m]));
 
-AMX void amx_product(Place here, const Inputs *in, int first, int count, float y[][TILE]) {
+AMX static void fetch_ahead(const uint16_t *w) {
+    for (int i = 0; i < TILE_NUMBERS; i += STRIDE / 2) __builtin_prefetch(w + AHEAD + i, 0, 2);
+}
+
+static const uint16_t *numbers_of(Place place) {
+    return place.w ? (const uint16_t *)place.w->data + place.tile * (int64_t)place.w->columns * TILE : NULL;
+}
+
+AMX void amx_products(Place here, Place other, const Inputs *in, int first, int count, float y[][TILE],
+                      float other_y[][TILE]) {
     const int64_t columns = here.w->columns, row_tile = columns * ROWS * PARTS;
-    const uint16_t *weights = (const uint16_t *)here.w->data + here.tile * columns * TILE;
-    _Alignas(64) float sums[PARTS][ROWS][TILE];
+    _Alignas(64) float sums[ROWS][TILE];
     set_tiles(count < ROWS ? count : ROWS);
     for (int done = 0; done < count; done += 2 * ROWS) {
-        const uint16_t *x = in->parts + (first + done) / ROWS * row_tile, *w = weights;
-        const int left = count - done;
-        ZERO_SUMS(0, 1, 2)
-        ZERO_SUMS(3, 4, 5)
+        const uint16_t *x = in->parts + (first + done) / ROWS * row_tile;
+        const uint16_t *w = numbers_of(here), *other_w = numbers_of(other);
+        const int left = count - done, rows = left < ROWS ? left : ROWS, more = left < 2 * ROWS ? left - ROWS : ROWS;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
         for (int64_t c = 0; c < columns; c += COLUMNS, w += TILE_NUMBERS, x += PARTS * TILE_NUMBERS) {
-            for (int i = 0; done == 0 && i < TILE_NUMBERS; i += STRIDE / 2) __builtin_prefetch(w + AHEAD + i, 0, 2);
-            _tile_loadd(7, w, STRIDE);
-            ADD_PARTS(0, 1, 2, x)
-            if (left > ROWS) {
-                ADD_PARTS(3, 4, 5, x + row_tile)
+            if (done == 0) fetch_ahead(w);
+            _tile_loadd(4, w, STRIDE);
+            if (other_w) {
+                if (done == 0) fetch_ahead(other_w);
+                _tile_loadd(5, other_w, STRIDE);
+                other_w += TILE_NUMBERS;
             }
+            ADD_PARTS(0, 1, 6, x)
+            if (more > 0) ADD_PARTS(2, 3, 7, x + row_tile)
         }
-        STORE_SUMS(0, 1, 2, left < ROWS ? left : ROWS, y + done)
-        if (left > ROWS) {
-            STORE_SUMS(3, 4, 5, left < 2 * ROWS ? left - ROWS : ROWS, y + done + ROWS)
+        STORE_SUMS(0, y + done, rows)
+        STORE_SUMS(2, y + done + ROWS, more)
+        if (other_w) {
+            STORE_SUMS(1, other_y + done, rows)
+            STORE_SUMS(3, other_y + done + ROWS, more)
         }
     }
     _tile_release();
@@ -105,7 +113,8 @@ int uses_amx(const Matrix *w) { return (void)w, 0; }
 void split_row(const float *x, int columns, uint16_t *parts, int row) {
     (void)x, (void)columns, (void)parts, (void)row;
 }
-void amx_product(Place here, const Inputs *in, int first, int count, float y[][TILE]) {
-    (void)here, (void)in, (void)first, (void)count, (void)y;
+void amx_products(Place here, Place other, const Inputs *in, int first, int count, float y[][TILE],
+                  float other_y[][TILE]) {
+    (void)here, (void)other, (void)in, (void)first, (void)count, (void)y, (void)other_y;
 }
 #endif

@@ -45,12 +45,15 @@ typedef struct {
     const void *held; /* what numbers[current] were; NULL = nothing */
 } Panels;
 
-/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of MOST_ROWS, into y[row][output];
- * what is past the last row of W is undefined. The order of additions does not depend on `count`. The caller of several
- * products says which is next, and hands on `panels`, which hold nothing at first. */
-void product_tile(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]);
+/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of MOST_ROWS, into y[row][output],
+ * and those of `other`, unless its matrix is NULL, into other_y; what is past the last row of W is undefined. The order of
+ * additions depends on neither `count` nor `other`. The caller of several products says which is next, and hands on
+ * `panels`, which hold nothing at first. */
+void product_tiles(Place here, Place other, Place next, const Inputs *in, int first, int count, Panels *panels,
+                   float y[][TILE], float other_y[][TILE]);
 void dense_product(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]);
-void amx_product(Place here, const Inputs *in, int first, int count, float y[][TILE]);
+void amx_products(Place here, Place other, const Inputs *in, int first, int count, float y[][TILE],
+                  float other_y[][TILE]);
 void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
 
 /* Round row `row` of a block of x. */

@@ -223,19 +223,19 @@ static void product_chunk(void *argument, int chunk) {
     Panels panels;
     panels.current = 0;
     panels.held = NULL;
-    for (int i = begin; i < end; i++) {
-        float y[MOST_ROWS][TILE], up[MOST_ROWS][TILE];
-        Place here, next;
-        place_of(job, i + 1 < all->num_tiles ? i + 1 : 0, &next);
-        const int which = place_of(job, i, &here);
-        if (job->mode == GATE) {
-            const Place other = {job->matrices[1], here.tile};
-            product_tile(here, other, &job->in, first, count, &panels, y);
-            product_tile(other, next, &job->in, first, count, &panels, up);
-        } else {
-            product_tile(here, next, &job->in, first, count, &panels, y);
-        }
-        finish_tile(job, which, here.tile, first, count, y, up);
+    for (int i = begin; i < end;) {
+        float y[MOST_ROWS][TILE], other_y[MOST_ROWS][TILE];
+        Place here, other = {NULL, 0}, next;
+        const int which = place_of(job, i++, &here);
+        int other_which = 0;
+        if (job->mode == GATE)
+            other = (Place){job->matrices[1], here.tile};
+        else if (i < end)
+            other_which = place_of(job, i++, &other);
+        place_of(job, i < all->num_tiles ? i : 0, &next);
+        product_tiles(here, other, next, &job->in, first, count, &panels, y, other_y);
+        finish_tile(job, which, here.tile, first, count, y, other_y);
+        if (job->mode != GATE && other.w) finish_tile(job, other_which, other.tile, first, count, other_y, NULL);
     }
 }
 
