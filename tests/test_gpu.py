@@ -71,7 +71,7 @@ def test_idle_work_records_all_graphs_and_changes_no_token() -> None:
         assert_greedy("qwen3", prompt, output["token_ids"])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mistral", "gpt-oss", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mistral", "ministral3", "gpt-oss", "gemma3"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_graphs_of_steps_with_prompts(family: str, overlap: bool) -> None:
     """Prompts that join running sequences, whole and in chunks, run as graphs and get the same tokens."""

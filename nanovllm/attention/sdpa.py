@@ -45,7 +45,6 @@ class Part:
 
 @dataclass(frozen=True)
 class SdpaStep:
-    positions: Tensor  # [num_tokens]
     cos_sin: list[tuple[Tensor, Tensor]]  # by rotary table: cosines and sines of each token's position
     # by window
     slots: dict[int | None, Tensor]  # [num_tokens * 2 * kv_heads] rows of the cache as [-1, head_dim]
@@ -75,7 +74,6 @@ class SdpaBackend:
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> SdpaStep:
         positions = self._tensor(geometry.positions)
         return SdpaStep(
-            positions=positions,
             cos_sin=[rotation.gather(positions) for rotation in self._rotations],
             slots={window: self._slots(geometry, window) for window in self._windows},
             parts={window: self._parts(geometry, window) for window in self._windows},

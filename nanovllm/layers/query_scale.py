@@ -27,5 +27,5 @@ class ScaledQueryAttention(Attention):
     def mix(self, x: Residual, state: LayerCache, step: Step, *, norm: RMSNorm) -> Tensor:
         qkv = self.qkv_proj(x, norm=norm).view(len(x), -1, self._own.head_dim)
         # scaling and rotation may change places; padding, at position -1, takes the last factor
-        qkv[:, : self._own.num_heads] *= self._factors[step.attention.positions // self._length]
+        qkv[:, : self._own.num_heads] *= self._factors[step.positions // self._length]
         return self._backend.forward(qkv, self._layer, state, step.attention)

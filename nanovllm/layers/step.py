@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 class Step:
     attention: Any  # what the attention backend prepared
     sequences: "Sequences | None" = None  # None if no layer of the model keeps a state per row
+    positions: Any = None  # [num_tokens]; that of padding is -1 or 0
     shared_kv: dict[int, Any] = field(default_factory=dict)  # by layer: new keys and values that later layers read too
     layer_inputs: Any = None  # [num_tokens, layers, size] in a model with per-layer embeddings
 

@@ -172,7 +172,7 @@ class DecodeStep:
         if self._numbers is not None:
             numbers = self._numbers[: kind.size]
             sequences = Sequences(rows, positions, numbers, num_new=torch.ones_like(numbers), token_seqs=numbers)
-        step = Step(attention, sequences)
+        step = Step(attention, sequences, positions)
         x = self._inputs(rows, positions)
         logits = self._stage.logits(self._stage.forward(x, states, step))
         if kind.ending is Ending.LOGITS:

@@ -92,7 +92,7 @@ def build_batch(
     return ForwardBatch(
         rows=device_rows,
         positions=device_positions,
-        step=Step(prepare(geometry, upload.add), sequences),
+        step=Step(prepare(geometry, upload.add), sequences, device_positions),
         sampled_rows=upload.add(rows[sampled_seqs]) if len(sampled_seqs) else None,
         verification=verification,
         logits_rows=None if len(sampled_seqs) == len(positions) else upload.add(logits_rows),

@@ -96,7 +96,8 @@ class PromptGraphs:
         """The hidden states of the `wanted` tokens, [n] indices, or of all of them, for a batch of `prepare`."""
         padded_step: PaddedStep = batch.step.attention
         x = self._graphs.replay(self._key(len(padded_step.rows)))
-        hidden = self._stage.model(x, states, Step(padded_step.attention), wanted, slice(-1, None))
+        step = Step(padded_step.attention, positions=padded_step.positions)
+        hidden = self._stage.model(x, states, step, wanted, slice(-1, None))
         return hidden[: len(batch.rows)]  # without padding, if all are wanted
 
     def recordings(self, states: list[Any]) -> Iterator[None]:
@@ -111,7 +112,7 @@ class PromptGraphs:
     def _all_but_last(self, step: PaddedStep, states: list[Any]) -> Tensor:
         """The input of the last layer, [size, hidden]."""
         x = self._stage.inputs(self._table.tokens, step.rows, step.positions)
-        return self._stage.model(x, states, Step(step.attention), None, slice(0, -1))
+        return self._stage.model(x, states, Step(step.attention, positions=step.positions), None, slice(0, -1))
 
     def _key(self, size: int) -> tuple[str, int]:
         return "prompts", size
