@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import Config
 from nanovllm.distributed.group import Rank
 from nanovllm.engine.row_state_options import with_row_states
-from nanovllm.layers.spec import Weight
-from nanovllm.models.parameters import num_bytes, num_parameters
+from nanovllm.engine.weight_bytes import weight_bytes
+from nanovllm.models.parameters import num_parameters
 from nanovllm.models.registry import describe
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
@@ -123,7 +123,6 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
     from nanovllm.runner.kv_cache import size_kv_cache
     from nanovllm.runner.memory_budget import cache_bytes, fit
-    from nanovllm.weights.formats import weight_formats
 
     config = Config.from_options(model, options)
     path = resolve_model(config.model)
@@ -137,20 +136,15 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, torch.float32 if native else dtype)
     tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
 
-    formats = weight_formats(config.quantization, model_config.packing)
-
-    def of_weight(prefix: str, weight: Weight, shape: tuple[int, ...]) -> int:
-        return formats.of(prefix, weight, tensor).num_bytes(shape, dtype.itemsize)
-
     def of_stage(stage: int) -> "tuple[CacheSize, int]":
         shard = shard_of(model_config, Rank(stage * tensor, tensor, pipeline))
-        weight_bytes = num_bytes(shard, of_weight)
+        own_bytes = weight_bytes(config, shard, itemsize=dtype.itemsize)
         size = size_kv_cache(config, shard, max_model_len=max_model_len, dtype=cache_dtype)
         if config.num_kv_cache_blocks == -1:
-            size = fit(size, config, shard, device, weight_bytes=weight_bytes, num_ranks=tensor * pipeline)
-        return size, weight_bytes
+            size = fit(size, config, shard, device, weight_bytes=own_bytes, num_ranks=tensor * pipeline)
+        return size, own_bytes
 
-    size, weight_bytes = min(map(of_stage, range(pipeline)), key=lambda stage: stage[0].num_blocks)
+    size, stage_bytes = min(map(of_stage, range(pipeline)), key=lambda stage: stage[0].num_blocks)
     return MemoryPlan(
         model=path.name,
         architecture=model_config.architecture,
@@ -158,7 +152,7 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
         num_devices=tensor * pipeline,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=num_parameters(model_config),
-        weight_bytes=weight_bytes,
+        weight_bytes=stage_bytes,
         kv_bytes_per_token=sum(size.block_bytes) // size.layout.block_size,
         kv_cache_bytes=cache_bytes(size),
         row_state_bytes=size.row_bytes,

@@ -26,6 +26,7 @@ class RowStates:
         own = [state for state in states if isinstance(state, RowState)]
         row_bytes, max_num_seqs = sum(state.bytes_per_row for state in own), config.max_num_seqs
         if device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for later is free
             check_room(row_bytes, config, num_bytes=torch.cuda.mem_get_info(device)[0])
         size = row_bytes // ALIGNMENT, ALIGNMENT // 8
         self._rows = torch.zeros((max_num_seqs + 1, *size), dtype=torch.int64, device=device)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from nanovllm.engine.consistency import check_scheduler
 from nanovllm.engine.row_state_options import with_row_states
 from nanovllm.errors import CheckpointError
 from nanovllm.layers import delta_rule
+from nanovllm.models.parameters import num_parameters
 from nanovllm.models.registry import describe, parse_config
 from tests.helpers import (
     assert_greedy,
@@ -118,3 +120,16 @@ def test_fewer_sequences_where_their_states_are_large(monkeypatch: pytest.Monkey
     config = Config(model="", device="cpu")
     assert with_row_states(config, model, {}).max_num_seqs == 4 * 1024 // (3 * 50.25)
     assert with_row_states(config, model, {"max_num_seqs": 1024}) is config
+
+
+def test_fewer_sequences_where_weights_leave_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU of 40 GB, states take half of what 90 % of it have left beside Qwen3.5-9B's 16-bit weights."""
+    memory = 40 * 10**9
+    monkeypatch.setattr("nanovllm.runner.device.resolve_device", lambda name: torch.device(name))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    model = describe(SHAPES / "qwen3.5-9b").config
+    config = Config(model="", device="cuda", gpu_memory_utilization=0.9)
+    left = 0.9 * memory - 2 * num_parameters(model)
+    num_seqs = with_row_states(config, model, {}).max_num_seqs
+    assert 0.49 * left < num_seqs * 3 * 50.25 * 2**20 <= 0.5 * left
+    assert num_seqs < memory / 4 / (3 * 50.25 * 2**20)
