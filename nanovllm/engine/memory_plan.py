@@ -139,6 +139,10 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     def of_stage(stage: int) -> "tuple[CacheSize, int]":
         shard = shard_of(model_config, Rank(stage * tensor, tensor, pipeline))
         own_bytes = weight_bytes(config, shard, itemsize=dtype.itemsize)
+        if native and config.load_format != "dummy":
+            from nanovllm.runner.native_plan import native_weight_bytes
+
+            own_bytes = native_weight_bytes(config, model_config, path)
         size = size_kv_cache(config, shard, max_model_len=max_model_len, dtype=cache_dtype)
         if config.num_kv_cache_blocks == -1:
             size = fit(size, config, shard, device, weight_bytes=own_bytes, num_ranks=tensor * pipeline)

@@ -1,6 +1,7 @@
 """The weights of the native step: each tensor as its file holds it, and its description for C (src/products.h)."""
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 from nanovllm.checkpoint.packed.groups import Pieces, quantize_groups
 from nanovllm.checkpoint.packed.int8 import Int8Tensor
 from nanovllm.checkpoint.packed.tensor import InMemory
-from nanovllm.checkpoint.stored import Index, Part, Stored
+from nanovllm.checkpoint.stored import Index, Part, Slot, Stored, Target
+from nanovllm.layers.spec import Weight, norm_weight
+from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
 from nanovllm.weights.forms import Form, GroupForm
 from nanovllm.weights.int8 import quantize_rows
@@ -148,6 +151,21 @@ class NativeWeight:
             minima=None if self.minima is None else pointer(self.minima),
             bias=None if bias is None else pointer(bias.data),
         )
+
+
+def native_slots(spec: ModelSpec, target_of: Callable[[str, Weight], Target]) -> dict[str, Slot]:
+    """Where every tensor of a checkpoint goes, by its Hugging Face name. `target_of`: from this name and the weight."""
+    weights = [("", spec.embedding_weight()), ("model.norm.", norm_weight(spec.hidden_size))]
+    if not spec.tie_word_embeddings:
+        weights.append(("", spec.head_weight()))
+    for index, layer in enumerate(spec.layers):
+        weights += [(f"model.layers.{index}.{prefix}", weight) for prefix, weight in layer.weights()]
+    found: dict[str, Slot] = {}
+    for prefix, weight in weights:
+        for one in weight.parts(0, 1):
+            target = target_of(prefix + one.name, weight)
+            found[prefix + one.name] = Slot(target, one.shape, (((), one.part),), one.order, weight.offset)
+    return found
 
 
 def made(form: Form, weight: Tensor) -> Any:

@@ -14,10 +14,10 @@ from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention
 from nanovllm.attention.sdpa import zeros
 from nanovllm.checkpoint.stored import Slot
 from nanovllm.layers.moe_spec import MoeSpec
-from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight, norm_weight
+from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.layers.step import Step
 from nanovllm.models.shard import Shard
-from nanovllm.native.weights import DENSE, Matrix, NativeWeight, pointer
+from nanovllm.native.weights import DENSE, Matrix, NativeWeight, native_slots, pointer
 from nanovllm.weights.forms import Form
 
 PARTS = ("embedding", "norms", "q, k, v", "rotation", "attention", "output", "routing", "gate, up", "down", "head")
@@ -122,24 +122,13 @@ class NativeModel:
 
     def slots(self) -> dict[str, Slot]:
         """Where every tensor of a checkpoint goes, by its Hugging Face name."""
-        found: dict[str, Slot] = {}
-        for prefix, weight in self._all_weights():
-            for one in weight.parts(0, 1):
-                makes = self._makes if weight.packable else None
-                target = NativeWeight(self._library, packs=self._packs, makes=makes)
-                self._weights[prefix + one.name] = target
-                found[prefix + one.name] = Slot(target, one.shape, (((), one.part),), one.order, weight.offset)
-        return found
 
-    def _all_weights(self) -> list[tuple[str, Weight]]:
-        """Every parameter with its prefix in checkpoints."""
-        spec = self.spec
-        found = [("", spec.embedding_weight()), ("model.norm.", norm_weight(spec.hidden_size))]
-        if not spec.tie_word_embeddings:
-            found.append(("", spec.head_weight()))
-        for index, layer in enumerate(spec.layers):
-            found += [(f"model.layers.{index}.{prefix}", weight) for prefix, weight in layer.weights()]
-        return found
+        def target_of(name: str, weight: Weight) -> NativeWeight:
+            makes = self._makes if weight.packable else None
+            self._weights[name] = NativeWeight(self._library, packs=self._packs, makes=makes)
+            return self._weights[name]
+
+        return native_slots(self.spec, target_of)
 
     def finish_loading(self) -> None:
         """Describe the weights to C, and start its threads."""

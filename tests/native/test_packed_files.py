@@ -14,6 +14,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.native.build import library
 from nanovllm.runner.native_model import NativeModel
 from nanovllm.weights.dense import DenseWeight
+from tests.native.planned import check_planned_bytes
 from tests.native.test_products import rounded as rounded_inputs
 from tests.weights.packed_files import write_packed
 from tests.weights.test_fp8 import pack_rows
@@ -82,6 +83,7 @@ def test_layouts(case: str, model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     with opened(files.packed, cpu_kernels="native", quantization=quantization) as llm:
         native: NativeModel = llm.llm_engine._core.executor.model
         assert all(held.is_packed for name, held in native._weights.items() if "proj" in name)
+        check_planned_bytes(llm, files.packed)
         ours = logprobs(llm)
     with opened(files.dense, cpu_kernels="torch") as llm:
         unrounded = logprobs(llm)

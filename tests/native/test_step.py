@@ -20,7 +20,8 @@ from nanovllm.native.build import library
 from nanovllm.runner.native_model import NativeModel
 from nanovllm.weights.groups import GroupWeight
 from nanovllm.weights.int8 import Int8Weight
-from tests.helpers import greedy_params, open_llm, prompt_of
+from tests.helpers import greedy_params, model_dir, open_llm, prompt_of
+from tests.native.planned import check_planned_bytes
 from tests.native.sanitizers import sanitized_environment
 from tests.native.test_products import rounded
 from tests.weights.test_gguf_groups import LLAMA, MOE, VOCAB, write
@@ -82,6 +83,7 @@ def of_pairs(llm: LLM) -> list[float]:
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_logprobs_are_those_of_torch(family: str) -> None:
     with open_llm(family, cpu_kernels="native") as native, open_llm(family, cpu_kernels="torch") as plain:
+        check_planned_bytes(native, model_dir(family))
         for (ours, own), (tokens, logprobs) in zip(scores(native, PROMPTS), scores(plain, PROMPTS), strict=True):
             assert ours == tokens
             np.testing.assert_allclose(own, logprobs, atol=1e-4)
@@ -106,6 +108,7 @@ def test_packed_weights_with_exact_arithmetic(packed_file: Path) -> None:
     """dtype="float32" dequantizes them."""
     exact = {"dtype": "float32"}
     with open_packed(packed_file, **exact) as ours, open_packed(packed_file, cpu_kernels="torch", **exact) as plain:
+        check_planned_bytes(ours, packed_file)
         for (_, own), (_, logprobs) in zip(scores(ours, PACKED_PROMPTS), scores(plain, PACKED_PROMPTS), strict=True):
             np.testing.assert_allclose(own, logprobs, atol=1e-3)
 
@@ -118,6 +121,7 @@ def test_packed_weights_with_rounded_activations(packed_file: Path, monkeypatch:
         return plain_matmul(self, nearest(x), bias, expert)
 
     with open_packed(packed_file) as native:
+        check_planned_bytes(native, packed_file)
         ours = of_pairs(native)
     plain = {"cpu_kernels": "torch", "quantization": "gguf", "dtype": "float32"}
     with open_packed(packed_file, **plain) as exact:
@@ -139,6 +143,7 @@ def test_int8_made_while_loading(packed_file: Path, monkeypatch: pytest.MonkeyPa
 
     found = []
     with open_packed(packed_file, quantization="int8") as native:
+        check_planned_bytes(native, packed_file)
         found.append(of_pairs(native))
     with open_packed(packed_file, quantization="int8", cpu_kernels="torch") as exact:
         found.append(of_pairs(exact))

@@ -1,0 +1,89 @@
+"""Bytes of the native step's weights, from the headers of a checkpoint and, for its dtype, one row of each matrix."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.checkpoint.loader import load_checkpoint
+from nanovllm.checkpoint.packed.int8 import Int8Tensor
+from nanovllm.checkpoint.stored import Index, Part, Stored, Target
+from nanovllm.config import Config
+from nanovllm.layers.spec import Weight
+from nanovllm.models.parameters import tensor_names
+from nanovllm.models.spec import ModelSpec
+from nanovllm.native import GROUP
+from nanovllm.native.support import FORMS_MADE, keeps_packed
+from nanovllm.native.weights import DENSE, IN_QUAD_ORDER, QUAD, TILE, native_slots
+from nanovllm.weights.forms import Form, GroupForm, Int8Form
+
+
+class CountedWeight:
+    """The bytes of a tensor as a `NativeWeight`; implements `Target`."""
+
+    def __init__(self, *, packs: bool, makes: Form | None) -> None:
+        self._packs, self._makes = packs, makes
+        self.num_bytes = 0
+
+    def load(self, index: Index, tensor: Stored, part: Part) -> None:
+        if len(tensor.shape) != 2:
+            self.num_bytes = torch.Size(tensor.shape).numel() * 4
+            return
+        rows, columns = tensor.shape
+        form = self._form_of(tensor)
+        if form is None:
+            self.num_bytes = _up_to(rows, TILE) * columns * _item_bytes(tensor)
+        elif isinstance(form, GroupForm):
+            own = form.dividing(columns) if self._makes is not None else form
+            in_blocks = getattr(tensor, "type_name", None) in IN_QUAD_ORDER and self._makes is None
+            self.num_bytes = _up_to(rows, QUAD) * _group_row_bytes(own, columns, in_blocks=in_blocks)
+        else:
+            self.num_bytes = _up_to(rows, QUAD) * (columns + 4)
+
+    def _form_of(self, tensor: Any) -> Form | None:
+        if self._makes is not None or not self._packs:
+            return self._makes
+        form = Int8Form() if isinstance(tensor, Int8Tensor) else getattr(tensor, "form", None)
+        return form if isinstance(form, GroupForm | Int8Form) else None
+
+
+def _item_bytes(tensor: Stored) -> int:
+    """Of a dense matrix. Those of GGUF files are read as float32."""
+    if hasattr(tensor, "type_name"):
+        return 4
+    dtype = tensor.read((slice(0, 1),)).dtype
+    return dtype.itemsize if dtype in DENSE else 4
+
+
+def _up_to(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
+
+
+def _group_row_bytes(form: GroupForm, columns: int, *, in_blocks: bool) -> int:
+    """`in_blocks`: the scales are those of a GGUF file's blocks."""
+    size = GROUP if in_blocks else form.sizes_in(columns)[0]
+    is_half = in_blocks or (form.scale_dtype == "float16" and not form.unit_size and not form.zero)
+    has_minima = form.bits == 4 or form.minimum or form.zero
+    return columns * form.bits // 8 + columns // size * (2 if is_half else 4) * (2 if has_minima else 1)
+
+
+def native_weight_bytes(config: Config, model: ModelSpec, path: Path) -> int:
+    counted: list[CountedWeight] = []
+    made = FORMS_MADE.get(config.quantization or "")
+
+    def target_of(name: str, weight: Weight) -> Target:
+        packs = keeps_packed(config) and made is None
+        counted.append(CountedWeight(packs=packs, makes=made if weight.packable else None))
+        return counted[-1]
+
+    load_checkpoint(
+        path,
+        config.load_format,
+        native_slots(model, target_of),
+        dtype=torch.float32,
+        packing=model.packing,
+        names=model.file_names,
+        is_elsewhere=tensor_names(model).__contains__,
+        shows_progress=False,
+    )
+    return sum(each.num_bytes for each in counted)
