@@ -139,7 +139,8 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     def of_stage(stage: int) -> "tuple[CacheSize, int]":
         shard = shard_of(model_config, Rank(stage * tensor, tensor, pipeline))
         own_bytes = weight_bytes(config, shard, itemsize=dtype.itemsize)
-        if native and config.load_format != "dummy":
+        has_weights = path.is_file() or any(path.glob("*.safetensors"))
+        if native and has_weights and config.load_format != "dummy":
             from nanovllm.runner.native_plan import native_weight_bytes
 
             own_bytes = native_weight_bytes(config, model_config, path)
