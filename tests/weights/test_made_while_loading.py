@@ -43,6 +43,7 @@ def test_a_plan_counts_its_bytes(quantization: str) -> None:
     planned, held = [], []
     for option in (None, quantization):
         options = {"quantization": option, "device": "cpu", "dtype": "float32", "num_kv_cache_blocks": 4}
+        options["cpu_kernels"] = "torch"
         planned.append(LLM.plan(str(model_dir("qwen3-moe")), **options).weight_bytes)
         with open_llm("qwen3-moe", quantization=option, load_format="dummy", cpu_kernels="torch") as llm:
             held.append(memory_of(llm))
