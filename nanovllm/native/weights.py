@@ -17,10 +17,10 @@ from nanovllm.native import GROUP
 from nanovllm.weights.forms import Form, GroupForm
 from nanovllm.weights.int8 import quantize_rows
 
-QUAD, TILE = 4, 16  # rows that are interleaved: of a packed, and of a dense matrix
+TILE = 16  # rows of a matrix in memory are a multiple of this
 DENSE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT4, INT8, INT8_BY_16 = 3, 4, 5
-IN_QUAD_ORDER = ("Q4_0", "Q4_1", "Q8_0")  # GGUF types whose blocks have the codes in the order of a quad
+IN_STRIP_ORDER = ("Q4_0", "Q4_1", "Q8_0")  # GGUF types whose blocks have the codes in the order of a strip
 CPU = torch.device("cpu")
 
 
@@ -71,28 +71,34 @@ class NativeWeight:
 
     def _keep_dense(self, data: Tensor) -> None:
         (rows, columns), data = data.shape, data.contiguous()
-        self.data = torch.empty(-(-rows // TILE) * TILE, columns, dtype=data.dtype)
+        self.data = self._in_whole_tiles(columns, data.dtype)
         self._type = DENSE[data.dtype]
         self._library.pack_dense(pointer(data), rows, columns, self._type, pointer(self.data))
 
     def _keep_rows(self, codes: Tensor, scale: Tensor) -> None:
         self._store_codes(codes, bits=8)
-        self.scales = in_quads(scale[:, None])
+        self.scales = self._in_strips(scale[:, None])
         self._type, self._groups_per_scale = INT8, self.shape[1] // GROUP
 
     def _store_codes(self, codes: Tensor, bits: int) -> None:
         rows, columns = self.shape
         codes = codes.contiguous()
-        self.data = self._in_whole_quads(columns * bits // 8, torch.uint8)
+        self.data = self._in_whole_tiles(columns * bits // 8, torch.uint8)
         self._library.pack_codes(pointer(codes), rows, columns, bits, pointer(self.data))
 
-    def _in_whole_quads(self, columns: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(-(-self.shape[0] // QUAD) * QUAD, columns, dtype=dtype)
+    def _in_whole_tiles(self, columns: int, dtype: torch.dtype) -> Tensor:
+        make = torch.empty if self.shape[0] % TILE == 0 else torch.zeros
+        return make(-(-self.shape[0] // TILE) * TILE, columns, dtype=dtype)
+
+    def _in_strips(self, values: Tensor) -> Tensor:
+        """[rows, groups] -> [strip, group, row of the strip]; missing rows of the last tile are 0."""
+        padded = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % TILE))
+        return padded.unflatten(0, (-1, self._library.rows_of_strip())).transpose(1, 2).contiguous()
 
     def _keep_groups(self, tensor: Any) -> None:
         form: GroupForm = tensor.form
         sizes = form.sizes_in(self.shape[1])
-        if getattr(tensor, "type_name", None) in IN_QUAD_ORDER:
+        if getattr(tensor, "type_name", None) in IN_STRIP_ORDER:
             scale, minimum = self._store_blocks(tensor.blocks(())[0], form)
         else:
             scale, minimum = self._store_pieces(tensor.pieces((), sizes, CPU), form, sizes)
@@ -105,18 +111,18 @@ class NativeWeight:
         self._groups_per_scale = max(sizes[0] // GROUP, 1)
 
     def _store_blocks(self, blocks: Tensor, form: GroupForm) -> tuple[Tensor, Tensor | None]:
-        """Store the codes of a file's blocks, and return scales and minima in quads."""
+        """Store the codes of a file's blocks, and return scales and minima in strips."""
         rows, columns = self.shape
-        self.data = self._in_whole_quads(columns * form.bits // 8, torch.uint8)
-        scale = self._in_whole_quads(columns // GROUP, torch.float16)
-        minimum = torch.empty_like(scale) if form.minimum else None
+        self.data = self._in_whole_tiles(columns * form.bits // 8, torch.uint8)
+        scale = self._in_whole_tiles(columns // GROUP, torch.float16)
+        minimum = self._in_whole_tiles(columns // GROUP, torch.float16) if form.minimum else None
         outputs = pointer(self.data), pointer(scale), None if minimum is None else pointer(minimum)
         if not self._library.pack_blocks(pointer(blocks), rows, columns, form.bits, *outputs):
             raise ValueError("a scale is infinite or NaN")
         return scale, minimum
 
     def _store_pieces(self, pieces: Pieces, form: GroupForm, sizes: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-        """Store the codes, and return scales and minima in quads. `sizes`: columns per scale and per unit."""
+        """Store the codes, and return scales and minima in strips. `sizes`: columns per scale and per unit."""
         self._store_codes(pieces.codes, form.bits)
         scale, minimum = pieces.scale, pieces.minimum
         if scale.dtype != torch.float16:
@@ -131,7 +137,7 @@ class NativeWeight:
         elif pieces.zero is not None:
             scale = scale.float()
             minimum = scale * pieces.zero.float()
-        return in_quads(scale), None if minimum is None else in_quads(minimum)
+        return self._in_strips(scale), None if minimum is None else self._in_strips(minimum)
 
     @property
     def is_packed(self) -> bool:
@@ -176,12 +182,6 @@ def made(form: Form, weight: Tensor) -> Any:
     if not torch.isfinite(scale).all():
         raise ValueError("a row holds NaN or infinity, which 8-bit weights cannot represent")
     return Int8Tensor(InMemory(codes), InMemory(scale))
-
-
-def in_quads(values: Tensor) -> Tensor:
-    """[rows, groups] -> [quad, group, row of the quad]; missing rows of the last quad are 0."""
-    padded = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % QUAD))
-    return padded.unflatten(0, (-1, QUAD)).transpose(1, 2).contiguous()
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:

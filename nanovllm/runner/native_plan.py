@@ -14,7 +14,7 @@ from nanovllm.models.parameters import tensor_names
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
 from nanovllm.native.support import FORMS_MADE, keeps_packed
-from nanovllm.native.weights import DENSE, IN_QUAD_ORDER, QUAD, TILE, native_slots
+from nanovllm.native.weights import DENSE, IN_STRIP_ORDER, TILE, native_slots
 from nanovllm.weights.forms import Form, GroupForm, Int8Form
 
 
@@ -35,10 +35,10 @@ class CountedWeight:
             self.num_bytes = _up_to(rows, TILE) * columns * _item_bytes(tensor)
         elif isinstance(form, GroupForm):
             own = form.dividing(columns) if self._makes is not None else form
-            in_blocks = getattr(tensor, "type_name", None) in IN_QUAD_ORDER and self._makes is None
-            self.num_bytes = _up_to(rows, QUAD) * _group_row_bytes(own, columns, in_blocks=in_blocks)
+            in_blocks = getattr(tensor, "type_name", None) in IN_STRIP_ORDER and self._makes is None
+            self.num_bytes = _up_to(rows, TILE) * _group_row_bytes(own, columns, in_blocks=in_blocks)
         else:
-            self.num_bytes = _up_to(rows, QUAD) * (columns + 4)
+            self.num_bytes = _up_to(rows, TILE) * (columns + 4)
 
     def _form_of(self, tensor: Any) -> Form | None:
         if self._makes is not None or not self._packs:

@@ -38,6 +38,7 @@ def attend(
 ) -> Tensor:
     """The last tokens of a sequence. queries: [token, head, head_dim]; keys, values: [block, kv_head, position, ...]"""
     assert LIBRARY is not None
+    keys = keys.transpose(2, 3).contiguous()  # as C has them: the same number of a block's positions together
     num_tokens, num_heads, _ = queries.shape
     positions = torch.arange(length - num_tokens, length, dtype=torch.int32)
     segments = positions // SEGMENT + 1

@@ -19,20 +19,22 @@ from nanovllm.checkpoint.packed.gguf import unpack_blocks
 from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.native.build import library
-from nanovllm.native.weights import GROUP, IN_QUAD_ORDER, TILE, Matrix, NativeWeight, pointer
+from nanovllm.native.weights import GROUP, IN_STRIP_ORDER, TILE, Matrix, NativeWeight, pointer
 from tests.weights.test_gguf_groups import random_blocks
 
 LIBRARY = library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no native library on this machine")
-BLOCK, MOST_ROWS, PANEL = 4, 64, 192  # src/products.h
+MOST_ROWS, PANEL = 64, 192  # src/products.h
+LANES = LIBRARY.rows_of_strip() if LIBRARY is not None else 4
 DENSE = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Rounded(ctypes.Structure):
     _fields_ = (
-        ("codes", ctypes.c_int8 * GROUP * BLOCK),
-        ("scales", ctypes.c_float * BLOCK),
-        ("minus_sums", ctypes.c_float * BLOCK),
+        ("codes", ctypes.c_int8 * GROUP * LANES),
+        ("scales", ctypes.c_float * LANES),
+        ("minus_sums", ctypes.c_float * LANES),
+        *([("zeros", ctypes.c_int32 * LANES * 2)] if LANES == 16 else []),
     )
 
 
@@ -96,7 +98,8 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes and one scale for each group of 32, as the definition has them."""
     groups = x.unflatten(-1, (-1, GROUP))
     size = groups.abs().amax(dim=-1, keepdim=True)
-    codes = (groups * torch.where(size > 0, 127.0 / size, 0.0)).round()
+    inverse = torch.full_like(size, 127.0) / size  # a number divided by a tensor is rounded twice
+    codes = (groups * torch.where(size > 0, inverse, 0.0)).round()
     return codes.flatten(-2).to(torch.int8), (size / 127.0).squeeze(-1)
 
 
@@ -109,14 +112,14 @@ def _multiply(weight: NativeWeight, x: Tensor, num_tiles: int) -> Tensor:
     assert LIBRARY is not None
     (rows, columns), (outputs, _) = x.shape, weight.shape
     groups = columns // GROUP if weight.is_packed else 0
-    rounded = (Rounded * (-(-rows // BLOCK) * groups))()
+    rounded = (Rounded * (-(-rows // LANES) * groups))()
     for row in range(rows if groups else 0):
-        block = ctypes.byref(rounded, row // BLOCK * groups * ctypes.sizeof(Rounded))
-        LIBRARY.round_row(pointer(x[row]), columns, block, row % BLOCK)
+        block = ctypes.byref(rounded, row // LANES * groups * ctypes.sizeof(Rounded))
+        LIBRARY.round_row(pointer(x[row]), columns, block, row % LANES)
     matrix = ctypes.pointer(weight.matrix())
     parts = torch.empty(-(-rows // 16) * 16, 3 * columns, dtype=torch.bfloat16)
     for row in range(rows if LIBRARY.uses_amx(matrix) else 0):
-        LIBRARY.split_row(pointer(x[row]), columns, pointer(parts), row)
+        LIBRARY.split_row(pointer(x[row]), 0, columns, columns, pointer(parts), row)
     inputs = Inputs(x.data_ptr(), ctypes.addressof(rounded), parts.data_ptr(), rows, columns)
     y = torch.empty(rows, -(-outputs // TILE) * TILE)
     places = [Place(matrix, tile) for tile in range(y.shape[1] // TILE)]
@@ -124,12 +127,12 @@ def _multiply(weight: NativeWeight, x: Tensor, num_tiles: int) -> Tensor:
     for first in range(0, len(places), num_tiles):
         here = places[first : first + num_tiles]
         after = places[(first + len(here)) % len(places)]
-        outs = torch.empty(2, rows, TILE)
+        outs = torch.empty(2, MOST_ROWS, TILE)
         both = here[0], here[1] if len(here) > 1 else Place(None, 0)
         rest = ctypes.byref(inputs), 0, rows, ctypes.byref(panels), pointer(outs[0]), pointer(outs[1])
         LIBRARY.product_tiles(*both, after, *rest)
         for place, out in zip(here, outs, strict=False):
-            y[:, place.tile * TILE : (place.tile + 1) * TILE] = out
+            y[:, place.tile * TILE : (place.tile + 1) * TILE] = out[:rows]
     return y[:, :outputs]
 
 
@@ -187,7 +190,7 @@ def test_rows_of_a_packed_matrix_are_those_of_the_file(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [7, 8])
-@pytest.mark.parametrize("kind", IN_QUAD_ORDER)
+@pytest.mark.parametrize("kind", IN_STRIP_ORDER)
 def test_blocks_are_packed_as_their_pieces_are(kind: str, rows: int) -> None:
     tensor = blocks(kind, rows, 96)
     by_pieces = loaded(SimpleNamespace(form=tensor.form, shape=tensor.shape, pieces=tensor.pieces))

@@ -1,14 +1,14 @@
-/* Products with weights in bfloat16 on the matrix unit of x86 (AMX), whose tiles have 16 rows of 64 bytes. It
- * multiplies bfloat16 and adds in float32, so a number of x becomes three of bfloat16, its parts, whose sum it is. */
+/* Products on the matrix unit of x86 (AMX), whose tiles have 16 rows of 64 bytes: of bytes, and with weights in
+ * bfloat16. Those are added in float32, so a number of x becomes three of bfloat16, its parts, whose sum it is. */
 #define _GNU_SOURCE
-#include "products.h"
+#include "packed.h"
 
 #if defined(__AVX512VNNI__) && (__clang_major__ >= 12 || (__GNUC__ >= 11 && !defined(__clang__)))
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define AMX __attribute__((target("amx-tile,amx-bf16,avx512bf16")))
+#define AMX __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512bf16")))
 enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 }; /* of Linux */
 enum { TILE_NUMBERS = 512, STRIDE = 64 }; /* numbers of a tile; bytes of its rows */
 enum { ROWS = 16, COLUMNS = 32 };         /* of x in a tile */
@@ -18,16 +18,18 @@ static int have_amx;
 
 /* Whether the CPU has it, and the system lets this process use it. */
 __attribute__((constructor)) static void ask_for_amx(void) {
+    const unsigned needed = 1u << 22 | 1u << 24 | 1u << 25; /* bfloat16, tiles, bytes */
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return; /* bfloat16, tiles */
-    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return;                    /* AVX512_BF16 */
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & needed) != needed) return;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return; /* AVX512_BF16 */
     have_amx = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
 int uses_amx(const Matrix *w) { return have_amx && w->type == BFLOAT16 && w->columns % COLUMNS == 0; }
+int have_amx_bytes(void) { return have_amx; }
 
-AMX void split_row(const float *x, int columns, uint16_t *parts, int row) {
-    uint16_t *to = parts + (int64_t)(row / ROWS) * ROWS * columns * PARTS + row % ROWS * COLUMNS;
+AMX void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int row) {
+    uint16_t *to = parts + ((int64_t)(row / ROWS) * all_columns + first) * ROWS * PARTS + row % ROWS * COLUMNS;
     for (int c = 0; c < columns; c += COLUMNS)
         for (int half = 0; half < COLUMNS; half += 16) {
             __m512 rest = _mm512_loadu_ps(x + c + half);
@@ -40,19 +42,29 @@ AMX void split_row(const float *x, int columns, uint16_t *parts, int row) {
         }
 }
 
-/* Tile registers: 0 and 1 the sums of 16 rows of x with each matrix's tile, 2 and 3 those of the next 16 rows, 4 and 5 W,
- * 6 and 7 x. */
-AMX static void set_tiles(int rows) {
-    struct {
-        uint8_t palette, start, unused[14];
-        uint16_t bytes[16]; /* of a row */
-        uint8_t rows[16];
-    } tiles = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        tiles.bytes[i] = STRIDE;
-        tiles.rows[i] = i == 4 || i == 5 ? 16 : (uint8_t)rows;
-    }
-    __asm__ volatile("ldtilecfg %0" : : "m"(tiles)); /* the intrinsic of gcc names only 8 bytes of it */
+/* Tile registers: 0 to 3 sums, 4 and 5 W, 6 and 7 x. */
+typedef struct {
+    uint8_t palette, start, unused[14];
+    uint16_t bytes[16]; /* of a row */
+    uint8_t rows[16];
+} TileShapes;
+#define SHAPES(x_bytes)                                                                 \
+    {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, x_bytes, x_bytes},                 \
+     .rows = {16, 16, 16, 16, x_bytes / 4, x_bytes / 4, 16, 16}}
+static const TileShapes WHOLE_ROWS = SHAPES(64), GROUPS = SHAPES(GROUP), HALF_GROUPS = SHAPES(GROUP / 2);
+
+static _Thread_local const TileShapes *loaded;
+
+/* Loading shapes takes as long as ten products of tiles. */
+AMX static void use_shapes(const TileShapes *shapes) {
+    if (loaded == shapes) return;
+    __asm__ volatile("ldtilecfg %0" : : "m"(*shapes)); /* the intrinsic of gcc names only 8 bytes of it */
+    loaded = shapes;
+}
+
+AMX void end_products(void) {
+    if (loaded) _tile_release();
+    loaded = NULL;
 }
 
 /* Add the parts of 16 rows of x, times one or two tiles of W. */
@@ -62,10 +74,6 @@ AMX static void set_tiles(int rows) {
         _tile_dpbf16ps(sum, register_of_x, 4);                                  \
         if (other_w) _tile_dpbf16ps(other_sum, register_of_x, 5);               \
     }
-#define STORE_SUMS(sum, y, count)                                                                   \
-    _tile_stored(sum, sums, STRIDE);                                                                \
-    for (int m = 0; m < (count); m++) _mm512_storeu_ps((y)[m], _mm512_load_ps(sums[m]));
-
 AMX static void fetch_ahead(const uint16_t *w) {
     for (int i = 0; i < TILE_NUMBERS; i += STRIDE / 2) __builtin_prefetch(w + AHEAD + i, 0, 2);
 }
@@ -74,15 +82,15 @@ static const uint16_t *numbers_of(Place place) {
     return place.w ? (const uint16_t *)place.w->data + place.tile * (int64_t)place.w->columns * TILE : NULL;
 }
 
+/* Sums 0 and 1 are of 16 rows of x with each matrix's tile, 2 and 3 those of the next 16 rows. */
 AMX void amx_products(Place here, Place other, const Inputs *in, int first, int count, float y[][TILE],
                       float other_y[][TILE]) {
     const int64_t columns = here.w->columns, row_tile = columns * ROWS * PARTS;
-    _Alignas(64) float sums[ROWS][TILE];
-    set_tiles(count < ROWS ? count : ROWS);
+    use_shapes(&WHOLE_ROWS);
     for (int done = 0; done < count; done += 2 * ROWS) {
         const uint16_t *x = in->parts + (first + done) / ROWS * row_tile;
         const uint16_t *w = numbers_of(here), *other_w = numbers_of(other);
-        const int left = count - done, rows = left < ROWS ? left : ROWS, more = left < 2 * ROWS ? left - ROWS : ROWS;
+        const int more = count - done > ROWS;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -96,22 +104,87 @@ AMX void amx_products(Place here, Place other, const Inputs *in, int first, int 
                 other_w += TILE_NUMBERS;
             }
             ADD_PARTS(0, 1, 6, x)
-            if (more > 0) ADD_PARTS(2, 3, 7, x + row_tile)
+            if (more) ADD_PARTS(2, 3, 7, x + row_tile)
         }
-        STORE_SUMS(0, y + done, rows)
-        STORE_SUMS(2, y + done + ROWS, more)
-        if (other_w) {
-            STORE_SUMS(1, other_y + done, rows)
-            STORE_SUMS(3, other_y + done + ROWS, more)
-        }
+        _tile_stored(0, y[done], STRIDE);
+        if (other_w) _tile_stored(1, other_y[done], STRIDE);
+        if (more) _tile_stored(2, y[done + ROWS], STRIDE);
+        if (more && other_w) _tile_stored(3, other_y[done + ROWS], STRIDE);
     }
-    _tile_release();
+}
+
+/* For each of 16 rows: gcc does not keep an array of sums in registers. */
+#define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15)
+
+/* Add the products of groups with 16 rows of x to y: of two groups, or of the halves of one, at a time. While this unit
+ * is at work the others compute one vector per cycle, which limits this loop. */
+AMX INLINE void add_groups(const UnpackedGroup *w, int groups, const Rounded *x, const int by_16, const int has_minima,
+                           float y[][TILE]) {
+    _Alignas(64) static const int32_t zeros[ROWS][TILE] = {[0 ... ROWS - 1] = {[0 ... TILE - 1] = INT_ZERO}};
+    _Alignas(64) float products[2][ROWS][TILE];
+#define LOAD_SUM(m) wide sum##m = wide_load(y[m]);
+    EACH_ROW(LOAD_SUM)
+    for (int g = 0; g < groups; g += by_16 ? 1 : 2, w += by_16 ? 1 : 2, x += by_16 ? 1 : 2) {
+        const UnpackedGroup *next_w = by_16 ? w : w + 1;
+        const Rounded *next_x = by_16 ? x : x + 1;
+        const int two = by_16 || g + 1 < groups;
+        _tile_loadd(0, zeros, STRIDE);
+        _tile_loadd(4, w->codes, STRIDE);
+        _tile_loadd(6, x->codes, GROUP);
+        _tile_dpbssd(0, 6, 4);
+        if (two) {
+            _tile_loadd(1, zeros, STRIDE);
+            _tile_loadd(5, next_w->codes[by_16 ? 4 : 0], STRIDE);
+            _tile_loadd(7, next_x->codes[0] + (by_16 ? 16 : 0), GROUP);
+            _tile_dpbssd(1, 7, 5);
+        }
+        _tile_stored(0, products[0], STRIDE);
+        if (two) _tile_stored(1, products[1], STRIDE);
+#define ADD_MINIMUM(m) sum##m = wide_multiply_add(sum##m, minimum, wide_splat(minus_sums[m]));
+#define ADD_PRODUCT(m) sum##m = wide_multiply_add(sum##m, scaled(wide_load(product[m]), &scale), wide_splat(scales[m]));
+#define ADD_GROUP(w, x, which)                                                   \
+    {                                                                            \
+        const float *minus_sums = (x)->minus_sums, *scales = (x)->scales;        \
+        const float(*product)[TILE] = (const float(*)[TILE])products[which];     \
+        const wide minimum = (w)->minimum;                                       \
+        const Scale scale = (w)->scale[by_16 ? which : 0];                       \
+        if (has_minima) {                                                        \
+            EACH_ROW(ADD_MINIMUM)                                                \
+        }                                                                        \
+        EACH_ROW(ADD_PRODUCT)                                                    \
+    }
+        ADD_GROUP(w, x, 0)
+        if (two) ADD_GROUP(next_w, next_x, 1)
+    }
+#define STORE_SUM(m) wide_store(y[m], sum##m);
+    EACH_ROW(STORE_SUM)
+}
+
+AMX void amx_add_groups(const UnpackedGroup *panel, int groups, const Rounded *x, int64_t x_groups, int count,
+                        int by_16, int has_minima, float y[][TILE]) {
+    use_shapes(by_16 ? &HALF_GROUPS : &GROUPS);
+    for (int m = 0; m < count; m += ROWS, x += x_groups) {
+        if (by_16)
+            add_groups(panel, groups, x, 1, 0, y + m);
+        else if (has_minima)
+            add_groups(panel, groups, x, 0, 1, y + m);
+        else
+            add_groups(panel, groups, x, 0, 0, y + m);
+    }
 }
 
 #else
+#if defined(__AVX512F__)
+int have_amx_bytes(void) { return 0; }
+void amx_add_groups(const UnpackedGroup *panel, int groups, const Rounded *x, int64_t x_groups, int count, int by_16,
+                    int has_minima, float y[][TILE]) {
+    (void)panel, (void)groups, (void)x, (void)x_groups, (void)count, (void)by_16, (void)has_minima, (void)y;
+}
+#endif
 int uses_amx(const Matrix *w) { return (void)w, 0; }
-void split_row(const float *x, int columns, uint16_t *parts, int row) {
-    (void)x, (void)columns, (void)parts, (void)row;
+void end_products(void) {}
+void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int row) {
+    (void)x, (void)first, (void)columns, (void)all_columns, (void)parts, (void)row;
 }
 void amx_products(Place here, Place other, const Inputs *in, int first, int count, float y[][TILE],
                   float other_y[][TILE]) {

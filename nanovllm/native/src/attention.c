@@ -4,144 +4,182 @@
 
 #if HAVE_SIMD
 
-/* Positions of a block, and queries of one KV head, at a time; and queries whose sums are in registers: gcc has too few
- * for four. */
-enum { PART = 32, MOST_QUERIES = 24, IN_REGISTERS = 3 };
-enum { VECTORS = 16 / LANES }; /* of the 16 numbers of a head that are added up at a time */
+/* Positions of a block, and queries of one KV head, at a time. */
+enum { PART = 32, MOST_QUERIES = 24 };
+/* Queries whose sums are in registers, for VECTORS vectors of positions or of numbers of a head. */
+#if defined(__AVX512F__)
+enum { IN_REGISTERS = 6, VECTORS = 2 };
+#else
+enum { IN_REGISTERS = 3, VECTORS = 4 }; /* gcc has too few registers for four */
+#endif
 
 static float *partial_of(const Attention *a, int token, int segment, int head) {
     const int64_t index = (int64_t)(a->first_segments[token] + segment) * a->num_heads + head;
     return a->partial + index * (a->head_dim + 2);
 }
 
-/* The index in `keys`, and in `values`, of a position. */
-static int64_t index_of(const Attention *a, const int32_t *blocks, int kv_head, int position) {
-    const int64_t block = blocks[position / a->block_size];
-    return ((block * a->num_kv_heads + kv_head) * a->block_size + position % a->block_size) * a->head_dim;
+/* Positions of a block, from number `offset` of it on: their keys begin at keys + offset, a number of a head after the
+ * other, and their values at values + offset * head_dim. */
+typedef struct {
+    int64_t block; /* the index of its first number for a KV head, in `keys` and in `values` */
+    int offset;
+} Spot;
+
+static Spot spot_of(const Attention *a, const int32_t *blocks, int kv_head, int position) {
+    const int64_t block = (int64_t)blocks[position / a->block_size] * a->num_kv_heads + kv_head;
+    return (Spot){block * a->block_size * a->head_dim, position % a->block_size};
 }
 
-/* The scores of PART or fewer positions, whose keys begin at `at`, for each of `num` queries; the rest are 0. With
- * `fetches` their values are fetched from memory meanwhile. */
-INLINE void scores_of(const int num, const Attention *a, const float *const queries[], int64_t at, int count,
-                      int fetches, const int type, float scores[][PART]) {
-    const int dim = a->head_dim;
-    const f32x4 scale = splat(a->scale);
-    for (int p = 0; p < PART; p += 4) {
-        wide sum[IN_REGISTERS][4];
-        int64_t key[4];
-        for (int q = 0; q < num; q++)
-            for (int j = 0; j < 4; j++) sum[q][j] = wide_splat(0);
-        for (int j = 0; j < 4; j++) key[j] = at + (int64_t)(p + j < count ? p + j : 0) * dim;
-        for (int d = 0; p < count && d < dim; d += 16) {
-            for (int j = 0; fetches && j < 4; j++) fetch_as(a->values, key[j] + d, type);
+/* The scores of as many positions as `vectors` vectors have, for each of `num` queries. With `fetches` the values of
+ * the first `count` are fetched from memory meanwhile. */
+INLINE void scores_of(const int num, const int vectors, const Attention *a, const float *const queries[], Spot at,
+                      int count, int fetches, const int type, float scores[][PART]) {
+    const int64_t key = at.block + at.offset, value = at.block + (int64_t)at.offset * a->head_dim;
+    wide sum[IN_REGISTERS][VECTORS], keys[VECTORS];
+#pragma GCC unroll 8
+    for (int q = 0; q < num; q++)
 #pragma GCC unroll 4
-            for (int i = d; i < d + 16; i += LANES) {
-                wide keys[4];
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) keys[j] = wide_load_as(a->keys, key[j] + i, type);
-#pragma GCC unroll 4
-                for (int q = 0; q < num; q++) {
-                    const wide query = wide_load(queries[q] + i);
-#pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++) sum[q][j] = wide_multiply_add(sum[q][j], query, keys[j]);
-                }
-            }
-        }
-#pragma GCC unroll 4
-        for (int q = 0; q < num; q++)
-            store(scores[q] + p, wide_sums_of(sum[q][0], sum[q][1], sum[q][2], sum[q][3]) * scale);
+        for (int j = 0; j < vectors; j++) sum[q][j] = wide_splat(0);
+#define ADD_NUMBER(lane)                                                                                       \
+    _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                                  \
+        keys[j] = wide_load_as(a->keys, key + (int64_t)(d + lane) * a->block_size + LANES * j, type);          \
+    _Pragma("GCC unroll 8") for (int q = 0; q < num; q++)                                                      \
+        _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                              \
+            sum[q][j] = WIDE_ADD_LANE(sum[q][j], keys[j], here[q], lane);
+    for (int d = 0; d < a->head_dim; d += 4) {
+        Lanes here[IN_REGISTERS];
+        for (int i = 0; fetches && i < 4 * count; i += 16) fetch_as(a->values, value + d * count + i, type);
+#pragma GCC unroll 8
+        for (int q = 0; q < num; q++) here[q] = load_lanes(queries[q] + d);
+        ADD_NUMBER(0)
+        ADD_NUMBER(1)
+        ADD_NUMBER(2)
+        ADD_NUMBER(3)
     }
+#pragma GCC unroll 8
+    for (int q = 0; q < num; q++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) wide_store(scores[q] + LANES * j, sum[q][j] * wide_splat(a->scale));
 }
 
-/* Turn scores into weights relative to the largest score so far; what the sums so far are multiplied with. */
-INLINE float weights_of(float scores[PART], int count, float *most, float *total) {
-    for (int p = count; p < PART; p++) scores[p] = -INFINITY;
-    f32x4 largest = splat(*most), sum = splat(0);
-    for (int p = 0; p < PART; p += 4) largest = larger(largest, load(scores + p));
-    const float before = *most, now = largest_of(largest);
-    for (int p = 0; p < PART; p += 4) store(scores + p, exponential(load(scores + p) - splat(now)));
-    for (int p = count; p < PART; p++) scores[p] = 0;
-    for (int p = 0; p < PART; p += 4) sum += load(scores + p);
-    const float decay = exponential(splat(before - now))[0];
+/* Turn the scores of positions `first` to `end` - 1 into weights relative to the largest score so far, and the others
+ * into 0; what the sums so far are multiplied with. */
+INLINE float weights_of(float scores[PART], int first, int end, float *most, float *total) {
+    for (int p = 0; p < first; p++) scores[p] = -INFINITY;
+    for (int p = end; p < PART; p++) scores[p] = -INFINITY;
+    wide largest = wide_splat(*most), sum = wide_splat(0);
+    for (int p = 0; p < PART; p += LANES) largest = wide_larger(largest, wide_load(scores + p));
+    const float before = *most, now = wide_largest_of(largest);
+    for (int p = 0; p < PART; p += LANES) wide_store(scores + p, exponential(wide_load(scores + p) - wide_splat(now)));
+    for (int p = 0; p < first; p++) scores[p] = 0;
+    for (int p = end; p < PART; p++) scores[p] = 0;
+    for (int p = 0; p < PART; p += LANES) sum += wide_load(scores + p);
+    const float decay = exponential(wide_splat(before - now))[0];
     *most = now;
-    *total = *total * decay + sum_of(sum);
+    *total = *total * decay + wide_sum_of(sum);
     return decay;
 }
 
-/* Multiply the weighted values of `num` queries so far with `decay` and add those of `count` positions from index `at`
- * on. With `fetches` the keys from index `next` on are fetched from memory meanwhile. */
-INLINE void add_values(const int num, const Attention *a, float *const states[], const float decay[], int64_t at,
-                       int64_t next, int count, int fetches, const int type, float weights[][PART]) {
-    const int dim = a->head_dim;
+/* Multiply `vectors` vectors of the weighted values of `num` queries so far, from number d of a head on, with `decay`
+ * and add those of positions p to `end` - 1. With `fetches` the same numbers of the next keys are fetched from memory
+ * meanwhile. */
+INLINE void add_values(const int num, const int vectors, const Attention *a, float *const states[], const float decay[],
+                       int d, Spot at, Spot next, int p, int end, int fetches, const int type, float weights[][PART]) {
+    const int64_t value = at.block + (int64_t)at.offset * a->head_dim + d;
+    wide sum[IN_REGISTERS][VECTORS];
 #define ADD_SPLAT(sum, a, x, index) wide_multiply_add(sum, a, wide_splat((x)[index]))
 #define ADD_POSITION(position, add, weight, index)                                                             \
     {                                                                                                          \
         wide values[VECTORS];                                                                                  \
-        if (fetches) fetch_as(a->keys, next + (int64_t)(position) * dim + d, type);                            \
-        _Pragma("GCC unroll 4") for (int j = 0; j < VECTORS; j++)                                              \
-            values[j] = wide_load_as(a->values, at + (int64_t)(position) * dim + d + LANES * j, type);         \
-        _Pragma("GCC unroll 4") for (int q = 0; q < num; q++)                                                  \
-            _Pragma("GCC unroll 4") for (int j = 0; j < VECTORS; j++)                                          \
+        _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                              \
+            values[j] = wide_load_as(a->values, value + (position) * a->head_dim + LANES * j, type);           \
+        _Pragma("GCC unroll 8") for (int q = 0; q < num; q++)                                                  \
+            _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                          \
                 sum[q][j] = add(sum[q][j], values[j], weight, index);                                          \
     }
-    for (int d = 0; d < dim; d += 16) {
-        wide sum[IN_REGISTERS][VECTORS];
-        int p = 0;
+    for (int i = 0; fetches && i < LANES * vectors; i++)
+        for (int k = 0; k < PART; k += 16)
+            fetch_as(a->keys, next.block + next.offset + (d + i) * a->block_size + k, type);
+#pragma GCC unroll 8
+    for (int q = 0; q < num; q++)
 #pragma GCC unroll 4
-        for (int q = 0; q < num; q++)
-#pragma GCC unroll 4
-            for (int j = 0; j < VECTORS; j++)
-                sum[q][j] = wide_load(states[q] + d + LANES * j) * wide_splat(decay[q]);
-        for (; p + 4 <= count; p += 4) {
-            Lanes here[IN_REGISTERS];
-#pragma GCC unroll 4
-            for (int q = 0; q < num; q++) here[q] = load_lanes(weights[q] + p);
-            ADD_POSITION(p, WIDE_ADD_LANE, here[q], 0)
-            ADD_POSITION(p + 1, WIDE_ADD_LANE, here[q], 1)
-            ADD_POSITION(p + 2, WIDE_ADD_LANE, here[q], 2)
-            ADD_POSITION(p + 3, WIDE_ADD_LANE, here[q], 3)
-        }
-        for (; p < count; p++) ADD_POSITION(p, ADD_SPLAT, weights[q], p)
-#pragma GCC unroll 4
-        for (int q = 0; q < num; q++)
-#pragma GCC unroll 4
-            for (int j = 0; j < VECTORS; j++) wide_store(states[q] + d + LANES * j, sum[q][j]);
+        for (int j = 0; j < vectors; j++)
+            sum[q][j] = wide_load(states[q] + d + LANES * j) * wide_splat(decay[q]);
+    for (; p + 4 <= end; p += 4) {
+        Lanes here[IN_REGISTERS];
+#pragma GCC unroll 8
+        for (int q = 0; q < num; q++) here[q] = load_lanes(weights[q] + p);
+        ADD_POSITION(p, WIDE_ADD_LANE, here[q], 0)
+        ADD_POSITION(p + 1, WIDE_ADD_LANE, here[q], 1)
+        ADD_POSITION(p + 2, WIDE_ADD_LANE, here[q], 2)
+        ADD_POSITION(p + 3, WIDE_ADD_LANE, here[q], 3)
     }
+    for (; p < end; p++) ADD_POSITION(p, ADD_SPLAT, weights[q], p)
+#pragma GCC unroll 8
+    for (int q = 0; q < num; q++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) wide_store(states[q] + d + LANES * j, sum[q][j]);
 }
 
-/* Call a function whose first argument, the number of queries, is a constant. */
-#define BY_QUERIES(num, function, ...)               \
-    switch (num) {                                   \
-        case 1: function(1, __VA_ARGS__); break;     \
-        case 2: function(2, __VA_ARGS__); break;     \
-        default: function(3, __VA_ARGS__);           \
+/* Call a function whose first two arguments, the numbers of queries and of vectors, are constants: VECTORS, or with
+ * !is_whole as many as 16 numbers have. */
+#if defined(__AVX512F__)
+#define BY_QUERIES(num, vectors, function, ...)           \
+    switch (num) {                                        \
+        case 1: function(1, vectors, __VA_ARGS__); break; \
+        case 2: function(2, vectors, __VA_ARGS__); break; \
+        case 3: function(3, vectors, __VA_ARGS__); break; \
+        case 4: function(4, vectors, __VA_ARGS__); break; \
+        case 5: function(5, vectors, __VA_ARGS__); break; \
+        default: function(6, vectors, __VA_ARGS__);       \
     }
+#define BY_SIZE(is_whole, num, function, ...)                  \
+    if (is_whole) BY_QUERIES(num, VECTORS, function, __VA_ARGS__) \
+    else BY_QUERIES(num, 1, function, __VA_ARGS__)
+#else
+#define BY_SIZE(is_whole, num, function, ...)              \
+    switch (num) {                                         \
+        case 1: function(1, VECTORS, __VA_ARGS__); break;  \
+        case 2: function(2, VECTORS, __VA_ARGS__); break;  \
+        default: function(3, VECTORS, __VA_ARGS__);        \
+    }
+#endif
 
-/* How many of the queries that are left have their sums in registers next: four are two and two. */
-static int next_queries(int left) { return left == 4 ? 2 : left < IN_REGISTERS ? left : IN_REGISTERS; }
+/* How many of the queries that are left have their sums in registers next. */
+static int next_queries(int left) {
+    return left <= IN_REGISTERS ? left : left < 2 * IN_REGISTERS ? (left + 1) / 2 : IN_REGISTERS;
+}
 
-/* Add positions, at most PART in one block, to the weighted values, largest scores and sums of queries. A query attends
- * to the positions before its `end`; it has weights of 0 for those after it. */
+/* Add positions `first` to `count` - 1 of those from `at` on, at most PART in one block, to the weighted values, the
+ * largest scores and the sums of queries. A query attends to the positions before its `end`; others have weights of 0. */
 INLINE void add_part(const Attention *a, int num, const float *const queries[], float *const states[],
-                     const int ends[], int position, int64_t at, int64_t next, int count, const int type) {
+                     const int ends[], Spot at, Spot next, int first, int count, const int type) {
+    enum { WIDTH = VECTORS * LANES };
     float weights[MOST_QUERIES][PART], decay[MOST_QUERIES];
     for (int q = 0, here; q < num; q += here) {
         here = next_queries(num - q);
-        BY_QUERIES(here, scores_of, a, queries + q, at, count, q == 0, type, weights + q)
+        for (int p = 0; p < count; p += WIDTH) {
+            const int own = count - p < WIDTH ? count - p : WIDTH;
+            const Spot part = {at.block, at.offset + p};
+            float(*scores)[PART] = (float(*)[PART])(weights[q] + p);
+            BY_SIZE(own > WIDTH - 16, here, scores_of, a, queries + q, part, own, q == 0, type, scores)
+        }
     }
     for (int q = 0; q < num; q++) {
-        const int own = ends[q] - position < count ? ends[q] - position : count;
-        decay[q] = weights_of(weights[q], own, states[q] + a->head_dim, states[q] + a->head_dim + 1);
+        const int end = ends[q] < count ? ends[q] : count;
+        decay[q] = weights_of(weights[q], first, end, states[q] + a->head_dim, states[q] + a->head_dim + 1);
     }
     for (int q = 0, here; q < num; q += here) {
         here = next_queries(num - q);
-        BY_QUERIES(here, add_values, a, states + q, decay + q, at, next, count, q == 0, type, weights + q)
+        for (int d = 0; d < a->head_dim; d += WIDTH)
+            BY_SIZE(a->head_dim - d >= WIDTH, here, add_values, a, states + q, decay + q, d, at, next, first, count,
+                    q == 0, type, weights + q)
     }
 }
 
 /* The same for the queries of tokens for one KV head. */
 static void add_positions(const Attention *a, int token, int num_tokens, int kv_head, int segment, int position,
-                          int64_t at, int64_t next, int count) {
+                          Spot at, Spot next, int first_position, int count) {
     const int heads = a->num_heads / a->num_kv_heads;
     for (int first = 0; first < num_tokens * heads; first += MOST_QUERIES) {
         const int left = num_tokens * heads - first, num = left < MOST_QUERIES ? left : MOST_QUERIES;
@@ -152,12 +190,12 @@ static void add_positions(const Attention *a, int token, int num_tokens, int kv_
             const int own = token + (first + q) / heads, head = kv_head * heads + (first + q) % heads;
             queries[q] = a->queries + own * a->query_stride + (int64_t)head * a->head_dim;
             states[q] = partial_of(a, own, segment, head);
-            ends[q] = a->positions[own] + 1;
+            ends[q] = a->positions[own] + 1 - position;
         }
         switch (a->type) {
-            case FLOAT32: add_part(a, num, queries, states, ends, position, at, next, count, FLOAT32); break;
-            case BFLOAT16: add_part(a, num, queries, states, ends, position, at, next, count, BFLOAT16); break;
-            default: add_part(a, num, queries, states, ends, position, at, next, count, FLOAT16);
+            case FLOAT32: add_part(a, num, queries, states, ends, at, next, first_position, count, FLOAT32); break;
+            case BFLOAT16: add_part(a, num, queries, states, ends, at, next, first_position, count, BFLOAT16); break;
+            default: add_part(a, num, queries, states, ends, at, next, first_position, count, FLOAT16);
         }
     }
 }
@@ -183,14 +221,14 @@ void attend_segment(const Attention *a, int token, int num_tokens, int kv_head, 
         state[dim + 1] = 0;
     }
     const int next_head = (kv_head + 1) % a->num_kv_heads; /* of this segment, which the same thread often has next */
-    for (int position = begin, count; position < end; position += count) {
+    for (int position = begin / 16 * 16, count; position < end; position += count) { /* whole vectors of keys */
         count = PART - position % PART;
         if (count > size - position % size) count = size - position % size;
         if (count > end - position) count = end - position;
-        const int after = position + count;
-        const int64_t at = index_of(a, blocks, kv_head, position);
-        const int64_t next = index_of(a, blocks, after < end ? kv_head : next_head, after < end ? after : begin);
-        add_positions(a, token, num_tokens, kv_head, segment, position, at, next, count);
+        const int after = position + count, skipped = begin > position ? begin - position : 0;
+        const Spot at = spot_of(a, blocks, kv_head, position);
+        const Spot next = spot_of(a, blocks, after < end ? kv_head : next_head, after < end ? after : begin / 16 * 16);
+        add_positions(a, token, num_tokens, kv_head, segment, position, at, next, skipped, count);
     }
 }
 
@@ -202,13 +240,13 @@ void attend_merge(const Attention *a, int token, float *out) {
         memset(out, 0, (size_t)dim * sizeof(float));
         for (int s = 0; s < segments; s++) {
             const float *state = partial_of(a, token, s, head);
-            const float weight = exponential(splat(state[dim] - most))[0];
+            const float weight = exponential(wide_splat(state[dim] - most))[0];
             total = fmaf(state[dim + 1], weight, total);
-            for (int d = 0; d < dim; d += 4)
-                store(out + d, multiply_add(load(out + d), load(state + d), splat(weight)));
+            for (int d = 0; d < dim; d += LANES)
+                wide_store(out + d, wide_multiply_add(wide_load(out + d), wide_load(state + d), wide_splat(weight)));
         }
-        const f32x4 inverse = splat(1.0f / total);
-        for (int d = 0; d < dim; d += 4) store(out + d, load(out + d) * inverse);
+        const wide inverse = wide_splat(1.0f / total);
+        for (int d = 0; d < dim; d += LANES) wide_store(out + d, wide_load(out + d) * inverse);
     }
 }
 

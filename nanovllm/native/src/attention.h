@@ -14,7 +14,8 @@ typedef struct {
     float scale;
     const float *queries;           /* [token][head][head_dim] */
     int64_t query_stride;           /* floats from one token to the next */
-    const void *keys, *values;      /* [block][kv_head][position in the block][head_dim] */
+    const void *keys;               /* [block][kv_head][head_dim][position in the block] */
+    const void *values;             /* [block][kv_head][position in the block][head_dim] */
     int type;                       /* of the numbers in keys and values: see floats.h */
     const int32_t *positions;       /* [token] */
     const int32_t *const *tables;   /* [token]: the blocks of its sequence */

@@ -38,4 +38,15 @@ INLINE void store_as(void *numbers, int64_t index, f32x4 x, const int type) {
         store_halves((uint16_t *)numbers + index, x);
     }
 }
+
+/* The same for numbers that are `stride` apart. */
+INLINE void store_apart(void *numbers, int64_t index, int64_t stride, f32x4 x, const int type) {
+    if (type == FLOAT32) {
+        for (int i = 0; i < 4; i++) ((float *)numbers)[index + i * stride] = x[i];
+    } else {
+        uint16_t halves[4];
+        store_as(halves, 0, x, type);
+        for (int i = 0; i < 4; i++) ((uint16_t *)numbers)[index + i * stride] = halves[i];
+    }
+}
 #endif

@@ -1,29 +1,19 @@
-/* Products with weights of 4 or 8 bits that have a scale per group of columns, and rows of x rounded to int8. */
-#include "products.h"
+/* Products with packed weights and vectors of 128 bits: 4 rows of W at a time. */
+#include "packed.h"
 
-#if HAVE_SIMD
+#if HAVE_SIMD && !defined(__AVX512F__)
 
-enum { PANEL_GROUPS = 48 }; /* groups of a quad that are unpacked at a time, for the L1 cache */
+enum { PANEL_GROUPS = 48 }; /* groups of a strip that are unpacked at a time, for the L1 cache */
 
 /* What a sum of products of codes starts with: a float whose low bits hold the sum, an integer below 2^22. */
 static const f32x4 INT_ZERO = {12582912.0f, 12582912.0f, 12582912.0f, 12582912.0f}; /* 1.5 * 2^23 */
 
-/* A group of columns of a quad, unpacked. */
+/* A group of columns of a strip, unpacked. */
 typedef struct {
     s8x16 part[8];                       /* columns 4 i to 4 i + 3 of the four rows */
     f32x4 scale, minimum, minus_zero;    /* minus_zero: -INT_ZERO * scale */
     f32x4 first_scale, first_minus_zero; /* INT8_BY_16: of the first 16 columns, and `scale` is of the others */
 } Group;
-
-/* Where the next group of a quad is. */
-typedef struct {
-    const uint8_t *codes;
-    int64_t at; /* the index of its scale */
-    int left;   /* groups with this scale */
-} Reader;
-
-INLINE int code_bytes(int type) { return type == INT4 ? 64 : 128; }
-INLINE int scale_step(int type) { return type == INT8_BY_16 ? 2 * QUAD : QUAD; }
 
 /* Without the last two bits of a float32, so that the product with INT_ZERO is exact. */
 INLINE f32x4 load_scales(const void *scales, int64_t index, int half_scales) {
@@ -31,34 +21,24 @@ INLINE f32x4 load_scales(const void *scales, int64_t index, int half_scales) {
     return (f32x4)((u32x4)load((const float *)scales + index) & ~3u);
 }
 
-INLINE Reader reader_of(const Matrix *w, int quad, const int type) {
-    const int groups = w->columns / GROUP;
-    return (Reader){
-        .codes = (const uint8_t *)w->data + (int64_t)quad * groups * code_bytes(type),
-        .at = (int64_t)quad * (groups / w->groups_per_scale) * scale_step(type),
-        .left = w->groups_per_scale,
-    };
-}
-
-/* Unpack the next group, and begin to fetch the same group of the next quad from memory. */
+/* Unpack the next group, and begin to fetch the same group of the next strip from memory. */
 INLINE void read_group(Reader *reader, const Matrix *w, const int type, const int has_minima, const int half_scales,
                        Group *group) {
-    const int64_t quad_bytes = (int64_t)(w->columns / GROUP) * code_bytes(type);
-    for (int i = 0; i < code_bytes(type); i += 64) __builtin_prefetch(reader->codes + quad_bytes + i);
-    for (int i = 0; i < code_bytes(type) / 16; i++) {
+    const int64_t strip_bytes = (int64_t)(w->columns / GROUP) * group_bytes(type);
+    for (int i = 0; i < group_bytes(type); i += 64) __builtin_prefetch(reader->codes + strip_bytes + i);
+    for (int i = 0; i < group_bytes(type) / 16; i++) {
         const s8x16 bytes = load_bytes(reader->codes + 16 * i);
         group->part[i] = type == INT4 ? bytes & 15 : bytes;
         if (type == INT4) group->part[i + 4] = (s8x16)((u8x16)bytes >> 4);
     }
-    group->scale = load_scales(w->scales, reader->at + (type == INT8_BY_16 ? QUAD : 0), half_scales);
+    group->scale = load_scales(w->scales, reader->at + (type == INT8_BY_16 ? STRIP : 0), half_scales);
     group->minus_zero = -INT_ZERO * group->scale;
     if (type == INT8_BY_16) {
         group->first_scale = load_scales(w->scales, reader->at, half_scales);
         group->first_minus_zero = -INT_ZERO * group->first_scale;
     }
     if (has_minima) group->minimum = load_scales(w->minima, reader->at, half_scales);
-    reader->codes += code_bytes(type);
-    if (--reader->left == 0) reader->left = w->groups_per_scale, reader->at += scale_step(type);
+    go_on(reader, w, type);
 }
 
 /* Add the products of a group with the first `count` rows of a block of x. */
@@ -92,10 +72,10 @@ INLINE void add_group(const int count, const Group *w, const Rounded *x, const i
 #undef ADD_ROW
 }
 
-/* The products of a quad with at most BLOCK rows of x: each group is unpacked into registers. */
-INLINE void direct_product(const int count, const Matrix *w, const Rounded *x, int quad, const int type,
+/* The products of a strip with at most BLOCK rows of x: each group is unpacked into registers. */
+INLINE void direct_product(const int count, const Matrix *w, const Rounded *x, int strip, const int type,
                            const int has_minima, const int half_scales, float y[][TILE]) {
-    Reader reader = reader_of(w, quad, type);
+    Reader reader = reader_of(w, strip, type);
     f32x4 sum[BLOCK] = {splat(0), splat(0), splat(0), splat(0)};
     for (int g = 0; g < w->columns / GROUP; g++) {
         Group group;
@@ -178,17 +158,17 @@ static void add_panel(const Group *panel, const Rounded *x, int groups, int coun
         BY_COUNT(count, panel_product, panel, x, groups, INT8, 0, y)
 }
 
-/* The products of a quad with any number of rows: some groups at a time are unpacked into memory. */
-INLINE void quad_product(const Matrix *w, const Inputs *in, int quad, int first, int count, const int type,
-                         const int has_minima, const int half_scales, float y[][TILE]) {
+/* The products of a strip with any number of rows: some groups at a time are unpacked into memory. */
+INLINE void strip_product(const Matrix *w, int strip, const Inputs *in, int first, int count, float y[][TILE],
+                          const int type, const int has_minima, const int half_scales) {
     const int groups = w->columns / GROUP;
     const Rounded *x = in->rounded + (int64_t)(first / BLOCK) * groups;
     if (count <= BLOCK) {
-        BY_COUNT(count, direct_product, w, x, quad, type, has_minima, half_scales, y)
+        BY_COUNT(count, direct_product, w, x, strip, type, has_minima, half_scales, y)
         return;
     }
     Group panel[PANEL_GROUPS];
-    Reader reader = reader_of(w, quad, type);
+    Reader reader = reader_of(w, strip, type);
     for (int m = 0; m < count; m++) store(y[m], splat(0));
     for (int g = 0, here; g < groups; g += here) {
         here = groups - g < PANEL_GROUPS ? groups - g : PANEL_GROUPS;
@@ -198,22 +178,11 @@ INLINE void quad_product(const Matrix *w, const Inputs *in, int quad, int first,
     }
 }
 
-/* Compiled for each type, with and without minima, and for both types of scales. */
-#define BY_SCALES(type)                                                                       \
-    if (w->minima && w->half_scales) quad_product(w, in, quad, first, count, type, 1, 1, out); \
-    else if (w->minima) quad_product(w, in, quad, first, count, type, 1, 0, out);              \
-    else if (w->half_scales) quad_product(w, in, quad, first, count, type, 0, 1, out);         \
-    else quad_product(w, in, quad, first, count, type, 0, 0, out);
-
 void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]) {
-    for (int i = 0; i < TILE / QUAD && (tile * TILE + i * QUAD) < w->rows; i++) {
-        const int quad = tile * (TILE / QUAD) + i;
-        float(*out)[TILE] = (float(*)[TILE])(y[0] + i * QUAD);
-        switch (w->type) {
-            case INT4: BY_SCALES(INT4) break;
-            case INT8: BY_SCALES(INT8) break;
-            default: quad_product(w, in, quad, first, count, INT8_BY_16, 0, 0, out); /* of Q6_K alone */
-        }
+    for (int i = 0; i < TILE / STRIP && (tile * TILE + i * STRIP) < w->rows; i++) {
+        const int strip = tile * (TILE / STRIP) + i;
+        float(*out)[TILE] = (float(*)[TILE])(y[0] + i * STRIP);
+        BY_KIND(strip_product, w, strip, in, first, count, out)
     }
 }
 
@@ -233,80 +202,6 @@ void round_row(const float *x, int columns, Rounded *rounded, int row) {
         rounded->scales[row] = size / 127.0f;
         rounded->minus_sums[row] = -rounded->scales[row] * (float)(total[0] + total[1] + total[2] + total[3]);
     }
-}
-
-static float scale_at(const Matrix *w, const void *scales, int64_t index) {
-    return load_scales(scales, index - index % QUAD, w->half_scales)[index % QUAD];
-}
-
-void packed_row(const Matrix *w, int row, float *out) {
-    const int groups = w->columns / GROUP, lane = row % QUAD;
-    const int size = (w->type == INT8_BY_16 ? 16 : GROUP) * w->groups_per_scale; /* columns that share a scale */
-    const uint8_t *quad = (const uint8_t *)w->data + (int64_t)(row / QUAD) * groups * code_bytes(w->type);
-    for (int c = 0; c < w->columns; c++) {
-        const int i = c % GROUP;
-        float code;
-        if (w->type == INT4) {
-            uint8_t both = quad[(c / GROUP) * 64 + i % 16 / 4 * 16 + lane * 4 + i % 4];
-            code = i < 16 ? both & 15 : both >> 4;
-        } else {
-            code = (int8_t)quad[(c / GROUP) * 128 + i / 4 * 16 + lane * 4 + i % 4];
-        }
-        const int64_t at = ((int64_t)(row / QUAD) * (w->columns / size) + c / size) * QUAD + lane;
-        out[c] = code * scale_at(w, w->scales, at) - (w->minima ? scale_at(w, w->minima, at) : 0.0f);
-    }
-}
-
-/* A group of a row: 4 bytes for each 4 columns, or with 4 bits 4 bytes for 4 columns and those 16 columns later. */
-static void pack_group(const uint8_t *from, int bits, uint8_t *to) {
-    uint8_t halves[16];
-    for (int i = 0; bits == 4 && i < 8; i++) { /* byte i has columns 2 i and 2 i + 1 */
-        halves[2 * i] = (uint8_t)((from[i] & 15) | from[i + 8] << 4);
-        halves[2 * i + 1] = (uint8_t)(from[i] >> 4 | (from[i + 8] & 0xF0));
-    }
-    const uint8_t *bytes = bits == 4 ? halves : from;
-    for (int i = 0; i < GROUP * bits / 8; i += 4) memcpy(to + i * QUAD, bytes + i, 4);
-}
-
-void pack_codes(const uint8_t *codes, int rows, int columns, int bits, uint8_t *out) {
-    const int64_t row_bytes = (int64_t)columns * bits / 8, group_bytes = GROUP * bits / 8;
-    memset(out + rows / QUAD * QUAD * row_bytes, 0, rows % QUAD ? (size_t)(QUAD * row_bytes) : 0);
-    for (int row = 0; row < rows; row++) {
-        const uint8_t *from = codes + row * row_bytes;
-        uint8_t *quad = out + row / QUAD * QUAD * row_bytes + row % QUAD * 4;
-        for (int64_t at = 0; at < row_bytes; at += group_bytes) pack_group(from + at, bits, quad + at * QUAD);
-    }
-}
-
-static int is_finite_half(uint16_t half) { return (half & 0x7C00) != 0x7C00; }
-
-int pack_blocks(const uint8_t *blocks, int rows, int columns, int bits, uint8_t *codes, uint16_t *scales,
-                uint16_t *minima) {
-    const int groups = columns / GROUP, code_bytes = GROUP * bits / 8;
-    int all_finite = 1;
-    if (rows % QUAD) {
-        const int64_t last = (int64_t)(rows / QUAD) * groups * QUAD;
-        memset(codes + last * code_bytes, 0, (size_t)(groups * QUAD * code_bytes));
-        memset(scales + last, 0, (size_t)(groups * QUAD) * sizeof *scales);
-        if (minima) memset(minima + last, 0, (size_t)(groups * QUAD) * sizeof *minima);
-    }
-    for (int row = 0; row < rows; row++) {
-        int64_t at = (int64_t)(row / QUAD) * groups * QUAD + row % QUAD; /* the scale of the row's first group */
-        uint8_t *to = codes + (int64_t)(row / QUAD) * groups * QUAD * code_bytes + row % QUAD * 4;
-        for (int g = 0; g < groups; g++, at += QUAD, to += QUAD * code_bytes, blocks += code_bytes) {
-            memcpy(scales + at, blocks, 2);
-            all_finite &= is_finite_half(scales[at]);
-            blocks += 2;
-            if (minima) {
-                memcpy(minima + at, blocks, 2);
-                all_finite &= is_finite_half(minima[at]);
-                minima[at] ^= 0x8000; /* what the file adds, a minimum subtracts */
-                blocks += 2;
-            }
-            for (int i = 0; i < code_bytes; i += 4) memcpy(to + i * QUAD, blocks + i, 4);
-        }
-    }
-    return all_finite;
 }
 
 #endif

@@ -4,7 +4,7 @@
 #include "floats.h"
 
 enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
-enum { GROUP = 32, QUAD = 4 };                 /* packed: columns that share a scale of x; rows of W in one vector */
+enum { GROUP = 32, STRIP = LANES };            /* packed: columns that share a scale of x; rows of W in one vector */
 enum { TILE = 16, BLOCK = 4, MOST_ROWS = 64 }; /* rows of W of a product, and of x: with sums in registers, at most */
 enum { PARTS = 3 };                            /* numbers of bfloat16 whose sum is one of x, for AMX */
 enum { PANEL = 192 };                          /* columns of a tile that are widened at a time, for the L1 cache */
@@ -13,21 +13,24 @@ typedef struct {
     int32_t type, rows, columns;
     int32_t half_scales;      /* whether scales and minima are float16, else float32 */
     int32_t groups_per_scale; /* groups of GROUP columns that share a scale, and a minimum */
-    const void *data;     /* dense: in tiles of 16 rows, see pack_dense. Packed: in quads of 4 rows, see pack_codes */
-    const void *scales;   /* packed: [quad][scale of a row][row of the quad]; INT8_BY_16 has two scales per group */
+    const void *data;     /* dense: in tiles of 16 rows, see pack_dense. Packed: in strips, see pack_codes */
+    const void *scales;   /* packed: [strip][scale of a row][row of the strip]; INT8_BY_16 has two scales per group */
     const void *minima;   /* w = q * scale - minimum; NULL = none */
     const float *bias;    /* NULL = none */
 } Matrix;
 
-/* A group of columns of a block of rows of x: x = code * scale. */
+/* A group of columns of LANES rows of x: x = code * scale. */
 typedef struct {
-    int8_t codes[BLOCK][GROUP];
-    float scales[BLOCK], minus_sums[BLOCK]; /* minus_sums: of code * scale, times -1 */
+    int8_t codes[LANES][GROUP];
+    float scales[LANES], minus_sums[LANES]; /* minus_sums: of code * scale, times -1 */
+#if defined(__AVX512F__)
+    int32_t zeros[2][LANES]; /* INT_ZERO minus 128 times the sum of the codes, and of the last 16 codes */
+#endif
 } Rounded;
 
 typedef struct {
     const float *x;         /* [rows][columns] */
-    const Rounded *rounded; /* [rows / BLOCK][columns / GROUP], for packed matrices */
+    const Rounded *rounded; /* [rows / LANES][columns / GROUP], for packed matrices */
     const uint16_t *parts;  /* [rows / 16][columns / 32][PARTS][16][32] in bfloat16, for AMX */
     int rows, columns;
 } Inputs;
@@ -45,23 +48,26 @@ typedef struct {
     const void *held; /* what numbers[current] were; NULL = nothing */
 } Panels;
 
-/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of MOST_ROWS, into y[row][output],
- * and those of `other`, unless its matrix is NULL, into other_y; what is past the last row of W is undefined. The order of
- * additions depends on neither `count` nor `other`. The caller of several products says which is next, and hands on
- * `panels`, which hold nothing at first. */
+/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of MOST_ROWS, into
+ * y[row][output], and those of `other`, unless its matrix is NULL, into other_y; both have MOST_ROWS rows, and what is
+ * past the last row of x or W is undefined. The order of additions depends on neither `count` nor `other`. Who calls for
+ * several products says which is next, hands on `panels`, which hold nothing at first, and calls end_products after the
+ * last. */
 void product_tiles(Place here, Place other, Place next, const Inputs *in, int first, int count, Panels *panels,
                    float y[][TILE], float other_y[][TILE]);
+void end_products(void);
 void dense_product(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]);
 void amx_products(Place here, Place other, const Inputs *in, int first, int count, float y[][TILE],
                   float other_y[][TILE]);
 void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
 
-/* Round row `row` of a block of x. */
+/* Round a row of x, the `row`th of LANES that are together. */
 void round_row(const float *x, int columns, Rounded *rounded, int row);
 
-/* Whether products with a matrix run on the matrix unit of x86, and row `row` of x in parts for it. */
+/* Whether products with a matrix run on the matrix unit of x86. */
 int uses_amx(const Matrix *w);
-void split_row(const float *x, int columns, uint16_t *parts, int row);
+/* Split columns of row `row` of x, from column `first` on, a multiple of 32, into parts for it. */
+void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int row);
 
 /* Row `row` of W in float32. */
 void matrix_row(const Matrix *w, int row, float *out);
@@ -73,8 +79,8 @@ void packed_row(const Matrix *w, int row, float *out);
 void pack_dense(const void *weight, int rows, int columns, int type, void *out);
 
 /* Codes of a weight, [rows][columns] int8 or [rows][columns / 2] with the even column in the low half of a byte, in
- * quads of 4 rows: [quad][group of 32 columns][4 columns][row of the quad][column]. With 4 bits, columns 0 to 15 of a
- * group are the low halves of the bytes that hold columns 16 to 31. Missing rows of the last quad are 0. */
+ * strips of STRIP rows: [strip][group of 32 columns][4 columns][row of the strip][column]. With 4 bits, columns 0 to 15
+ * of a group are the low halves of the bytes that hold columns 16 to 31. Rows after the last are not written. */
 void pack_codes(const uint8_t *codes, int rows, int columns, int bits, uint8_t *out);
 
 /* The same from blocks of a GGUF file, [rows][columns / GROUP], that have the codes in this order after one float16

@@ -29,10 +29,6 @@ INLINE f32x4 load_bfloat16(const uint16_t *p) { /* zeros between the numbers: a 
     return (f32x4)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(p), vdup_n_u16(0)));
 }
 INLINE void store_halves(uint16_t *p, f32x4 x) { vst1_f16((__fp16 *)p, vcvt_f16_f32((float32x4_t)x)); }
-/* The sums of four vectors. */
-INLINE f32x4 sums_of(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
-    return (f32x4)vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d));
-}
 /* sum[i] += the products of w[4 i .. 4 i + 3] and x[4 lane .. 4 lane + 3] */
 #define DOT_LANE(sum, w, x, lane) ((s32x4)vdotq_laneq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x), lane))
 /* Four numbers that are used one by one: in a register, from where gcc would not take them by itself. */
@@ -67,9 +63,6 @@ INLINE f32x4 load_bfloat16(const uint16_t *p) {
 INLINE void store_halves(uint16_t *p, f32x4 x) {
     _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT));
 }
-INLINE f32x4 sums_of(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
-    return (f32x4)_mm_hadd_ps(_mm_hadd_ps((__m128)a, (__m128)b), _mm_hadd_ps((__m128)c, (__m128)d));
-}
 INLINE s32x4 dot_bytes(s32x4 sum, s8x16 w, __m128i x) {
     /* the instructions multiply unsigned with signed bytes: the sign of w goes to x */
     __m128i size = _mm_abs_epi8((__m128i)w), other = _mm_sign_epi8(x, (__m128i)w);
@@ -100,8 +93,12 @@ INLINE void store_bfloat16(uint16_t *p, f32x4 x) {
     for (int i = 0; i < 4; i++) p[i] = (uint16_t)kept[i];
 }
 
+INLINE float sum_of(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+
 #if defined(__AVX512F__)
 typedef float wide __attribute__((vector_size(64)));
+typedef int32_t swide __attribute__((vector_size(64)));
+typedef uint32_t uwide __attribute__((vector_size(64)));
 enum { LANES = 16 };
 INLINE wide wide_load(const float *p) { return (wide)_mm512_loadu_ps(p); }
 INLINE void wide_store(float *p, wide v) { _mm512_storeu_ps(p, (__m512)v); }
@@ -115,18 +112,15 @@ INLINE wide wide_load_bfloat16(const uint16_t *p) {
 INLINE wide wide_multiply_add(wide sum, wide a, wide b) {
     return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
 }
+INLINE wide wide_larger(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE float wide_largest_of(wide a) { return _mm512_reduce_max_ps((__m512)a); }
+INLINE wide wide_absolute(wide a) { return (wide)_mm512_abs_ps((__m512)a); }
+INLINE float wide_sum_of(wide a) { return _mm512_reduce_add_ps((__m512)a); }
 #define WIDE_ADD_LANE(sum, a, x, lane) wide_multiply_add(sum, a, wide_splat((x)[lane]))
-INLINE f32x4 wide_sums_of(wide a, wide b, wide c, wide d) {
-    /* lanes of a and b, and of c and d, in turn; then every 4 lanes are parts of the four sums */
-    const __m512 ab = _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
-    const __m512 cd = _mm512_unpacklo_ps((__m512)c, (__m512)d) + _mm512_unpackhi_ps((__m512)c, (__m512)d);
-    const __m512 all = (__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd) +
-                       (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
-    return (f32x4)((_mm512_extractf32x4_ps(all, 0) + _mm512_extractf32x4_ps(all, 1)) +
-                   (_mm512_extractf32x4_ps(all, 2) + _mm512_extractf32x4_ps(all, 3)));
-}
 #else
 typedef f32x4 wide;
+typedef s32x4 swide;
+typedef u32x4 uwide;
 enum { LANES = 4 };
 #define wide_load load
 #define wide_store store
@@ -134,26 +128,27 @@ enum { LANES = 4 };
 #define wide_load_halves load_halves
 #define wide_load_bfloat16 load_bfloat16
 #define wide_multiply_add multiply_add
-#define wide_sums_of sums_of
+#define wide_larger larger
+#define wide_largest_of largest_of
+#define wide_absolute absolute
+#define wide_sum_of sum_of
 #define WIDE_ADD_LANE ADD_LANE
 #endif
 
-INLINE float sum_of(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
-
 /* e^x for x <= 0, or x >= 0 below 88, to 2 ulp: 2^n times a polynomial (Taylor) on [-ln 2 / 2, ln 2 / 2] */
-INLINE f32x4 exponential(f32x4 x) {
-    x = larger(x, splat(-87.0f));
-    const f32x4 shift = splat(12582912.0f); /* 1.5 * 2^23: a sum with it is an integer, in its lowest bits */
-    const f32x4 sum = multiply_add(shift, x, splat(1.44269504f)), whole = sum - shift;
-    f32x4 r = multiply_add(x, whole, splat(-0.693359375f)); /* ln 2 in two parts */
-    r = multiply_add(r, whole, splat(2.12194440e-4f));
-    f32x4 p = splat(1.0f / 720);
-    p = multiply_add(splat(1.0f / 120), p, r);
-    p = multiply_add(splat(1.0f / 24), p, r);
-    p = multiply_add(splat(1.0f / 6), p, r);
-    p = multiply_add(splat(0.5f), p, r);
-    p = multiply_add(splat(1.0f), p, r);
-    p = multiply_add(splat(1.0f), p, r);
-    return (f32x4)((u32x4)p + ((u32x4)sum << 23));
+INLINE wide exponential(wide x) {
+    x = wide_larger(x, wide_splat(-87.0f));
+    const wide shift = wide_splat(12582912.0f); /* 1.5 * 2^23: a sum with it is an integer, in its lowest bits */
+    const wide sum = wide_multiply_add(shift, x, wide_splat(1.44269504f)), whole = sum - shift;
+    wide r = wide_multiply_add(x, whole, wide_splat(-0.693359375f)); /* ln 2 in two parts */
+    r = wide_multiply_add(r, whole, wide_splat(2.12194440e-4f));
+    wide p = wide_splat(1.0f / 720);
+    p = wide_multiply_add(wide_splat(1.0f / 120), p, r);
+    p = wide_multiply_add(wide_splat(1.0f / 24), p, r);
+    p = wide_multiply_add(wide_splat(1.0f / 6), p, r);
+    p = wide_multiply_add(wide_splat(0.5f), p, r);
+    p = wide_multiply_add(wide_splat(1.0f), p, r);
+    p = wide_multiply_add(wide_splat(1.0f), p, r);
+    return (wide)((uwide)p + ((uwide)sum << 23));
 }
 #endif

@@ -12,6 +12,7 @@ int simd_available(void) { return HAVE_SIMD; }
 
 enum { PASS_ROWS = 256, PASS_SEGMENTS = 2048 }; /* of a part of a step: they bound the memory of its activations */
 enum { MOST_OUTPUTS = 3, PRODUCT_CHUNKS = 8 }; /* matrices of one product; least chunks per thread: none waits long */
+enum { CHUNK_NUMBERS = 4096 };                 /* of x, that are rounded or split in one chunk */
 
 /* Rows of activations, and the same as the matrices need it that read them: rounded to int8, or split into parts. */
 typedef struct {
@@ -69,7 +70,7 @@ static int64_t qkv_size(const Model *m) { return (int64_t)(m->num_heads + 2 * m-
 
 static int make_rows(Rows *rows, int64_t columns) {
     rows->x = malloc(PASS_ROWS * columns * sizeof(float));
-    rows->rounded = malloc(PASS_ROWS / BLOCK * (columns / GROUP + 1) * sizeof(Rounded));
+    rows->rounded = aligned_alloc(64, PASS_ROWS / LANES * (columns / GROUP + 1) * sizeof(Rounded));
     rows->parts = aligned_alloc(64, PASS_ROWS * columns * PARTS * sizeof(uint16_t));
     return rows->x && rows->rounded && rows->parts;
 }
@@ -131,28 +132,52 @@ Engine *engine_create(const Model *model, int num_threads) {
 /* --- rows --------------------------------------------------------------------------------------------------------- */
 
 static void norm_row(const float *x, const float *weight, int size, float eps, float *out) {
-    f32x4 sum = splat(0);
-    for (int i = 0; i < size; i += 4) sum = multiply_add(sum, load(x + i), load(x + i));
-    const f32x4 scale = splat(1.0f / sqrtf(sum_of(sum) / (float)size + eps));
-    for (int i = 0; i < size; i += 4) store(out + i, load(x + i) * scale * load(weight + i));
+    wide sum = wide_splat(0);
+    f32x4 rest = splat(0); /* of what does not fill a vector */
+    int i = 0;
+    for (; i + LANES <= size; i += LANES) sum = wide_multiply_add(sum, wide_load(x + i), wide_load(x + i));
+    for (; i < size; i += 4) rest = multiply_add(rest, load(x + i), load(x + i));
+    const float scale = 1.0f / sqrtf((wide_sum_of(sum) + sum_of(rest)) / (float)size + eps);
+    for (i = 0; i + LANES <= size; i += LANES)
+        wide_store(out + i, wide_load(x + i) * wide_splat(scale) * wide_load(weight + i));
+    for (; i < size; i += 4) store(out + i, load(x + i) * splat(scale) * load(weight + i));
 }
 
 /* y = silu(y) * up, of one tile */
 static void activate(float y[TILE], const float up[TILE]) {
-    for (int i = 0; i < TILE; i += 4) {
-        const f32x4 gate = load(y + i), size = exponential(-absolute(gate)); /* e^-|x|, which cannot overflow */
-        const f32x4 positive = (f32x4)(gate > splat(0)), one = splat(1);
-        const f32x4 top = (f32x4)(((s32x4)one & (s32x4)positive) | ((s32x4)size & ~(s32x4)positive));
-        store(y + i, gate * top / (one + size) * load(up + i));
+    for (int i = 0; i < TILE; i += LANES) {
+        const wide gate = wide_load(y + i), size = exponential(-wide_absolute(gate)); /* e^-|x| cannot overflow */
+        const swide positive = gate > wide_splat(0);
+        const wide one = wide_splat(1), top = (wide)(((swide)one & positive) | ((swide)size & ~positive));
+        wide_store(y + i, gate * top / (one + size) * wide_load(up + i));
     }
 }
 
-/* Bring a row into the forms of the matrices that read it. */
-static void form_inputs(const Rows *rows, int row, int columns, int forms) {
-    const float *x = rows->x + (int64_t)row * columns;
-    if (forms & ROUNDED)
-        round_row(x, columns, rows->rounded + (int64_t)(row / BLOCK) * (columns / GROUP), row % BLOCK);
-    if (forms & SPLIT) split_row(x, columns, rows->parts, row);
+/* Rows that are brought into the forms of the matrices that read them. Rows that are rounded together share cache
+ * lines, so a chunk has LANES of them, and as many columns as make it long enough. */
+typedef struct {
+    const Rows *rows;
+    int count, columns, forms, chunk_columns;
+} Forming;
+
+static int chunks_per_rows(const Forming *job) { return (job->columns + job->chunk_columns - 1) / job->chunk_columns; }
+
+static void form_chunk(void *argument, int chunk) {
+    const Forming *job = argument;
+    const int first = chunk / chunks_per_rows(job) * LANES, column = chunk % chunks_per_rows(job) * job->chunk_columns;
+    const int left = job->columns - column, columns = left < job->chunk_columns ? left : job->chunk_columns;
+    for (int row = first; row < first + LANES && row < job->count; row++) {
+        const float *x = job->rows->x + (int64_t)row * job->columns + column;
+        const int64_t group = (int64_t)(row / LANES) * (job->columns / GROUP) + column / GROUP;
+        if (job->forms & ROUNDED) round_row(x, columns, job->rows->rounded + group, row % LANES);
+        if (job->forms & SPLIT) split_row(x, column, columns, job->columns, job->rows->parts, row);
+    }
+}
+
+static void form_inputs(Engine *e, int part, const Rows *rows, int count, int columns, int forms) {
+    const int together = count < LANES ? count : LANES;
+    Forming job = {rows, count, columns, forms, CHUNK_NUMBERS / together / GROUP * GROUP};
+    if (forms) run(e, part, form_chunk, &job, (count + LANES - 1) / LANES * chunks_per_rows(&job));
 }
 
 static Inputs inputs_of(const Rows *rows, int count, int columns) {
@@ -162,16 +187,14 @@ static Inputs inputs_of(const Rows *rows, int count, int columns) {
 /* A job for each row: the norm of x. */
 typedef struct {
     const float *x, *weight;
-    int size, forms;
-    float eps;
-    Rows out;
+    int size;
+    float eps, *out;
 } Norm;
 
 static void norm_chunk(void *argument, int row) {
     const Norm *job = argument;
     const int64_t at = (int64_t)row * job->size;
-    norm_row(job->x + at, job->weight, job->size, job->eps, job->out.x + at);
-    form_inputs(&job->out, row, job->size, job->forms);
+    norm_row(job->x + at, job->weight, job->size, job->eps, job->out + at);
 }
 
 /* --- products ----------------------------------------------------------------------------------------------------- */
@@ -200,7 +223,9 @@ static void finish_tile(const Product *job, int which, int tile, int first, int 
     for (int m = 0; m < count; m++) {
         float *out = job->outputs[which] + (first + m) * job->stride + at;
         if (job->mode == GATE) activate(y[m], up[m]);
-        for (int r = 0; r < width; r++) out[r] = job->mode == ADD ? out[r] + y[m][r] : y[m][r];
+        for (int r = 0; width == TILE && r < TILE; r += LANES)
+            wide_store(out + r, job->mode == ADD ? wide_load(out + r) + wide_load(y[m] + r) : wide_load(y[m] + r));
+        for (int r = 0; width < TILE && r < width; r++) out[r] = job->mode == ADD ? out[r] + y[m][r] : y[m][r];
     }
 }
 
@@ -237,6 +262,7 @@ static void product_chunk(void *argument, int chunk) {
         finish_tile(job, which, here.tile, first, count, y, other_y);
         if (job->mode != GATE && other.w) finish_tile(job, other_which, other.tile, first, count, other_y, NULL);
     }
+    end_products();
 }
 
 static void run_product(Engine *e, int part, const Product *job) {
@@ -258,7 +284,6 @@ typedef struct {
     Attention attention;
     int64_t group_stride; /* from the block tables of a group to those of the next */
     int num_jobs; /* of attention, for each KV head */
-    const Matrix *down; /* which reads the activated rows */
     float *x; /* the residual of these rows */
 } Pass;
 
@@ -291,10 +316,11 @@ static void rotate_chunk(void *argument, int token) {
     const float *key = heads + m->num_heads * dim, *value = key + m->num_kv_heads * dim;
     const int64_t block = (p->attention.tables[token] + p->attention.table_offset)[position / m->block_size];
     for (int h = 0; h < m->num_kv_heads; h++) {
-        const int64_t at = ((block * m->num_kv_heads + h) * m->block_size + position % m->block_size) * dim;
+        const int64_t at = (block * m->num_kv_heads + h) * m->block_size * dim, offset = position % m->block_size;
         for (int d = 0; d < dim; d += 4) {
-            store_as(p->layer->keys, at + d, load(key + h * dim + d), m->kv_type);
-            store_as(p->layer->values, at + d, load(value + h * dim + d), m->kv_type);
+            store_apart(p->layer->keys, at + d * m->block_size + offset, m->block_size, load(key + h * dim + d),
+                        m->kv_type);
+            store_as(p->layer->values, at + offset * dim + d, load(value + h * dim + d), m->kv_type);
         }
     }
 }
@@ -313,30 +339,24 @@ static void merge_chunk(void *argument, int row) {
     const Model *m = &p->e->model;
     const int size = m->num_heads * m->head_dim, token = p->wanted ? p->wanted[row] - p->first_wanted : row;
     attend_merge(&p->attention, token, p->e->mixed.x + (int64_t)row * size);
-    form_inputs(&p->e->mixed, row, size, form_of(&p->layer->o));
     if (p->wanted)
         memcpy(p->x + (int64_t)row * m->hidden, p->e->residual + (int64_t)token * m->hidden,
                (size_t)m->hidden * sizeof(float));
 }
 
-static void form_activated(void *argument, int row) {
-    const Pass *p = argument;
-    form_inputs(&p->e->activated, row, p->down->columns, form_of(p->down));
-}
-
 static void norm_rows(Engine *e, const float *x, int rows, const float *weight, float eps, int forms) {
-    Norm norm = {x, weight, e->model.hidden, forms, eps, e->normed};
+    Norm norm = {x, weight, e->model.hidden, eps, e->normed.x};
     run(e, NORMS, norm_chunk, &norm, rows);
+    form_inputs(e, NORMS, &e->normed, rows, e->model.hidden, forms);
 }
 
 /* down(silu(gate(x)) * up(x)), into `out`, with mode STORE or ADD. `weights`: gate, up, down. */
 static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *inputs, int rows, float *out, int mode) {
     Engine *e = p->e;
     const int hidden = e->model.hidden, width = weights[2]->columns;
-    p->down = weights[2];
     Product gate = {{weights[0], weights[1]}, {e->activated.x}, width, 1, GATE, inputs_of(inputs, rows, hidden)};
     run_product(e, GATE_UP, &gate);
-    if (form_of(p->down)) run(e, DOWN, form_activated, p, rows);
+    form_inputs(e, DOWN, &e->activated, rows, width, form_of(weights[2]));
     Product down = {{weights[2]}, {out}, hidden, 1, mode, inputs_of(&e->activated, rows, width)};
     run_product(e, DOWN, &down);
 }
@@ -376,7 +396,6 @@ static void gather_chunk(void *argument, int index) {
     const int size = p->e->model.hidden;
     const float *from = p->e->normed.x + (int64_t)p->e->expert_rows[index] * size;
     memcpy(p->e->gathered.x + (int64_t)index * size, from, (size_t)size * sizeof(float));
-    form_inputs(&p->e->gathered, index, size, form_of(p->layer->experts) | form_of(p->layer->experts + 1));
 }
 
 static void add_share_chunk(void *argument, int index) {
@@ -415,6 +434,7 @@ static void run_experts(Pass *p) {
         if (count == 0) continue;
         const Matrix *first = layer->experts + 3 * expert, *const weights[] = {first, first + 1, first + 2};
         run(e, ROUTING, gather_chunk, p, count);
+        form_inputs(e, ROUTING, &e->gathered, count, m->hidden, form_of(weights[0]) | form_of(weights[1]));
         gated_product(p, weights, &e->gathered, count, e->expert_output, STORE);
         run(e, ROUTING, add_share_chunk, p, count);
     }
@@ -439,6 +459,7 @@ static void run_layer(Pass *p) {
     if (p->num_rows == 0) return;
     run(e, ATTENTION, attend_chunk, p, p->num_jobs * m->num_kv_heads);
     run(e, ATTENTION, merge_chunk, p, p->num_rows);
+    form_inputs(e, ATTENTION, &e->mixed, p->num_rows, heads, form_of(&layer->o));
     Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, inputs_of(&e->mixed, p->num_rows, heads)};
     run_product(e, OUTPUT, &o);
 

@@ -10,7 +10,7 @@ typedef struct {
     const float *input_norm, *ffn_norm; /* [hidden] */
     const float *q_norm, *k_norm;       /* [head_dim]; NULL = none */
     const float *rotary;                /* [position][head_dim]: cosines, then sines */
-    void *keys, *values;                /* [block][kv_head][position in the block][head_dim], of the type kv_type */
+    void *keys, *values;                /* as attention.h says, of the type kv_type */
     int32_t window, group;              /* window: 0 = none; group: whose block tables it reads */
 } Layer;
 
