@@ -109,7 +109,8 @@ def _group_plans(model: ModelSpec, size: "CacheSize") -> tuple[GroupPlan, ...]:
     )
 
 
-def _runs_native(config: Config, model: ModelSpec, device: "torch.device", *, max_model_len: int) -> bool:
+def runs_native(config: Config, model: ModelSpec, device: "torch.device", *, max_model_len: int) -> bool:
+    """Whether the native step of a CPU computes the model, where its library can be built."""
     from nanovllm.native.support import reason_against
 
     if device.type != "cpu" or config.cpu_kernels == "torch":
@@ -132,8 +133,9 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     max_model_len = min(config.max_model_len, model_config.max_position)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
-    native = _runs_native(config, model_config, device, max_model_len=max_model_len)
-    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, torch.float32 if native else dtype)
+    native = runs_native(config, model_config, device, max_model_len=max_model_len)
+    computed = torch.float32 if native else dtype
+    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, computed)
     tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
 
     def of_stage(stage: int) -> "tuple[CacheSize, int]":
@@ -155,7 +157,7 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
         architecture=model_config.architecture,
         device=str(device),
         num_devices=tensor * pipeline,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(computed).removeprefix("torch."),
         num_parameters=num_parameters(model_config),
         weight_bytes=stage_bytes,
         kv_bytes_per_token=sum(size.block_bytes) // size.layout.block_size,

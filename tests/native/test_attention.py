@@ -30,6 +30,7 @@ class Attention(ctypes.Structure):
         ("table_offset", ctypes.c_int64),
         ("first_segments", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
+        ("largest", ctypes.c_void_p),
     )
 
 
@@ -43,12 +44,13 @@ def attend(
     positions = torch.arange(length - num_tokens, length, dtype=torch.int32)
     segments = positions // SEGMENT + 1
     first = (segments.cumsum(0) - segments).int()
-    partial = torch.empty(int(segments.sum()), num_heads, HEAD_DIM + 2)
+    partial = torch.empty(int(segments.sum()), num_heads, HEAD_DIM + LIBRARY.rows_of_strip())
+    largest = torch.empty(int(segments.sum()), num_heads)
     tables = (ctypes.c_void_p * num_tokens)(*[table.data_ptr()] * num_tokens)
     arguments = Attention(
         *(num_heads, KV_HEADS, HEAD_DIM, BLOCK, window, HEAD_DIM**-0.5),
         *(pointer(queries), num_heads * HEAD_DIM, pointer(keys), pointer(values), DENSE[keys.dtype]),
-        *(pointer(positions), ctypes.addressof(tables), 0, pointer(first), pointer(partial)),
+        *(pointer(positions), ctypes.addressof(tables), 0, pointer(first), pointer(partial), pointer(largest)),
     )
     out = torch.empty_like(queries)
     token = 0

@@ -40,7 +40,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with open_llm(TEXT_MODEL) as llm:
+    with open_llm(TEXT_MODEL, cpu_kernels=OPTIONS["cpu_kernels"]) as llm:
         yield llm
 
 

@@ -13,9 +13,15 @@ enum { IN_REGISTERS = 6, VECTORS = 2 };
 enum { IN_REGISTERS = 3, VECTORS = 4 }; /* gcc has too few registers for four */
 #endif
 
-static float *partial_of(const Attention *a, int token, int segment, int head) {
+/* What a query has gathered from a segment. */
+typedef struct {
+    float *values, *sums, *largest;
+} State;
+
+static State state_of(const Attention *a, int token, int segment, int head) {
     const int64_t index = (int64_t)(a->first_segments[token] + segment) * a->num_heads + head;
-    return a->partial + index * (a->head_dim + 2);
+    float *values = a->partial + index * (a->head_dim + LANES);
+    return (State){values, values + a->head_dim, a->largest + index};
 }
 
 /* Positions of a block, from number `offset` of it on: their keys begin at keys + offset, a number of a head after the
@@ -62,28 +68,28 @@ INLINE void scores_of(const int num, const int vectors, const Attention *a, cons
         for (int j = 0; j < vectors; j++) wide_store(scores[q] + LANES * j, sum[q][j] * wide_splat(a->scale));
 }
 
-/* Turn the scores of positions `first` to `end` - 1 into weights relative to the largest score so far, and the others
- * into 0; what the sums so far are multiplied with. */
-INLINE float weights_of(float scores[PART], int first, int end, float *most, float *total) {
+/* Hide the scores of positions before `first` and from `end` on; the largest of the others and of `most`. */
+INLINE float largest_score(float scores[PART], int first, int end, float most) {
+    wide largest = wide_splat(most);
     for (int p = 0; p < first; p++) scores[p] = -INFINITY;
     for (int p = end; p < PART; p++) scores[p] = -INFINITY;
-    wide largest = wide_splat(*most), sum = wide_splat(0);
     for (int p = 0; p < PART; p += LANES) largest = wide_larger(largest, wide_load(scores + p));
-    const float before = *most, now = wide_largest_of(largest);
-    for (int p = 0; p < PART; p += LANES) wide_store(scores + p, exponential(wide_load(scores + p) - wide_splat(now)));
+    return wide_largest_of(largest);
+}
+
+/* Turn scores into weights relative to the largest one, those of hidden positions into 0, and add them to `sum`. */
+INLINE wide weights_of(float scores[PART], int first, int end, float largest, wide sum) {
+    for (int p = 0; p < PART; p += LANES) wide_store(scores + p, exponential(wide_load(scores + p) - wide_splat(largest)));
     for (int p = 0; p < first; p++) scores[p] = 0;
     for (int p = end; p < PART; p++) scores[p] = 0;
     for (int p = 0; p < PART; p += LANES) sum += wide_load(scores + p);
-    const float decay = exponential(wide_splat(before - now))[0];
-    *most = now;
-    *total = *total * decay + wide_sum_of(sum);
-    return decay;
+    return sum;
 }
 
 /* Multiply `vectors` vectors of the weighted values of `num` queries so far, from number d of a head on, with `decay`
  * and add those of positions p to `end` - 1. With `fetches` the same numbers of the next keys are fetched from memory
  * meanwhile. */
-INLINE void add_values(const int num, const int vectors, const Attention *a, float *const states[], const float decay[],
+INLINE void add_values(const int num, const int vectors, const Attention *a, const State states[], const float decay[],
                        int d, Spot at, Spot next, int p, int end, int fetches, const int type, float weights[][PART]) {
     const int64_t value = at.block + (int64_t)at.offset * a->head_dim + d;
     wide sum[IN_REGISTERS][VECTORS];
@@ -104,7 +110,7 @@ INLINE void add_values(const int num, const int vectors, const Attention *a, flo
     for (int q = 0; q < num; q++)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++)
-            sum[q][j] = wide_load(states[q] + d + LANES * j) * wide_splat(decay[q]);
+            sum[q][j] = wide_load(states[q].values + d + LANES * j) * wide_splat(decay[q]);
     for (; p + 4 <= end; p += 4) {
         Lanes here[IN_REGISTERS];
 #pragma GCC unroll 8
@@ -118,7 +124,7 @@ INLINE void add_values(const int num, const int vectors, const Attention *a, flo
 #pragma GCC unroll 8
     for (int q = 0; q < num; q++)
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) wide_store(states[q] + d + LANES * j, sum[q][j]);
+        for (int j = 0; j < vectors; j++) wide_store(states[q].values + d + LANES * j, sum[q][j]);
 }
 
 /* Call a function whose first two arguments, the numbers of queries and of vectors, are constants: VECTORS, or with
@@ -152,10 +158,10 @@ static int next_queries(int left) {
 
 /* Add positions `first` to `count` - 1 of those from `at` on, at most PART in one block, to the weighted values, the
  * largest scores and the sums of queries. A query attends to the positions before its `end`; others have weights of 0. */
-INLINE void add_part(const Attention *a, int num, const float *const queries[], float *const states[],
-                     const int ends[], Spot at, Spot next, int first, int count, const int type) {
+INLINE void add_part(const Attention *a, int num, const float *const queries[], const State states[], const int ends[],
+                     Spot at, Spot next, int first, int count, const int type) {
     enum { WIDTH = VECTORS * LANES };
-    float weights[MOST_QUERIES][PART], decay[MOST_QUERIES];
+    float weights[MOST_QUERIES][PART], decay[(MOST_QUERIES + LANES - 1) / LANES * LANES];
     for (int q = 0, here; q < num; q += here) {
         here = next_queries(num - q);
         for (int p = 0; p < count; p += WIDTH) {
@@ -166,8 +172,15 @@ INLINE void add_part(const Attention *a, int num, const float *const queries[], 
         }
     }
     for (int q = 0; q < num; q++) {
+        const float before = *states[q].largest;
+        *states[q].largest = largest_score(weights[q], first, ends[q] < count ? ends[q] : count, before);
+        decay[q] = before - *states[q].largest;
+    }
+    for (int q = 0; q < num; q += LANES) wide_store(decay + q, exponential(wide_load(decay + q)));
+    for (int q = 0; q < num; q++) {
+        const wide sum = wide_load(states[q].sums) * wide_splat(decay[q]);
         const int end = ends[q] < count ? ends[q] : count;
-        decay[q] = weights_of(weights[q], first, end, states[q] + a->head_dim, states[q] + a->head_dim + 1);
+        wide_store(states[q].sums, weights_of(weights[q], first, end, *states[q].largest, sum));
     }
     for (int q = 0, here; q < num; q += here) {
         here = next_queries(num - q);
@@ -184,12 +197,12 @@ static void add_positions(const Attention *a, int token, int num_tokens, int kv_
     for (int first = 0; first < num_tokens * heads; first += MOST_QUERIES) {
         const int left = num_tokens * heads - first, num = left < MOST_QUERIES ? left : MOST_QUERIES;
         const float *queries[MOST_QUERIES];
-        float *states[MOST_QUERIES];
+        State states[MOST_QUERIES];
         int ends[MOST_QUERIES];
-        for (int q = 0; q < num; q++) {
-            const int own = token + (first + q) / heads, head = kv_head * heads + (first + q) % heads;
-            queries[q] = a->queries + own * a->query_stride + (int64_t)head * a->head_dim;
-            states[q] = partial_of(a, own, segment, head);
+        for (int q = 0, own = token + first / heads, h = first % heads; q < num; q++, h++) {
+            if (h == heads) h = 0, own++;
+            queries[q] = a->queries + own * a->query_stride + (int64_t)(kv_head * heads + h) * a->head_dim;
+            states[q] = state_of(a, own, segment, kv_head * heads + h);
             ends[q] = a->positions[own] + 1 - position;
         }
         switch (a->type) {
@@ -215,10 +228,9 @@ void attend_segment(const Attention *a, int token, int num_tokens, int kv_head, 
     const int begin = a->window && last - a->window > first ? last - a->window : first;
     const int32_t *blocks = a->tables[token] + a->table_offset;
     for (int q = 0; q < num_tokens * heads; q++) {
-        float *state = partial_of(a, token + q / heads, segment, kv_head * heads + q % heads);
-        memset(state, 0, (size_t)dim * sizeof(float));
-        state[dim] = -1e30f;
-        state[dim + 1] = 0;
+        const State state = state_of(a, token + q / heads, segment, kv_head * heads + q % heads);
+        memset(state.values, 0, (size_t)(dim + LANES) * sizeof(float));
+        *state.largest = -1e30f;
     }
     const int next_head = (kv_head + 1) % a->num_kv_heads; /* of this segment, which the same thread often has next */
     for (int position = begin / 16 * 16, count; position < end; position += count) { /* whole vectors of keys */
@@ -235,17 +247,18 @@ void attend_segment(const Attention *a, int token, int num_tokens, int kv_head, 
 void attend_merge(const Attention *a, int token, float *out) {
     const int segments = num_segments(a, token), dim = a->head_dim;
     for (int head = 0; head < a->num_heads; head++, out += dim) {
-        float most = -1e30f, total = 0;
-        for (int s = 0; s < segments; s++) most = fmaxf(most, partial_of(a, token, s, head)[dim]);
+        float most = -1e30f;
+        wide sums = wide_splat(0);
+        for (int s = 0; s < segments; s++) most = fmaxf(most, *state_of(a, token, s, head).largest);
         memset(out, 0, (size_t)dim * sizeof(float));
         for (int s = 0; s < segments; s++) {
-            const float *state = partial_of(a, token, s, head);
-            const float weight = exponential(wide_splat(state[dim] - most))[0];
-            total = fmaf(state[dim + 1], weight, total);
+            const State state = state_of(a, token, s, head);
+            const wide weight = exponential(wide_splat(*state.largest - most));
+            sums = wide_multiply_add(sums, wide_load(state.sums), weight);
             for (int d = 0; d < dim; d += LANES)
-                wide_store(out + d, wide_multiply_add(wide_load(out + d), wide_load(state + d), wide_splat(weight)));
+                wide_store(out + d, wide_multiply_add(wide_load(out + d), wide_load(state.values + d), weight));
         }
-        const wide inverse = wide_splat(1.0f / total);
+        const wide inverse = wide_splat(1.0f / wide_sum_of(sums));
         for (int d = 0; d < dim; d += LANES) wide_store(out + d, wide_load(out + d) * inverse);
     }
 }

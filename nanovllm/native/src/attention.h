@@ -21,7 +21,8 @@ typedef struct {
     const int32_t *const *tables;   /* [token]: the blocks of its sequence */
     int64_t table_offset;           /* from there to the blocks of the layer's group */
     const int32_t *first_segments;  /* [token]: the index in `partial` of its first segment */
-    float *partial;                 /* [segment][head][head_dim + 2]: weighted values, the largest score, the sum */
+    float *partial;                 /* [segment][head][head_dim + LANES]: weighted values, and sums of the weights */
+    float *largest;                 /* [segment][head]: the largest score */
 } Attention;
 
 /* How many tokens before `end`, from `token` on, are computed together: neighbours in one sequence, which read the same

@@ -4,7 +4,8 @@
 
 #if defined(__AVX512F__)
 
-enum { FEW_ROWS = 8 }; /* of x, whose sums are in registers */
+enum { FEW_ROWS = 8 };     /* of x, whose sums are in registers */
+enum { AHEAD = 8192 };     /* bytes */
 
 /* Without the last two bits of a float32, so that the product with INT_ZERO is exact. */
 INLINE wide load_scales(const void *scales, int64_t index, const int half_scales) {
@@ -22,11 +23,13 @@ INLINE void read_scales(const Reader *reader, const Matrix *w, const int type, c
     if (has_minima) *minimum = load_scales(w->minima, reader->at, half_scales);
 }
 
-/* The codes of a group: columns 4 i to 4 i + 3 of all rows of the strip. */
+/* The codes of a group: columns 4 i to 4 i + 3 of all rows of the strip. Those of groups that are AHEAD are fetched from
+ * memory. */
 INLINE void read_codes(const Reader *reader, const int type, __m512i part[8]) {
     const __m512i low_halves = _mm512_set1_epi8(15);
 #pragma GCC unroll 8
     for (int i = 0; i < group_bytes(type) / 64; i++) {
+        __builtin_prefetch(reader->codes + AHEAD + 64 * i);
         part[i] = _mm512_loadu_si512(reader->codes + 64 * i);
         if (type == INT4) {
             part[i + 4] = _mm512_and_si512(_mm512_srli_epi16(part[i], 4), low_halves);

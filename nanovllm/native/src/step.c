@@ -13,6 +13,7 @@ int simd_available(void) { return HAVE_SIMD; }
 enum { PASS_ROWS = 256, PASS_SEGMENTS = 2048 }; /* of a part of a step: they bound the memory of its activations */
 enum { MOST_OUTPUTS = 3, PRODUCT_CHUNKS = 8 }; /* matrices of one product; least chunks per thread: none waits long */
 enum { CHUNK_NUMBERS = 4096 };                 /* of x, that are rounded or split in one chunk */
+enum { L2_BYTES = 1 << 20 };                   /* of rows of x that stay in the cache during a product */
 
 /* Rows of activations, and the same as the matrices need it that read them: rounded to int8, or split into parts. */
 typedef struct {
@@ -33,7 +34,7 @@ struct Engine {
     float *residual, *last; /* [PASS_ROWS][hidden]: of all tokens, and of those that are wanted */
     float *qkv;             /* [PASS_ROWS][q | k | v] */
     Rows normed, mixed, activated;
-    float *partial;         /* of attention */
+    float *partial, *largest; /* of attention */
     float *routed, *shares; /* [PASS_ROWS][num_experts] logits of the router, and [PASS_ROWS][experts_per_token] */
     int32_t *chosen;        /* [PASS_ROWS][experts_per_token] */
     Rows gathered;          /* the inputs of one expert */
@@ -96,6 +97,7 @@ void engine_destroy(Engine *e) {
     free(e->last);
     free(e->qkv);
     free(e->partial);
+    free(e->largest);
     free(e);
 }
 
@@ -120,11 +122,12 @@ Engine *engine_create(const Model *model, int num_threads) {
     e->residual = malloc(PASS_ROWS * m->hidden * sizeof(float));
     e->last = malloc(PASS_ROWS * m->hidden * sizeof(float));
     e->qkv = malloc(PASS_ROWS * qkv_size(m) * sizeof(float));
-    e->partial = malloc(PASS_SEGMENTS * (int64_t)m->num_heads * (m->head_dim + 2) * sizeof(float));
+    e->partial = aligned_alloc(64, PASS_SEGMENTS * (int64_t)m->num_heads * (m->head_dim + LANES) * sizeof(float));
+    e->largest = malloc(PASS_SEGMENTS * (int64_t)m->num_heads * sizeof(float));
     int made = make_rows(&e->normed, m->hidden) & make_rows(&e->mixed, mixed);
     made &= make_rows(&e->activated, m->intermediate) & make_experts(e);
     e->pool = pool_create(num_threads);
-    if (made && e->residual && e->last && e->qkv && e->partial && e->pool) return e;
+    if (made && e->residual && e->last && e->qkv && e->partial && e->largest && e->pool) return e;
     engine_destroy(e);
     return NULL;
 }
@@ -213,7 +216,7 @@ typedef struct {
 /* How it is divided: num_tiles of all outputs, with GATE of the first matrix. */
 typedef struct {
     const Product *product;
-    int num_tiles, tiles_per_chunk, chunks_per_rows;
+    int num_tiles, tiles_per_chunk, chunks_per_rows, rows; /* rows: of x, at most */
 } ProductChunks;
 
 static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE],
@@ -237,12 +240,12 @@ static int place_of(const Product *job, int index, Place *place) {
     return which;
 }
 
-/* Some tiles for MOST_ROWS rows. The chunks of the same rows follow one another: the rows stay in the L2 cache. */
+/* Some tiles for some rows. The chunks of the same rows follow one another: the rows stay in the L2 cache. */
 static void product_chunk(void *argument, int chunk) {
     const ProductChunks *all = argument;
     const Product *job = all->product;
-    const int first = chunk / all->chunks_per_rows * MOST_ROWS, left_rows = job->in.rows - first;
-    const int count = left_rows < MOST_ROWS ? left_rows : MOST_ROWS;
+    const int first = chunk / all->chunks_per_rows * all->rows, left_rows = job->in.rows - first;
+    const int count = left_rows < all->rows ? left_rows : all->rows;
     const int begin = chunk % all->chunks_per_rows * all->tiles_per_chunk, left = all->num_tiles - begin;
     const int end = begin + (left < all->tiles_per_chunk ? left : all->tiles_per_chunk);
     Panels panels;
@@ -265,12 +268,20 @@ static void product_chunk(void *argument, int chunk) {
     end_products();
 }
 
+/* As many rows of x as take at most L2_BYTES in the form that a matrix reads. */
+static int rows_in_cache(const Matrix *w) {
+    const int bytes = is_packed(w) ? w->columns / GROUP * (int)sizeof(Rounded) / LANES : w->columns * PARTS * 2;
+    const int rows = L2_BYTES / bytes / LEAST_ROWS * LEAST_ROWS;
+    return rows < LEAST_ROWS ? LEAST_ROWS : rows < MOST_ROWS ? rows : MOST_ROWS;
+}
+
 static void run_product(Engine *e, int part, const Product *job) {
     int tiles = 0;
     for (int i = 0; i < job->num_outputs; i++) tiles += num_tiles(job->matrices[i]);
     const int share = tiles / (e->num_threads * PRODUCT_CHUNKS), per_chunk = share > 0 ? share : 1;
-    ProductChunks all = {job, tiles, per_chunk, (tiles + per_chunk - 1) / per_chunk};
-    run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + MOST_ROWS - 1) / MOST_ROWS));
+    const int rows = rows_in_cache(job->matrices[0]);
+    ProductChunks all = {job, tiles, per_chunk, (tiles + per_chunk - 1) / per_chunk, rows};
+    run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + rows - 1) / rows));
 }
 
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
@@ -491,7 +502,7 @@ static int begin_pass(Pass *p, const Step *step, int first) {
         .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads, .head_dim = m->head_dim,
         .block_size = m->block_size, .scale = m->scale, .type = m->kv_type,
         .queries = e->qkv, .query_stride = qkv_size(m), .positions = p->positions,
-        .tables = e->tables, .first_segments = e->first_segments, .partial = e->partial,
+        .tables = e->tables, .first_segments = e->first_segments, .partial = e->partial, .largest = e->largest,
     };
     for (int token = 0, together; token < count; token += together) {
         together = tokens_together(&p->attention, token, count);
