@@ -136,7 +136,7 @@ class Config:
     kv_cache_dtype: str = option(
         "auto",
         "Data type of the KV cache: float32, bfloat16, float16, or fp8 (GPU only, half the memory of bfloat16). "
-        "auto means the data type of the activations.",
+        "auto means the data type of the activations; float16 for packed weights on an x86 CPU with AVX512.",
         one_of(KV_CACHE_DTYPES),
     )
     attention_backend: str = option(

@@ -121,6 +121,7 @@ def runs_native(config: Config, model: ModelSpec, device: "torch.device", *, max
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     import torch
 
+    from nanovllm.native.support import cache_dtype as native_cache_dtype
     from nanovllm.runner.device import resolve_cache_dtype, resolve_device, resolve_dtype
     from nanovllm.runner.kv_cache import size_kv_cache
     from nanovllm.runner.memory_budget import cache_bytes, fit
@@ -135,7 +136,8 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     native = runs_native(config, model_config, device, max_model_len=max_model_len)
     computed = torch.float32 if native else dtype
-    cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, computed)
+    wanted = native_cache_dtype(config, model_config) if native else config.kv_cache_dtype
+    cache_dtype = resolve_cache_dtype(wanted, computed)
     tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
 
     def of_stage(stage: int) -> "tuple[CacheSize, int]":

@@ -9,6 +9,7 @@ from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
+from nanovllm.native.cpu import this_cpu
 from nanovllm.weights.forms import INT4, Form, GroupForm, Int8Form
 
 # The fields of specs that the step knows, or that do not concern it. Where another one is not at its default, the model
@@ -43,6 +44,17 @@ def reason_against(config: Config, model: ModelSpec, *, max_model_len: int) -> s
 def keeps_packed(config: Config) -> bool:
     """Whether weights that a file holds packed stay packed: unless dtype="float32" asks for exact arithmetic."""
     return config.dtype == "auto"
+
+
+def cache_dtype(config: Config, model: ModelSpec) -> str:
+    """The dtype of the KV cache. `auto`: float16 where AVX512 widens it in passing and activations are rounded to 8
+    bits anyway, else float32."""
+    if config.kv_cache_dtype != "auto":
+        return config.kv_cache_dtype
+    cpu = this_cpu()
+    rounds = config.quantization in FORMS_MADE or bool(model.packing is not None and model.packing.forms)
+    widens = cpu is not None and "avx512f" in cpu.features
+    return "float16" if widens and rounds and keeps_packed(config) else "float32"
 
 
 def _option_against(config: Config, model: ModelSpec) -> str | None:

@@ -14,8 +14,7 @@ from nanovllm.layers.spec import AttentionSpec
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
-from nanovllm.native.support import FORMS_MADE, keeps_packed
-from nanovllm.runner.device import resolve_cache_dtype
+from nanovllm.native.support import FORMS_MADE, cache_dtype, keeps_packed
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.native_model import NativeBackend, NativeModel
 from nanovllm.runner.native_sampler import NativeSampler
@@ -41,7 +40,7 @@ class NativeRunner(ModelRunner):
             block_size=config.kv_cache_block_size,
             windows=tuple(each.window for each in mixers),
             dtype=torch.float32,
-            cache_dtype=resolve_cache_dtype(config.kv_cache_dtype, torch.float32),
+            cache_dtype=getattr(torch, cache_dtype(config, model_config)),
             device=self.device,
         )
         self.backend = NativeBackend(shape)

@@ -81,7 +81,7 @@ class Packing:
     @property
     def forms(self) -> list[Form]:
         """Every form that occurs."""
-        return list(dict.fromkeys(form for _, form in self.rules if form is not None))
+        return list(dict.fromkeys(form for _, form in (*self.rules, *self.modules) if form is not None))
 
     def with_scales(self, dtype: str) -> "Packing":
         """With scales of groups in this type."""

@@ -80,7 +80,8 @@ def test_layouts(case: str, model: Path, tmp_path: Path, monkeypatch: pytest.Mon
         model, tmp_path, lambda module, weight: None if module == "lm_head" else pack(weight, **settings), config
     )
     quantization = None if config else "int4"
-    with opened(files.packed, cpu_kernels="native", quantization=quantization) as llm:
+    exact_cache = {"kv_cache_dtype": "float32"}
+    with opened(files.packed, cpu_kernels="native", quantization=quantization, **exact_cache) as llm:
         native: NativeModel = llm.llm_engine._core.executor.model
         assert all(held.is_packed for name, held in native._weights.items() if "proj" in name)
         check_planned_bytes(llm, files.packed)

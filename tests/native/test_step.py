@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.models.decoder import Decoder
 from nanovllm.native.build import library
+from nanovllm.native.cpu import LEVELS
 from nanovllm.runner.native_model import NativeModel
 from nanovllm.weights.groups import GroupWeight
 from nanovllm.weights.int8 import Int8Weight
@@ -104,6 +106,44 @@ def test_a_kv_cache_of_16_bits(kv_dtype: str, most: float) -> None:
     assert 0 < np.abs(ours - exact).mean() < most
 
 
+def test_numbers_beyond_float16_are_the_largest_in_a_kv_cache(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("qwen3"))
+    model.model.layers[0].self_attn.v_proj.weight.data *= 1e9
+    model.save_pretrained(tmp_path)
+    with open_llm(tmp_path, cpu_kernels="native", kv_cache_dtype="float16") as llm:
+        scores(llm, PROMPTS[:1])
+        values = executor_of(llm).states[0].kv[1]
+        assert values.max() == 65504 == -values.min()
+
+
+@pytest.mark.parametrize(
+    ("level", "options", "expected"),
+    [
+        ("x86_64-avx512vnni", {}, "float16"),
+        ("x86_64-avx512vnni", {"quantization": "int8"}, "float16"),
+        ("x86_64-avx512vnni", {"dtype": "float32"}, "float32"),
+        ("x86_64-avx512vnni", {"kv_cache_dtype": "bfloat16"}, "bfloat16"),
+        ("x86_64-avx2", {}, "float32"),
+        ("aarch64-dotprod", {}, "float32"),
+    ],
+)
+def test_dtype_of_the_kv_cache_beside_packed_weights(
+    packed_file: Path, monkeypatch: pytest.MonkeyPatch, level: str, options: dict[str, Any], expected: str
+) -> None:
+    cpu = next(each for each in LEVELS if each.name == level)
+    monkeypatch.setattr("nanovllm.native.support.this_cpu", lambda: cpu)
+    sizes = [LLM.plan(str(packed_file), device="cpu", num_kv_cache_blocks=4, **options).kv_bytes_per_token]
+    with open_packed(packed_file, **options) as llm:
+        assert executor_of(llm).states[0].kv.dtype == getattr(torch, expected)
+    sizes.append(LLM.plan(str(packed_file), device="cpu", num_kv_cache_blocks=4, dtype="float32").kv_bytes_per_token)
+    assert sizes[0] * (1 if expected == "float32" else 2) == sizes[1]
+
+
+def test_weights_that_are_not_packed_have_an_exact_kv_cache() -> None:
+    with open_llm("qwen3", cpu_kernels="native") as llm:
+        assert executor_of(llm).states[0].kv.dtype == torch.float32
+
+
 def test_packed_weights_with_exact_arithmetic(packed_file: Path) -> None:
     """dtype="float32" dequantizes them."""
     exact = {"dtype": "float32"}
@@ -120,7 +160,7 @@ def test_packed_weights_with_rounded_activations(packed_file: Path, monkeypatch:
     def matmul(self: GroupWeight, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
         return plain_matmul(self, nearest(x), bias, expert)
 
-    with open_packed(packed_file) as native:
+    with open_packed(packed_file, kv_cache_dtype="float32") as native:
         check_planned_bytes(native, packed_file)
         ours = of_pairs(native)
     plain = {"cpu_kernels": "torch", "quantization": "gguf", "dtype": "float32"}
@@ -142,7 +182,7 @@ def test_int8_made_while_loading(packed_file: Path, monkeypatch: pytest.MonkeyPa
         return plain_matmul(self, nearest(x), bias, expert)
 
     found = []
-    with open_packed(packed_file, quantization="int8") as native:
+    with open_packed(packed_file, quantization="int8", kv_cache_dtype="float32") as native:
         check_planned_bytes(native, packed_file)
         found.append(of_pairs(native))
     with open_packed(packed_file, quantization="int8", cpu_kernels="torch") as exact:

@@ -34,8 +34,8 @@ INLINE void store_as(void *numbers, int64_t index, f32x4 x, const int type) {
         store((float *)numbers + index, x);
     } else if (type == BFLOAT16) {
         store_bfloat16((uint16_t *)numbers + index, x);
-    } else {
-        store_halves((uint16_t *)numbers + index, x);
+    } else { /* the largest number instead of infinity */
+        store_halves((uint16_t *)numbers + index, larger(splat(-65504), smaller(splat(65504), x)));
     }
 }
 

@@ -22,6 +22,7 @@ INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) {
 }
 INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)vcvtnq_s32_f32((float32x4_t)x); }
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+INLINE f32x4 smaller(f32x4 a, f32x4 b) { return (f32x4)vminq_f32((float32x4_t)a, (float32x4_t)b); }
 INLINE float largest_of(f32x4 a) { return vmaxvq_f32((float32x4_t)a); }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)vabsq_f32((float32x4_t)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vld1_f16((const __fp16 *)p)); }
@@ -50,7 +51,9 @@ INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) {
     return (f32x4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)sum);
 }
 INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)_mm_cvtps_epi32((__m128)x); }
+/* Where one of the two is NaN, the second. */
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)_mm_max_ps((__m128)a, (__m128)b); }
+INLINE f32x4 smaller(f32x4 a, f32x4 b) { return (f32x4)_mm_min_ps((__m128)a, (__m128)b); }
 INLINE float largest_of(f32x4 v) {
     const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
     return a > b ? a : b;
