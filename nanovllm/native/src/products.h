@@ -5,12 +5,7 @@
 
 enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
 enum { GROUP = 32, STRIP = LANES };            /* packed: columns that share a scale of x; rows of W in one vector */
-enum { TILE = 16, BLOCK = 4, LEAST_ROWS = 64 }; /* rows of W of a product; of x with sums in registers; see MOST_ROWS */
-#if defined(__AVX512F__)
-enum { MOST_ROWS = 64 }; /* of x in a product: a multiple of LEAST_ROWS */
-#else
-enum { MOST_ROWS = LEAST_ROWS };
-#endif
+enum { TILE = 16, BLOCK = 4, MOST_ROWS = 64 }; /* rows of W of a product, and of x: with sums in registers, at most */
 enum { PARTS = 3 };                            /* numbers of bfloat16 whose sum is one of x, for AMX */
 enum { PANEL = 192 };                          /* columns of a tile that are widened at a time, for the L1 cache */
 
@@ -53,7 +48,7 @@ typedef struct {
     const void *held; /* what numbers[current] were; NULL = nothing */
 } Panels;
 
-/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of LEAST_ROWS, into
+/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of MOST_ROWS, into
  * y[row][output], and those of `other`, unless its matrix is NULL, into other_y; both have MOST_ROWS rows, and what is
  * past the last row of x or W is undefined. The order of additions depends on neither `count` nor `other`. Who calls for
  * several products says which is next, hands on `panels`, which hold nothing at first, and calls end_products after the

@@ -13,7 +13,6 @@ int simd_available(void) { return HAVE_SIMD; }
 enum { PASS_ROWS = 256, PASS_SEGMENTS = 2048 }; /* of a part of a step: they bound the memory of its activations */
 enum { MOST_OUTPUTS = 3, PRODUCT_CHUNKS = 8 }; /* matrices of one product; least chunks per thread: none waits long */
 enum { CHUNK_NUMBERS = 4096 };                 /* of x, that are rounded or split in one chunk */
-enum { L2_BYTES = 1 << 20 };                   /* of rows of x that stay in the cache during a product */
 
 /* Rows of activations, and the same as the matrices need it that read them: rounded to int8, or split into parts. */
 typedef struct {
@@ -216,7 +215,7 @@ typedef struct {
 /* How it is divided: num_tiles of all outputs, with GATE of the first matrix. */
 typedef struct {
     const Product *product;
-    int num_tiles, tiles_per_chunk, chunks_per_rows, rows; /* rows: of x, at most */
+    int num_tiles, tiles_per_chunk, chunks_per_rows;
 } ProductChunks;
 
 static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE],
@@ -240,12 +239,12 @@ static int place_of(const Product *job, int index, Place *place) {
     return which;
 }
 
-/* Some tiles for some rows. The chunks of the same rows follow one another: the rows stay in the L2 cache. */
+/* Some tiles for MOST_ROWS rows. The chunks of the same rows follow one another: the rows stay in the L2 cache. */
 static void product_chunk(void *argument, int chunk) {
     const ProductChunks *all = argument;
     const Product *job = all->product;
-    const int first = chunk / all->chunks_per_rows * all->rows, left_rows = job->in.rows - first;
-    const int count = left_rows < all->rows ? left_rows : all->rows;
+    const int first = chunk / all->chunks_per_rows * MOST_ROWS, left_rows = job->in.rows - first;
+    const int count = left_rows < MOST_ROWS ? left_rows : MOST_ROWS;
     const int begin = chunk % all->chunks_per_rows * all->tiles_per_chunk, left = all->num_tiles - begin;
     const int end = begin + (left < all->tiles_per_chunk ? left : all->tiles_per_chunk);
     Panels panels;
@@ -268,20 +267,12 @@ static void product_chunk(void *argument, int chunk) {
     end_products();
 }
 
-/* As many rows of x as take at most L2_BYTES in the form that a matrix reads. */
-static int rows_in_cache(const Matrix *w) {
-    const int bytes = is_packed(w) ? w->columns / GROUP * (int)sizeof(Rounded) / LANES : w->columns * PARTS * 2;
-    const int rows = L2_BYTES / bytes / LEAST_ROWS * LEAST_ROWS;
-    return rows < LEAST_ROWS ? LEAST_ROWS : rows < MOST_ROWS ? rows : MOST_ROWS;
-}
-
 static void run_product(Engine *e, int part, const Product *job) {
     int tiles = 0;
     for (int i = 0; i < job->num_outputs; i++) tiles += num_tiles(job->matrices[i]);
     const int share = tiles / (e->num_threads * PRODUCT_CHUNKS), per_chunk = share > 0 ? share : 1;
-    const int rows = rows_in_cache(job->matrices[0]);
-    ProductChunks all = {job, tiles, per_chunk, (tiles + per_chunk - 1) / per_chunk, rows};
-    run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + rows - 1) / rows));
+    ProductChunks all = {job, tiles, per_chunk, (tiles + per_chunk - 1) / per_chunk};
+    run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + MOST_ROWS - 1) / MOST_ROWS));
 }
 
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
