@@ -48,10 +48,15 @@ typedef struct {
     uint16_t bytes[16]; /* of a row */
     uint8_t rows[16];
 } TileShapes;
-#define SHAPES(x_bytes)                                                                 \
-    {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, x_bytes, x_bytes},                 \
-     .rows = {16, 16, 16, 16, x_bytes / 4, x_bytes / 4, 16, 16}}
-static const TileShapes WHOLE_ROWS = SHAPES(64), GROUPS = SHAPES(GROUP), HALF_GROUPS = SHAPES(GROUP / 2);
+#define SHAPES(count, x_bytes)                                                             \
+    {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, x_bytes, x_bytes},                    \
+     .rows = {count, count, count, count, x_bytes / 4, x_bytes / 4, count, count}}
+static const TileShapes GROUPS = SHAPES(16, GROUP), HALF_GROUPS = SHAPES(16, GROUP / 2);
+static const TileShapes WHOLE_ROWS[] = { /* of 1 to 16 rows of x */
+    SHAPES(1, 64), SHAPES(2, 64),  SHAPES(3, 64),  SHAPES(4, 64),  SHAPES(5, 64),  SHAPES(6, 64),  SHAPES(7, 64),
+    SHAPES(8, 64), SHAPES(9, 64),  SHAPES(10, 64), SHAPES(11, 64), SHAPES(12, 64), SHAPES(13, 64), SHAPES(14, 64),
+    SHAPES(15, 64), SHAPES(16, 64),
+};
 
 static _Thread_local const TileShapes *loaded;
 
@@ -67,49 +72,50 @@ AMX void end_products(void) {
     loaded = NULL;
 }
 
-/* Add the parts of 16 rows of x, times one or two tiles of W. */
-#define ADD_PARTS(sum, other_sum, register_of_x, from)                          \
-    for (int part = 0; part < PARTS; part++) {                                  \
-        _tile_loadd(register_of_x, (from) + part * TILE_NUMBERS, STRIDE);       \
-        _tile_dpbf16ps(sum, register_of_x, 4);                                  \
-        if (other_w) _tile_dpbf16ps(other_sum, register_of_x, 5);               \
-    }
-AMX static void fetch_ahead(const uint16_t *w) {
+static const uint16_t *numbers_of(Place place) {
+    return (const uint16_t *)place.w->data + place.tile * (int64_t)place.w->columns * TILE;
+}
+
+INLINE void fetch_ahead(const uint16_t *w) {
     for (int i = 0; i < TILE_NUMBERS; i += STRIDE / 2) __builtin_prefetch(w + AHEAD + i, 0, 2);
 }
 
-static const uint16_t *numbers_of(Place place) {
-    return place.w ? (const uint16_t *)place.w->data + place.tile * (int64_t)place.w->columns * TILE : NULL;
-}
+/* Add the parts of 16 rows of x, times one or two tiles of W. */
+#define ADD_PARTS(sum, other_sum, register_of_x, from)                    \
+    for (int part = 0; part < PARTS; part++) {                            \
+        _tile_loadd(register_of_x, (from) + part * TILE_NUMBERS, STRIDE); \
+        _tile_dpbf16ps(sum, register_of_x, 4);                            \
+        if (num > 1) _tile_dpbf16ps(other_sum, register_of_x, 5);         \
+    }
 
-/* Sums 0 and 1 are of 16 rows of x with each matrix's tile, 2 and 3 those of the next 16 rows. */
-AMX void amx_products(Place here, Place other, const Inputs *in, int first, int count, float y[][TILE],
-                      float other_y[][TILE]) {
-    const int64_t columns = here.w->columns, row_tile = columns * ROWS * PARTS;
-    use_shapes(&WHOLE_ROWS);
-    for (int done = 0; done < count; done += 2 * ROWS) {
-        const uint16_t *x = in->parts + (first + done) / ROWS * row_tile;
-        const uint16_t *w = numbers_of(here), *other_w = numbers_of(other);
-        const int more = count - done > ROWS;
+/* Sums 0 and 1 are of 16 rows of x with each of two tiles, 2 and 3 those of the next 16 rows. */
+AMX void amx_products(const Place places[], int num, const Inputs *in, int first, int count,
+                      float y[][MOST_ROWS][TILE]) {
+    const int64_t row_tile = (int64_t)in->columns * ROWS * PARTS;
+    use_shapes(&WHOLE_ROWS[count < ROWS ? count - 1 : ROWS - 1]);
+    for (int m = 0; m < count; m += 2 * ROWS) {
+        const uint16_t *x = in->parts + (first + m) / ROWS * row_tile;
+        const uint16_t *w = numbers_of(places[0]), *other_w = num > 1 ? numbers_of(places[1]) : NULL;
+        const int more = count - m > ROWS;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t c = 0; c < columns; c += COLUMNS, w += TILE_NUMBERS, x += PARTS * TILE_NUMBERS) {
-            if (done == 0) fetch_ahead(w);
+        for (int c = 0; c < in->columns; c += COLUMNS, w += TILE_NUMBERS, x += PARTS * TILE_NUMBERS) {
+            if (m == 0) fetch_ahead(w);
             _tile_loadd(4, w, STRIDE);
-            if (other_w) {
-                if (done == 0) fetch_ahead(other_w);
+            if (num > 1) {
+                if (m == 0) fetch_ahead(other_w);
                 _tile_loadd(5, other_w, STRIDE);
                 other_w += TILE_NUMBERS;
             }
             ADD_PARTS(0, 1, 6, x)
             if (more) ADD_PARTS(2, 3, 7, x + row_tile)
         }
-        _tile_stored(0, y[done], STRIDE);
-        if (other_w) _tile_stored(1, other_y[done], STRIDE);
-        if (more) _tile_stored(2, y[done + ROWS], STRIDE);
-        if (more && other_w) _tile_stored(3, other_y[done + ROWS], STRIDE);
+        _tile_stored(0, y[0][m], STRIDE);
+        if (num > 1) _tile_stored(1, y[1][m], STRIDE);
+        if (more) _tile_stored(2, y[0][m + ROWS], STRIDE);
+        if (more && num > 1) _tile_stored(3, y[1][m + ROWS], STRIDE);
     }
 }
 
@@ -186,8 +192,8 @@ void end_products(void) {}
 void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int row) {
     (void)x, (void)first, (void)columns, (void)all_columns, (void)parts, (void)row;
 }
-void amx_products(Place here, Place other, const Inputs *in, int first, int count, float y[][TILE],
-                  float other_y[][TILE]) {
-    (void)here, (void)other, (void)in, (void)first, (void)count, (void)y, (void)other_y;
+void amx_products(const Place places[], int num, const Inputs *in, int first, int count,
+                  float y[][MOST_ROWS][TILE]) {
+    (void)places, (void)num, (void)in, (void)first, (void)count, (void)y;
 }
 #endif

@@ -79,7 +79,8 @@ INLINE float largest_score(float scores[PART], int first, int end, float most) {
 
 /* Turn scores into weights relative to the largest one, those of hidden positions into 0, and add them to `sum`. */
 INLINE wide weights_of(float scores[PART], int first, int end, float largest, wide sum) {
-    for (int p = 0; p < PART; p += LANES) wide_store(scores + p, exponential(wide_load(scores + p) - wide_splat(largest)));
+    for (int p = 0; p < PART; p += LANES)
+        wide_store(scores + p, exponential(wide_load(scores + p) - wide_splat(largest)));
     for (int p = 0; p < first; p++) scores[p] = 0;
     for (int p = end; p < PART; p++) scores[p] = 0;
     for (int p = 0; p < PART; p += LANES) sum += wide_load(scores + p);
@@ -157,7 +158,7 @@ static int next_queries(int left) {
 }
 
 /* Add positions `first` to `count` - 1 of those from `at` on, at most PART in one block, to the weighted values, the
- * largest scores and the sums of queries. A query attends to the positions before its `end`; others have weights of 0. */
+ * largest scores and the sums of queries. A query attends to positions before its `end`; others have weights of 0. */
 INLINE void add_part(const Attention *a, int num, const float *const queries[], const State states[], const int ends[],
                      Spot at, Spot next, int first, int count, const int type) {
     enum { WIDTH = VECTORS * LANES };

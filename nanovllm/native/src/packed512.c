@@ -23,8 +23,8 @@ INLINE void read_scales(const Reader *reader, const Matrix *w, const int type, c
     if (has_minima) *minimum = load_scales(w->minima, reader->at, half_scales);
 }
 
-/* The codes of a group: columns 4 i to 4 i + 3 of all rows of the strip. Those of groups that are AHEAD are fetched from
- * memory. */
+/* The codes of a group: columns 4 i to 4 i + 3 of all rows of the strip. Those of the group that is AHEAD are fetched
+ * from memory. */
 INLINE void read_codes(const Reader *reader, const int type, __m512i part[8]) {
     const __m512i low_halves = _mm512_set1_epi8(15);
 #pragma GCC unroll 8

@@ -9,27 +9,20 @@ static void add_bias(Place here, int count, float y[][TILE]) {
         for (int r = 0; r < TILE && at + r < here.w->rows; r++) y[m][r] += here.w->bias[at + r];
 }
 
-static void product_tile(Place here, Place next, const Inputs *in, int first, int count, Panels *panels,
-                         float y[][TILE]) {
-    if (is_packed(here.w))
-        packed_product(here.w, in, here.tile, first, count, y);
-    else if (uses_amx(here.w))
-        amx_products(here, (Place){NULL, 0}, in, first, count, y, NULL);
-    else
-        dense_product(here, next, in, first, count, panels, y);
-    add_bias(here, count, y);
-}
-
-void product_tiles(Place here, Place other, Place next, const Inputs *in, int first, int count, Panels *panels,
-                   float y[][TILE], float other_y[][TILE]) {
-    if (other.w && uses_amx(here.w) && uses_amx(other.w)) {
-        amx_products(here, other, in, first, count, y, other_y);
-        add_bias(here, count, y);
-        add_bias(other, count, other_y);
-        return;
+void product_tiles(const Place places[], int num, Place next, const Inputs *in, int first, int count, Panels *panels,
+                   float y[][MOST_ROWS][TILE]) {
+    int amx = 1;
+    for (int i = 0; i < num; i++) amx &= uses_amx(places[i].w);
+    if (amx) amx_products(places, num, in, first, count, y);
+    for (int i = 0; i < num; i++) {
+        if (is_packed(places[i].w))
+            packed_product(places[i].w, in, places[i].tile, first, count, y[i]);
+        else if (!amx && uses_amx(places[i].w))
+            amx_products(places + i, 1, in, first, count, y + i);
+        else if (!amx)
+            dense_product(places[i], i + 1 < num ? places[i + 1] : next, in, first, count, panels, y[i]);
+        add_bias(places[i], count, y[i]);
     }
-    product_tile(here, other.w ? other : next, in, first, count, panels, y);
-    if (other.w) product_tile(other, next, in, first, count, panels, other_y);
 }
 
 void matrix_row(const Matrix *w, int row, float *out) {

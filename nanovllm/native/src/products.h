@@ -6,6 +6,7 @@
 enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
 enum { GROUP = 32, STRIP = LANES };            /* packed: columns that share a scale of x; rows of W in one vector */
 enum { TILE = 16, BLOCK = 4, MOST_ROWS = 64 }; /* rows of W of a product, and of x: with sums in registers, at most */
+enum { MOST_TILES = 2 };                       /* that are computed together */
 enum { PARTS = 3 };                            /* numbers of bfloat16 whose sum is one of x, for AMX */
 enum { PANEL = 192 };                          /* columns of a tile that are widened at a time, for the L1 cache */
 
@@ -48,17 +49,16 @@ typedef struct {
     const void *held; /* what numbers[current] were; NULL = nothing */
 } Panels;
 
-/* The outputs of `here` for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of MOST_ROWS, into
- * y[row][output], and those of `other`, unless its matrix is NULL, into other_y; both have MOST_ROWS rows, and what is
- * past the last row of x or W is undefined. The order of additions depends on neither `count` nor `other`. Who calls for
- * several products says which is next, hands on `panels`, which hold nothing at first, and calls end_products after the
- * last. */
-void product_tiles(Place here, Place other, Place next, const Inputs *in, int first, int count, Panels *panels,
-                   float y[][TILE], float other_y[][TILE]);
+/* The outputs of `num` tiles, at most MOST_TILES, for `count` (1 to MOST_ROWS) rows of x from `first`, a multiple of
+ * MOST_ROWS, into y[tile][row][output]; what is past the last row of x or W is undefined. The order of additions
+ * depends on neither `num` nor `count`. Who calls for several products says which tile is next, hands on `panels`,
+ * which hold nothing at first, and calls end_products after the last. */
+void product_tiles(const Place places[], int num, Place next, const Inputs *in, int first, int count, Panels *panels,
+                   float y[][MOST_ROWS][TILE]);
 void end_products(void);
 void dense_product(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]);
-void amx_products(Place here, Place other, const Inputs *in, int first, int count, float y[][TILE],
-                  float other_y[][TILE]);
+void amx_products(const Place places[], int num, const Inputs *in, int first, int count,
+                  float y[][MOST_ROWS][TILE]);
 void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
 
 /* Round a row of x, the `row`th of LANES that are together. */

@@ -251,18 +251,18 @@ static void product_chunk(void *argument, int chunk) {
     panels.current = 0;
     panels.held = NULL;
     for (int i = begin; i < end;) {
-        float y[MOST_ROWS][TILE], other_y[MOST_ROWS][TILE];
-        Place here, other = {NULL, 0}, next;
-        const int which = place_of(job, i++, &here);
-        int other_which = 0;
-        if (job->mode == GATE)
-            other = (Place){job->matrices[1], here.tile};
-        else if (i < end)
-            other_which = place_of(job, i++, &other);
+        float y[MOST_TILES][MOST_ROWS][TILE];
+        Place places[MOST_TILES], next;
+        int num = 0, which[MOST_TILES];
+        for (; i < end && num < MOST_TILES; i++) {
+            which[num] = place_of(job, i, &places[num]);
+            num++;
+            if (job->mode == GATE) places[num] = (Place){job->matrices[1], places[num - 1].tile}, num++;
+        }
         place_of(job, i < all->num_tiles ? i : 0, &next);
-        product_tiles(here, other, next, &job->in, first, count, &panels, y, other_y);
-        finish_tile(job, which, here.tile, first, count, y, other_y);
-        if (job->mode != GATE && other.w) finish_tile(job, other_which, other.tile, first, count, other_y, NULL);
+        product_tiles(places, num, next, &job->in, first, count, &panels, y);
+        for (int k = 0; k < num; k += job->mode == GATE ? 2 : 1)
+            finish_tile(job, which[k], places[k].tile, first, count, y[k], job->mode == GATE ? y[k + 1] : NULL);
     }
     end_products();
 }
