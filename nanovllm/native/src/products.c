@@ -11,18 +11,17 @@ static void add_bias(Place here, int count, float y[][TILE]) {
 
 void product_tiles(const Place places[], int num, Place next, const Inputs *in, int first, int count, Panels *panels,
                    float y[][MOST_ROWS][TILE]) {
-    int amx = 1;
-    for (int i = 0; i < num; i++) amx &= uses_amx(places[i].w);
-    if (amx) amx_products(places, num, in, first, count, y);
-    for (int i = 0; i < num; i++) {
-        if (is_packed(places[i].w))
-            packed_product(places[i].w, in, places[i].tile, first, count, y[i]);
-        else if (!amx && uses_amx(places[i].w))
-            amx_products(places + i, 1, in, first, count, y + i);
-        else if (!amx)
+    for (int i = 0, here = 1; i < num; i += here) {
+        const Matrix *w = places[i].w;
+        here = i + 1 < num && uses_amx(w) && uses_amx(places[i + 1].w) ? 2 : 1;
+        if (uses_amx(w))
+            amx_products(places + i, here, in, first, count, y + i);
+        else if (is_packed(w))
+            packed_product(w, in, places[i].tile, first, count, y[i]);
+        else
             dense_product(places[i], i + 1 < num ? places[i + 1] : next, in, first, count, panels, y[i]);
-        add_bias(places[i], count, y[i]);
     }
+    for (int i = 0; i < num; i++) add_bias(places[i], count, y[i]);
 }
 
 void matrix_row(const Matrix *w, int row, float *out) {
