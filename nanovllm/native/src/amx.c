@@ -12,7 +12,7 @@
 enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 }; /* of Linux */
 enum { TILE_NUMBERS = 512, STRIDE = 64 }; /* numbers of a tile; bytes of its rows */
 enum { ROWS = 16, COLUMNS = 32 };         /* of x in a tile */
-enum { AHEAD = 16384 };                   /* numbers of W from those that are read to those that are fetched */
+enum { AHEAD = 4096 };                    /* numbers of W from those that are read to those that are fetched */
 
 static int have_amx;
 
@@ -77,7 +77,7 @@ static const uint16_t *numbers_of(Place place) {
 }
 
 INLINE void fetch_ahead(const uint16_t *w) {
-    for (int i = 0; i < TILE_NUMBERS; i += STRIDE / 2) __builtin_prefetch(w + AHEAD + i, 0, 2);
+    for (int i = 0; i < TILE_NUMBERS; i += STRIDE / 2) __builtin_prefetch(w + AHEAD + i);
 }
 
 /* Add the parts of 16 rows of x, times one or two tiles of W. */

@@ -1,7 +1,7 @@
-/* Products with weights in float32, bfloat16 or float16. */
+/* Products with weights in float32, bfloat16 or float16; those with vectors of 512 bits are in dense512.c. */
 #include "products.h"
 
-#if HAVE_SIMD
+#if HAVE_SIMD && !defined(__AVX512F__)
 
 enum { VECTORS = TILE / LANES };
 
@@ -111,17 +111,6 @@ static void add_block(const float *weights, const float *x, int64_t x_stride, in
 }
 #endif
 
-/* How many columns are widened at a time: all columns in equal parts where they can be so divided. */
-static int64_t panel_columns(int64_t columns) {
-    for (int64_t parts = (columns + PANEL - 1) / PANEL, i = parts; i < 2 * parts; i++)
-        if (columns % (4 * i) == 0) return columns / i;
-    return PANEL;
-}
-
-static const void *tile_data(Place p) {
-    return (const char *)p.w->data + (int64_t)p.tile * p.w->columns * TILE * (p.w->type == FLOAT32 ? 4 : 2);
-}
-
 INLINE void dense_tile(Place here, Place next, const Inputs *in, int first, int count, const int type, Panels *panels,
                        float y[][TILE]) {
     const int64_t columns = here.w->columns, ahead = columns * TILE, size = panel_columns(columns);
@@ -151,13 +140,21 @@ INLINE void dense_tile(Place here, Place next, const Inputs *in, int first, int 
         if (m < count) BY_COUNT(count - m, add_columns, part, FLOAT32, x + m * columns + c, columns, width, y + m)
     }
 }
-void dense_product(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]) {
-    switch (here.w->type) {
-        case FLOAT32: dense_tile(here, next, in, first, count, FLOAT32, panels, y); break;
-        case BFLOAT16: dense_tile(here, next, in, first, count, BFLOAT16, panels, y); break;
-        default: dense_tile(here, next, in, first, count, FLOAT16, panels, y);
+void dense_products(const Place places[], int num, Place next, const Inputs *in, int first, int count, Panels *panels,
+                    float y[][MOST_ROWS][TILE]) {
+    for (int i = 0; i < num; i++) {
+        const Place after = i + 1 < num ? places[i + 1] : next;
+        switch (places[i].w->type) {
+            case FLOAT32: dense_tile(places[i], after, in, first, count, FLOAT32, panels, y[i]); break;
+            case BFLOAT16: dense_tile(places[i], after, in, first, count, BFLOAT16, panels, y[i]); break;
+            default: dense_tile(places[i], after, in, first, count, FLOAT16, panels, y[i]);
+        }
     }
 }
+
+#endif
+
+#if HAVE_SIMD
 
 /* The index of a number in a tile: bfloat16 has two columns side by side. */
 static int64_t index_in_tile(int64_t column, int row, int type) {

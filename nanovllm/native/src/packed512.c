@@ -4,8 +4,7 @@
 
 #if defined(__AVX512F__)
 
-enum { FEW_ROWS = 8 };     /* of x, whose sums are in registers */
-enum { AHEAD = 8192 };     /* bytes */
+enum { AHEAD = 8192 }; /* bytes */
 
 /* Without the last two bits of a float32, so that the product with INT_ZERO is exact. */
 INLINE wide load_scales(const void *scales, int64_t index, const int half_scales) {
@@ -50,7 +49,7 @@ INLINE __m512i four_codes(const int8_t *codes) {
 INLINE void few_rows(const int count, const Matrix *w, int strip, const Rounded *x, int row, float y[][TILE],
                      const int type, const int has_minima, const int half_scales) {
     Reader reader = reader_of(w, strip, type);
-    wide sum[FEW_ROWS];
+    wide sum[BLOCK];
     for (int m = 0; m < count; m++) sum[m] = wide_splat(0);
     for (int g = 0; g < w->columns / GROUP; g++, x++, go_on(&reader, w, type)) {
         __m512i part[8];
@@ -106,22 +105,13 @@ INLINE void strip_product(const Matrix *w, int strip, const Inputs *in, int firs
                           const int type, const int has_minima, const int half_scales) {
     const int groups = w->columns / GROUP;
     const Rounded *x = in->rounded + (int64_t)(first / LANES) * groups;
-    if (count > FEW_ROWS && have_amx_bytes()) {
+    if (count > BLOCK && have_amx_bytes()) {
         many_rows(w, strip, x, count, y, type, has_minima, half_scales);
         return;
     }
-#define FEW(n) few_rows(n, w, strip, x + (int64_t)(m / LANES) * groups, m % LANES, y + m, type, has_minima, half_scales)
-    for (int m = 0; m < count; m += FEW_ROWS) {
-        switch (count - m) {
-            case 1: FEW(1); break;
-            case 2: FEW(2); break;
-            case 3: FEW(3); break;
-            case 4: FEW(4); break;
-            case 5: FEW(5); break;
-            case 6: FEW(6); break;
-            case 7: FEW(7); break;
-            default: FEW(8);
-        }
+    for (int m = 0; m < count; m += BLOCK) {
+        const Rounded *here = x + (int64_t)(m / LANES) * groups;
+        BY_COUNT(count - m, few_rows, w, strip, here, m % LANES, y + m, type, has_minima, half_scales)
     }
 }
 

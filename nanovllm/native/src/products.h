@@ -5,8 +5,8 @@
 
 enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
 enum { GROUP = 32, STRIP = LANES };            /* packed: columns that share a scale of x; rows of W in one vector */
-enum { TILE = 16, BLOCK = 4, MOST_ROWS = 64 }; /* rows of W of a product, and of x: with sums in registers, at most */
-enum { MOST_TILES = 2 };                       /* that are computed together */
+enum { TILE = 16, MOST_TILES = 2, MOST_ROWS = 64 }; /* of a product: rows of a tile of W, tiles and rows of x at most */
+enum { BLOCK = LANES == 16 ? 8 : 4 };               /* rows of x whose sums are in registers */
 enum { PARTS = 3 };                            /* numbers of bfloat16 whose sum is one of x, for AMX */
 enum { PANEL = 192 };                          /* columns of a tile that are widened at a time, for the L1 cache */
 
@@ -56,7 +56,8 @@ typedef struct {
 void product_tiles(const Place places[], int num, Place next, const Inputs *in, int first, int count, Panels *panels,
                    float y[][MOST_ROWS][TILE]);
 void end_products(void);
-void dense_product(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE]);
+void dense_products(const Place places[], int num, Place next, const Inputs *in, int first, int count, Panels *panels,
+                    float y[][MOST_ROWS][TILE]);
 void amx_products(const Place places[], int num, const Inputs *in, int first, int count,
                   float y[][MOST_ROWS][TILE]);
 void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
@@ -94,12 +95,32 @@ static inline int is_packed(const Matrix *w) { return w->type >= INT4; }
 enum { ROUNDED = 1, SPLIT = 2 };
 static inline int form_of(const Matrix *w) { return is_packed(w) ? ROUNDED : uses_amx(w) ? SPLIT : 0; }
 static inline int num_tiles(const Matrix *w) { return (w->rows + TILE - 1) / TILE; }
+/* What a dense tile is read from. */
+static inline const void *tile_data(Place p) {
+    return (const char *)p.w->data + (int64_t)p.tile * p.w->columns * TILE * (p.w->type == FLOAT32 ? 4 : 2);
+}
+/* How many columns are widened at a time: all columns in equal parts where they can be so divided. */
+static inline int64_t panel_columns(int64_t columns) {
+    for (int64_t parts = (columns + PANEL - 1) / PANEL, i = parts; i < 2 * parts; i++)
+        if (columns % (4 * i) == 0) return columns / i;
+    return PANEL;
+}
 
-/* Call a function whose first argument, the number of rows of x, is a constant. */
+/* Call a function whose first argument, the number of rows of x, at most BLOCK, is a constant. */
+#if defined(__AVX512F__)
+#define MORE_COUNTS(function, ...)               \
+    case 4: function(4, __VA_ARGS__); break;     \
+    case 5: function(5, __VA_ARGS__); break;     \
+    case 6: function(6, __VA_ARGS__); break;     \
+    case 7: function(7, __VA_ARGS__); break;
+#else
+#define MORE_COUNTS(function, ...)
+#endif
 #define BY_COUNT(count, function, ...)               \
     switch (count) {                                 \
         case 1: function(1, __VA_ARGS__); break;     \
         case 2: function(2, __VA_ARGS__); break;     \
         case 3: function(3, __VA_ARGS__); break;     \
-        default: function(4, __VA_ARGS__);           \
+        MORE_COUNTS(function, __VA_ARGS__)           \
+        default: function(BLOCK, __VA_ARGS__);       \
     }
