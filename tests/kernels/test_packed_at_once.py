@@ -2,6 +2,7 @@
 compiled."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ packed_at_once_linear(x, int4, gated=True, pdl=True, tile=AtOnceTile(2, 4))
 packed_at_once_linear(x.half(), int4, gated=False, pdl=True, tile=AtOnceTile(1, 8, programs=3))
 packed_at_once_split_k_linear(x, int8, x[0], tile=AtOnceTile(2, 4, splits=2))
 """
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "int4": {"kind": "int4", "group": 128},
     "int4 zero": {"kind": "int4", "group": 128, "zero": True},
     "int4 zero 64": {"kind": "int4", "group": 64, "zero": True, "scale_type": torch.float32},
