@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.features import gluon_usable
+from nanovllm.kernels.linear.at_once_tile import MOST_BYTES, AtOnceTile, at_once_tile
 from nanovllm.kernels.linear.fp8_inputs import fp8_linear, fp8_split_k_linear, fp8_tile, scaled_mm_linear
 from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.packed_dequantize import packed_dequantize
@@ -31,10 +32,15 @@ from nanovllm.kernels.select import LinearCase, select_linear
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)
 FORMATS = ("int4", "int8", "fp8", "fp8_block", "mxfp4")
-MOST_ROW_ROWS, MOST_TILED_ROWS, MOST_SPLIT_ROWS = 16, 256, 64
+MOST_AT_ONCE_ROWS, MOST_ROW_ROWS, MOST_TILED_ROWS, MOST_SPLIT_ROWS = 8, 16, 256, 64
 MOST_WIDE_ROWS, MOST_WIDE_SPLIT_ROWS = 2048, 128
 COPIED_BYTES = 1 << 28  # of the copies of a weight: several times the L2 cache
 
+AT_ONCE_TILES = tuple(
+    AtOnceTile(*shape, programs)
+    for shape in ((1, 4, 1), (1, 8, 1), (2, 4, 1), (2, 8, 1), (1, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 2), (4, 4, 6))
+    for programs in (2, 3, 4)
+)
 ROW_TILES = (RowTile(1, 4, 2), RowTile(1, 4, 4), RowTile(1, 8, 2), RowTile(2, 4, 1), RowTile(2, 4, 2), RowTile(2, 8, 2))
 TILES = (
     PackedTile(16, 64),
@@ -118,6 +124,8 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
             label = f"rows {16 * tile.sixteens} {tile.num_warps} warps {tile.num_ahead} ahead"
             run = partial(packed_rows_linear, x, pdl=pdl, tile=tile, **options)
             yield Candidate(label, run, tile == best and own == "packed_rows")
+    if m <= MOST_AT_ONCE_ROWS and gluon_usable() and weight.kind in ("int4", "int8"):
+        yield from at_once(shape, weight, x, chosen=own.startswith("packed_at_once"))
     if m <= MOST_TILED_ROWS:
         names, tile_of = ("packed_tiled", "packed_split_k"), packed_tile(m, shape.outputs, weight.bits)
         yield from tiled("tiled", names, packed_tiled_linear, packed_split_k_linear, tile_of)
@@ -132,6 +140,23 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
         yield from fp8_on_hopper(shape, weight, x, own)
     if m > MOST_SPLIT_ROWS:
         yield Candidate("unpacked, cuBLAS", partial(_unpacked, x, pdl=pdl), own == "packed_dequantized")
+
+
+def at_once(shape: Shape, weight: PackedWords, x: Tensor, *, chosen: bool) -> Iterator[Candidate]:
+    from nanovllm.kernels.linear.packed_at_once import packed_at_once_linear, packed_at_once_split_k_linear
+
+    best = at_once_tile(shape.outputs, shape.inputs, weight.bits, split=shape.added)
+    for tile in dict.fromkeys((best, *AT_ONCE_TILES)):
+        fits = tile is not None and tile.divides(shape.inputs, weight.bits) and (shape.added or tile.splits == 1)
+        if tile is None or not fits or tile.num_bytes(shape.inputs, weight.bits) > MOST_BYTES:
+            continue
+        label = f"at once {16 * tile.sixteens} {tile.num_warps} warps, {tile.programs} programs"
+        if shape.added:
+            run = partial(packed_at_once_split_k_linear, x, pdl=True, tile=tile)
+            yield Candidate(f"{label}, split K {tile.splits}", run, chosen and tile == best)
+        else:
+            run = partial(packed_at_once_linear, x, gated=shape.gated, pdl=True, tile=tile)
+            yield Candidate(label, run, chosen and tile == best)
 
 
 def wide(shape: Shape, weight: PackedWords, x: Tensor, *, chosen: bool) -> Iterator[Candidate]:

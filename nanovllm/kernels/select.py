@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanovllm.kernels.linear.at_once_tile import at_once_tile
 from nanovllm.kernels.linear.many_rows_tile import GROUP_ROWS, TILE_OUTPUTS, utilization
 
 EIGHT_ROWS = 8  # an operand of the tensor cores
@@ -23,6 +24,7 @@ EXPERT_ROWS = 4  # up to this many tokens, each (token, expert) pair reads its e
 
 NARROW_INPUTS = 1024
 WIDE_INPUTS = 2048  # from here on reading a weight takes the time, not starting to
+WIDE_AT_ONCE = 4096  # for `packed_at_once`: smaller weights were not measured
 ENOUGH_OUTPUTS = 5632  # enough for tiles on nearly every multiprocessor
 MANY_OUTPUTS = 16384  # a vocabulary
 LARGEST_DELTA_NET_HEAD = 128
@@ -30,6 +32,7 @@ LONGEST_INPUTS = 32768  # of a kernel whose loop over the inputs is unrolled
 
 PACKED = ("int4_groups", "int8_groups", "fp8", "fp8_block", "mxfp4", "nvfp4")
 FOUR_BITS = ("int4_groups", "mxfp4", "nvfp4")
+INTEGERS = ("int4_groups", "int8_groups")
 WIDE_FORMATS = ("int4_groups", "int8_groups", "mxfp4")
 FP8 = ("fp8", "fp8_block")
 LEAST_UTILIZATION = 0.86  # of `many_rows`, to be faster than cuBLAS and a kernel for the gate
@@ -134,6 +137,19 @@ def _wide_for_few_rows(case: LinearCase) -> bool:
         return False
     large = max(case.outputs, case.inputs) >= ENOUGH_OUTPUTS
     return case.format == "int8_groups" or (case.format == "int4_groups" and case.group >= SUMMED_GROUP and large)
+
+
+def _packed_at_once(case: LinearCase) -> bool:
+    if not case.gluon or not case.half or case.deterministic or case.minimum or case.distance != LONGEST_DISTANCE:
+        return False
+    if case.format == "int8_groups":  # with more rows `packed_wide` is faster, groups were not measured
+        served = case.rows == 1 and case.group == case.inputs
+    else:
+        served = case.group >= SUMMED_GROUP and (case.group == case.inputs or case.group.bit_count() == 1)
+    if not served or min(case.outputs, case.inputs) < WIDE_AT_ONCE:
+        return False
+    bits = 4 if case.format in FOUR_BITS else 8
+    return at_once_tile(case.outputs, case.inputs, bits, split=case.added and case.whole) is not None
 
 
 def _packed_wide(case: LinearCase) -> bool:
@@ -246,6 +262,25 @@ LINEAR_KERNELS = (
         PACKED,
         serves=lambda case: case.deterministic and _packed_tiles(case),
         symbol="_packed_tiled_kernel",
+    ),
+    LinearKernel(
+        "packed_at_once_split_k",
+        INTEGERS,
+        max_rows=EIGHT_ROWS,
+        add=True,
+        splits=True,
+        serves=lambda case: case.added and case.whole and _packed_at_once(case),
+        compiled_for=(EIGHT_ROWS,),
+        symbol="_packed_at_once_kernel",
+    ),
+    LinearKernel(
+        "packed_at_once",
+        INTEGERS,
+        max_rows=EIGHT_ROWS,
+        gate=True,
+        serves=_packed_at_once,
+        compiled_for=(EIGHT_ROWS,),
+        symbol="_packed_at_once_kernel",
     ),
     LinearKernel(
         "packed_wide_split_k",
@@ -418,6 +453,7 @@ SLOW_TO_COMPILE = (
     "_decode_kernel",
     "_cut_kernel",
     "_packed_wide_kernel",
+    "_packed_at_once_kernel",
     "_packed_wide_experts_kernel",
     "_latent_decode_hopper_kernel",
     "_packed_expert_rows_kernel",

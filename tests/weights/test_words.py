@@ -113,8 +113,8 @@ def test_chosen_kernels(case: str) -> None:
 
 @pytest.mark.usefixtures("in_words")
 def test_kernels_of_a_hopper_gpu() -> None:
-    """Integers from 9 rows on, of large weights from one; groups of 32 up to 64 rows; minima and more rows as
-    elsewhere."""
+    """Integers from 9 rows on, of large weights from one, and of larger ones with another kernel; groups of 32 up to 64
+    rows; minima and more rows as elsewhere."""
     options: dict[str, Any] = dict(gated=False, whole=True, gluon=True, pdl=False, dtype=torch.bfloat16)
 
     def name(
@@ -143,9 +143,14 @@ def test_kernels_of_a_hopper_gpu() -> None:
     assert name(zeros, 64, deterministic=True) == "packed_deterministic"
     assert name(GroupForm(4, 128, minimum=True), 64) == "packed_tiled"
     assert name(GroupForm(8, 0), 1) == "packed_rows"
-    assert [name(zeros, rows, shape=(6144, 4096)) for rows in (1, 8)] == ["packed_wide", "packed_wide"]
-    assert name(zeros, 8, shape=(4096, 12288), added=True) == "packed_wide_split_k"
-    assert name(zeros, 8, shape=(4096, 4096), added=True) == "packed_rows"  # too small, as the three after it
+    assert [name(zeros, rows, shape=(6144, 2048)) for rows in (1, 8)] == ["packed_wide", "packed_wide"]
+    assert name(zeros, 8, shape=(2048, 12288), added=True) == "packed_wide_split_k"
+    for form, most in ((zeros, 8), (GroupForm(4, 128), 8), (GroupForm(8, 0), 1)):
+        assert {name(form, rows, shape=(6144, 4096)) for rows in (1, most)} == {"packed_at_once"}
+        assert {name(form, rows, shape=(4096, 4096), added=True) for rows in (1, most)} == {"packed_at_once_split_k"}
+        assert name(form, most + 1, shape=(6144, 4096)) == "packed_wide"
+    assert name(GroupForm(8, 128), 1, shape=(6144, 4096)) == "packed_wide"
+    assert name(zeros, 8, shape=(2048, 2048), added=True) == "packed_rows"  # too small, as the two after it
     assert name(zeros, 1, shape=(24576, 1024)) == name(zeros, 1, shape=(1024, 8192)) == "packed_rows"
     assert name(GroupForm(4, 64), 8, shape=(6144, 4096)) == "packed_rows"  # its numbers are scaled, not sums
     large = int8.Int8Format().empty((2048, 2048), dtype=torch.bfloat16, device=torch.device("cpu"))

@@ -238,6 +238,24 @@ def _pair(words, zero, PAIR: tl.constexpr, KIND: tl.constexpr, ITEM: tl.constexp
         return _fp4(words, PAIR, ITEM)
 
 
+@triton.jit
+def items_of(words, ITEM: tl.constexpr):
+    """The two 16-bit items of each word, [..., 2]. In plain operations, which the compiler undoes where it packs items
+    into registers again."""
+    return tl.join(words.to(tl.int16).to(ITEM, bitcast=True), (words >> 16).to(tl.int16).to(ITEM, bitcast=True))
+
+
+@triton.jit
+def raw_numbers(words, PAIR: tl.constexpr, KIND: tl.constexpr, ITEM: tl.constexpr):
+    """Pair PAIR of each word of integers, [..., 2] of type ITEM; those of 4 bits are
+    128 (bfloat16) or 1024 (float16) too large."""
+    if KIND == "int4":
+        shifted = words if PAIR == 0 else words >> (4 * PAIR)
+        return items_of(_inserted(shifted, 0xF, 0x4300 if ITEM.is_bf16() else 0x6400), ITEM)
+    else:
+        return items_of(_integers(words, None, PAIR, 8, ITEM), ITEM)
+
+
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +290,48 @@ def zeros_of(zero, minimum, row, group, inside, GROUPS: tl.constexpr, KIND: tl.c
         return (found ^ 128) - 128 if KIND == "int8" else found
     else:
         return tl.cast(8 if minimum is None else 0, tl.int32)
+
+
+@triton.jit
+def parts_of(pointer, row, span, first: tl.constexpr, SPANS: tl.constexpr, GROUPS: tl.constexpr):
+    """The scales or zeros of a span's groups for rows and spans `first` + `span`, as a tuple: one word that holds those
+    of all groups, if they have 16 or 32 bits together, otherwise one tensor for each group."""
+    PARTS: tl.constexpr = max(1, GROUPS // SPANS)
+    BITS: tl.constexpr = PARTS * pointer.dtype.element_ty.primitive_bitwidth
+    found = ()  # type: tuple
+    if PARTS > 1 and BITS == 32:
+        found += (tl.load(pointer.to(tl.pointer_type(tl.int32)) + (row * SPANS + span) + first),)
+    elif PARTS > 1 and BITS == 16:
+        found += (tl.load(pointer.to(tl.pointer_type(tl.int16)) + (row * SPANS + span) + first),)
+    elif PARTS > 1:
+        for part in tl.static_range(PARTS):
+            found += (tl.load(pointer + (row * GROUPS + span * PARTS) + (first * PARTS + part)),)
+    else:
+        found += (tl.load(pointer + row * GROUPS + (span + first) * GROUPS // SPANS),)
+    return found
+
+
+@triton.jit
+def of_part(found, part: tl.constexpr, TYPE: tl.constexpr):
+    """The item of group `part` of what `parts_of` gives."""
+    BITS: tl.constexpr = TYPE.primitive_bitwidth
+    if found[0].dtype == TYPE:
+        return found[part]
+    elif BITS == 16:
+        return (found[0] >> (16 * part)).to(tl.int16).to(TYPE, bitcast=True)
+    else:
+        return (found[0] >> (8 * part)).to(tl.int8).to(TYPE, bitcast=True)
+
+
+@triton.jit
+def offset_of_part(found, part: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, ITEM: tl.constexpr):
+    """What is too much in `raw_numbers`, in float32: zero, and 128 or 1024 for 4 bits."""
+    if KIND == "int4":
+        AT: tl.constexpr = 16 if ITEM.is_bf16() else 13  # the place of the last bit before the point
+        bits = of_part(found, part, TYPE).to(tl.uint8, bitcast=True).to(tl.int32) << AT
+        return (bits | (0x43000000 if ITEM.is_bf16() else 0x44800000)).to(tl.float32, bitcast=True)
+    else:
+        return of_part(found, part, TYPE).to(tl.float32)
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------

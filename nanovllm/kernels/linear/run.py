@@ -55,6 +55,12 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
 
         launch = packed_wide.packed_wide_linear if name == "packed_wide" else packed_wide.packed_wide_split_k_linear
         return partial(launch, **weight, bias=bias, pdl=pdl)
+    if name in ("packed_at_once", "packed_at_once_split_k"):
+        from nanovllm.kernels.linear import packed_at_once as at_once
+
+        split = name == "packed_at_once_split_k"
+        linear = at_once.packed_at_once_split_k_linear if split else at_once.packed_at_once_linear
+        return partial(linear, **weight, bias=bias, pdl=pdl)
     if name in ("fp8_some_rows", "fp8_some_rows_split_k"):
         from nanovllm.kernels.linear.fp8_some_rows import fp8_some_rows_linear, fp8_some_rows_split_k_linear
 
