@@ -66,7 +66,7 @@ class MoE:
         from nanovllm.kernels.moe.route_tokens import MOST_TOKENS, route_tokens, route_tokens_serves
 
         if route_tokens_serves(spec.num_experts, spec.hidden_size):
-            choice = {"top_k": spec.num_experts_per_token, "normalize": spec.norm_topk_prob}
+            choice: dict[str, Any] = {"top_k": spec.num_experts_per_token, "normalize": spec.norm_topk_prob}
             self._route_tokens, self._most_tokens = partial(route_tokens, **choice, pdl=context.pdl), MOST_TOKENS
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
@@ -120,8 +120,8 @@ class MoE:
         if self._route_tokens is not None and len(x) <= self._most_tokens:
             rows, partial_sums = x.take()
             weights = self._router_weights()
-            routed = self._route_tokens(rows, norm.weight, norm.eps, partial_sums=partial_sums, **weights)
-            return self._add_experts(x, *routed)
+            normed, *chosen = self._route_tokens(rows, norm.weight, norm.eps, partial_sums=partial_sums, **weights)
+            return self._add_experts(x, normed, *chosen)
         normed = x.normed(norm)
         return self._add_experts(x, normed, *self._route(normed))
 
@@ -159,7 +159,7 @@ class MoE:
         experts: Tensor,  # [num_tokens, k]
         residual: Tensor | None,
         *,
-        in_parts: bool = False,  # kernels may give a part for each choice, without the residual: [k, num_tokens, hidden]
+        in_parts: bool = False,  # kernels may give a part of each choice without the residual, [k, num_tokens, hidden]
         **shared: tuple[Tensor, Tensor],  # of a shared expert, for the kernels
     ) -> Tensor:
         if self._kernels is not None:

@@ -35,7 +35,7 @@ def experts_forward(
     out: Tensor | None = None,  # [T, H]
     residual: Tensor | None = None,  # [T, H], added to the result; updated in place unless `out` is given
     shared: tuple[Tensor, Tensor] | None = None,  # of a shared expert, up to ROW_TOKENS: [T, S], silu(gate) * up; down
-    in_parts: bool = False,  # may return [k, T, H] instead: the caller adds these to the residual. All choices are experts
+    in_parts: bool = False,  # if all choices are experts, may return [k, T, H], which the caller adds to the residual
     deterministic: bool = False,  # a token's bits do not depend on the rest of the batch
     pdl: bool = False,
 ) -> Tensor:

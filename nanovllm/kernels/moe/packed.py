@@ -202,7 +202,8 @@ def packed_experts_forward(
     deterministic: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Returns `out`, or with `in_parts` maybe what `experts_forward` says. `deterministic` uses one kernel with one tile for any number of tokens."""
+    """Returns `out`, or with `in_parts` maybe [k, T, H] (see `experts_forward`). `deterministic` uses one kernel with
+    one tile for any number of tokens."""
     pairs_per_expert = experts.numel() / layer.down.shape[0]
     kernel = "tiled"
     if not deterministic:

@@ -56,8 +56,8 @@ def expert_wide_tile(pairs_per_expert: float) -> WideTile:
 
 
 def least_height(tile: WideTile, pairs_per_expert: float) -> int:
-    """For gpt-oss-20b, multiplying only the pairs that a block has is faster at 256 tokens, not at 1,024."""
-    return 16 if tile.block_m == 64 and pairs_per_expert <= 64 else tile.block_m
+    """For gpt-oss-20b, multiplying only the pairs that a block has is faster at 256 tokens, not at 512."""
+    return 16 if tile.block_m == 64 and pairs_per_expert <= 48 else tile.block_m
 
 
 def num_stages(tile: WideTile) -> int:
@@ -256,7 +256,7 @@ def _add_columns(
         x = xs.index(slot * (COLUMNS // PIECE) + FIRST // PIECE)
         if COUNT < PIECE:
             x = x.slice(0, COUNT, dim=1)
-        if HEIGHT < x.shape[0]:
+        if x.shape[0] > HEIGHT:
             x = x.slice(0, HEIGHT, dim=0)
         y = warpgroup_mma(left, x.permute([1, 0]), y, is_async=True)
     return y
