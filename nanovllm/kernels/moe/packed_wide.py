@@ -6,9 +6,10 @@ columns. TMA reads adjacent rows only, so the inputs are put in the order of the
 writes stays in this order, and `down` writes each pair's result to the pair's row. Scales are multiplied into the
 numbers, exactly, as `scaled_fp4` of linear/packed.py does.
 
-Instructions bound the kernel, not memory: most of them unpack. So a factor is computed for two scales at once, the
-tensor cores multiply half a stage while the other half is unpacked, and columns that do not fill a stage are a short
-one.
+The warps that multiply bound the kernel, not memory: they unpack, and with 64 pairs per block the tensor cores are busy
+for three quarters of the time. So a factor is computed for two scales at once, the tensor cores multiply half a stage
+while the other half is unpacked, columns that do not fill a stage are a short one, and of a block of 64 only 16 or 32
+pairs are multiplied where it has no more.
 
 Written in Gluon, as many_rows.py. Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
