@@ -87,8 +87,8 @@ class TritonStep:
     num_decodes: int
     chunks: Chunks | None
     lengths: Lengths  # of the decodes
-    # [num_decodes, max_blocks]: the decodes' block tables in layers without a window, if they are a small batch
-    tables: Tensor | None = None
+    # by window, [num_decodes, max_blocks]: the decodes' block tables, if they are a small batch
+    tables: Mapping[int | None, Tensor] = field(default_factory=dict)
     planned: dict[int | None, Tensor] = field(default_factory=dict)  # by window: the running number of tiles
 
     def of_sampled(self) -> "TritonStep":
@@ -126,7 +126,7 @@ class TritonBackend:
             self._num_sms = torch.cuda.get_device_properties(shape.device).multi_processor_count
         self._small_batch = 0  # the largest number of decodes that the kernel for small batches computes
         served = small_batch_serves(head_dim=shape.head_dim, group=group, cache_dtype=shape.cache_dtype)
-        if served and None in shape.windows:
+        if served:
             self._small_batch = MAX_PAIRS // shape.num_kv_heads
         most_programs = max(
             self._decode_config(batch, stream_k=stream_k).num_programs
@@ -263,15 +263,16 @@ class TritonBackend:
         lengths: Tensor,
         kind: Lengths,
     ) -> TritonStep:
-        n, num_decodes, chunks, tables = len(rows), len(rows), None, None
+        n, num_decodes, chunks = len(rows), len(rows), None
+        tables: dict[int | None, Tensor] = {}
         if self._deterministic:
             numbers, ones, tiles = self._numbers[:n], self._one_each[:n], self._first_tiles[:n]
             chunks = Chunks(rows, positions, numbers, ones, tiles, tiles, token_rows=rows, token_positions=positions)
             num_decodes = 0
         elif n <= self._small_batch and kind is not Lengths.UNEVEN:
-            full = blocks[None]
-            tables = torch.empty(n, full.shape[1], dtype=torch.int32, device=full.device)
-            decode_tables(rows, full, lengths, tables=tables, positions=positions)
+            for window, all_blocks in blocks.items():
+                tables[window] = torch.empty(n, all_blocks.shape[1], dtype=torch.int32, device=all_blocks.device)
+                decode_tables(rows, all_blocks, lengths, tables=tables[window], positions=positions)
         return TritonStep(
             rows=rows,
             positions=positions,
@@ -291,8 +292,8 @@ class TritonBackend:
         if step.chunks is not None:
             with beside(side_stream):
                 self._prefill(qkv, layer, cache, step, step.chunks, out)
-        if step.tables is not None and layer.window is None:
-            self._decode_small_batch(qkv, layer, cache, step, step.tables, out)
+        if step.tables:
+            self._decode_small_batch(qkv, layer, cache, step, step.tables[layer.window], out)
         elif step.num_decodes:
             self._decode(qkv[: step.num_decodes], layer, cache, step, out[: step.num_decodes])
         if side_stream is not None:
@@ -314,6 +315,7 @@ class TritonBackend:
             eps=layer.norm_eps,
             cos_sin=self._rotary_tables[layer.rope],
             scale=layer.scale,
+            window=layer.window,
             sinks=layer.sinks,
             out=out,
             splits=small_batch_splits(pairs, long=step.lengths is Lengths.LONG),

@@ -28,6 +28,7 @@ class GroupedMoE(SharedExpertMoE):
         self._bias_of_choice: Tensor | None = None
         if "choice_bias" in self._weights:
             self._bias_of_choice = torch.empty(spec.num_experts, dtype=torch.float32, device=context.device)
+        self._route_tokens = None  # which knows neither groups nor sigmoid scores
         self._in_one_launch: Callable[..., tuple[Tensor, Tensor]] | None = None
         if context.kernels:
             from nanovllm.kernels.moe.route_groups import route_in_groups

@@ -43,6 +43,8 @@ class MoE:
         self._kernels: Callable[..., Tensor] | None = None
         self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
         self._route_few: Callable[..., Routed] | None = None  # norm, router and choice in one launch
+        self._route_tokens: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None  # the same for more tokens
+        self._most_tokens = 0  # for which that is faster than three launches
         self._dequantizes = not {self.gate_up.format_name, self.down.format_name} <= {"dense", "int8"}
         if context.kernels:
             from nanovllm.kernels.moe.experts import ROW_TOKENS, experts_forward
@@ -58,6 +60,14 @@ class MoE:
                 choice = Choice(spec.num_experts_per_token, spec.norm_topk_prob)
                 arrived = torch.zeros(ROW_TOKENS, dtype=torch.int32, device=context.device)
                 self._route_few = partial(route_rows, choice=choice, arrived=arrived, pdl=context.pdl)
+                self._set_route_tokens(spec, context)
+
+    def _set_route_tokens(self, spec: MoeSpec, context: BuildContext) -> None:
+        from nanovllm.kernels.moe.route_tokens import MOST_TOKENS, route_tokens, route_tokens_serves
+
+        if route_tokens_serves(spec.num_experts, spec.hidden_size):
+            choice: dict[str, Any] = {"top_k": spec.num_experts_per_token, "normalize": spec.norm_topk_prob}
+            self._route_tokens, self._most_tokens = partial(route_tokens, **choice, pdl=context.pdl), MOST_TOKENS
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
         shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
@@ -107,6 +117,11 @@ class MoE:
         if self._route_few is not None and len(x) == 1:  # more tokens would read the router's weight several times
             routed = self._routed_few(x, norm)
             return self._add_experts(x, routed.normed, routed.weights, routed.experts)
+        if self._route_tokens is not None and len(x) <= self._most_tokens:
+            rows, partial_sums = x.take()
+            weights = self._router_weights()
+            normed, *chosen = self._route_tokens(rows, norm.weight, norm.eps, partial_sums=partial_sums, **weights)
+            return self._add_experts(x, normed, *chosen)
         normed = x.normed(norm)
         return self._add_experts(x, normed, *self._route(normed))
 
@@ -126,7 +141,11 @@ class MoE:
         self, x: Residual, normed: Tensor, weights: Tensor, experts: Tensor, **shared: tuple[Tensor, Tensor]
     ) -> Residual:
         rows = x.rows if self.group.rank == 0 else None  # of the ranks that are summed, one adds the residual
-        x.rows = self._sum(normed, weights, experts, rows, **shared)
+        y = self._sum(normed, weights, experts, rows, in_parts=self.group.size == 1, **shared)
+        if y.dim() == 2:
+            x.rows = y
+        else:
+            x.add_later(y)
         return x
 
     def sum_experts(self, x: Tensor, *, routed_by: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -139,11 +158,14 @@ class MoE:
         weights: Tensor,  # [num_tokens, k]
         experts: Tensor,  # [num_tokens, k]
         residual: Tensor | None,
+        *,
+        in_parts: bool = False,  # kernels may give a part of each choice without the residual, [k, num_tokens, hidden]
         **shared: tuple[Tensor, Tensor],  # of a shared expert, for the kernels
     ) -> Tensor:
         if self._kernels is not None:
             arguments = self._kernel_arguments() | shared
-            y = self._kernels(x, **arguments, weights=weights, experts=experts, residual=residual)
+            options = {"residual": residual, "in_parts": in_parts}
+            y = self._kernels(x, **arguments, weights=weights, experts=experts, **options)
         else:
             y = self.forward(x, weights, experts)
             y = y if residual is None else residual + y

@@ -21,7 +21,7 @@ class NormedRouterMoE(MoE):
         self._norm = RMSNorm(self._weights["router_norm"], context, eps=spec.router_norm_eps)
         self._factors = torch.empty(spec.num_experts, dtype=context.dtype, device=context.device)
         self._scale = spec.hidden_size**-0.5
-        self._route_few = None  # which has one norm, for router and experts
+        self._route_few, self._route_tokens = None, None  # which have one norm, for router and experts
 
     def slots(self) -> dict[str, Slot]:
         found = super().slots() | self._norm.slots()

@@ -16,6 +16,10 @@ class Residual:
         """Keep only these rows, [n] indices."""
         self.rows = self.rows[wanted]
 
+    def add_later(self, partial_sums: Tensor) -> None:  # [splits, num_tokens, hidden]
+        """Add these, at the latest when the rows are asked for."""
+        self.rows = self.rows + partial_sums.sum(0)
+
     def take(self) -> tuple[Tensor, Tensor | None]:
         """The rows, and partial sums if there are any, [splits, num_tokens, hidden], which the caller adds in place."""
         return self.rows, None

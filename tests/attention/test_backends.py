@@ -275,7 +275,7 @@ def test_a_decode_step_that_only_the_device_knows(
     if reads_ahead and kind is not Lengths.UNEVEN:
         assert torch.equal(positions, known)
     else:
-        assert step.tables is None
+        assert not step.tables
     positions.copy_(known)
     out = backend.forward(padded, how, layer, step)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2

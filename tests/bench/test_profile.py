@@ -80,6 +80,7 @@ OURS = {
         *("_packed_at_once_kernel", "_packed_dequantize_kernel"),
         *("_packed_expert_rows_kernel", "_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel"),
         *("_packed_wide_experts_kernel", "_packed_wide_kernel", "_project_kernel", "_route_rows_kernel"),
+        "_route_tokens_kernel",
         "_tiled_kernel",
     ],
     "delta net, convolution": [

@@ -182,6 +182,17 @@ def test_groups(num_pairs: int, num_experts: int, block_m: int) -> None:
     assert (block_experts[used:] == -1).all()
 
 
+def test_largest_first() -> None:
+    """Experts with more pairs come first, else the order is that of the experts."""
+    counts = [3, 0, 9, 3, 20, 1]
+    experts = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)])
+    experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(0))]
+    pairs, block_experts = group(experts.to(DEVICE), len(counts), block_m=16, largest_first=True)
+    assert block_experts.tolist() == [4, 4, 2, 0, 3, 5] + [-1] * (len(block_experts) - 6)
+    found = [pair for pair in pairs[: 6 * 16].tolist() if pair != len(experts)]
+    assert found == [pair for expert in (4, 2, 0, 3, 5) for pair in (experts == expert).nonzero()[:, 0].tolist()]
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_equals_the_layer_on_a_cpu(biased: bool) -> None:
     spec = MoeSpec(hidden_size=48, intermediate_size=24, num_experts=6, num_experts_per_token=2, norm_topk_prob=True)

@@ -27,7 +27,7 @@ def compile_some(kernel, grid, *args, **options):
 
 # what is tested elsewhere is not compiled
 packed_wide.launch, packed_wide.num_sms = compile_some, lambda: 132
-packed_wide.group = lambda *_, block_m, pdl: (torch.empty(8 * block_m, dtype=torch.int32), choices)
+packed_wide.group = lambda *_, block_m, largest_first, pdl: (torch.empty(8 * block_m, dtype=torch.int32), choices)
 packed_wide.sum_choices = lambda *_, pdl: None
 
 def weight(rows, columns):
@@ -63,7 +63,7 @@ def layer_of(hidden: int, size: int, num_experts: int) -> PackedExperts:
     return PackedExperts(*weights, *biases, alpha=1.7, limit=7.0)
 
 
-def compare(layer: PackedExperts, experts: Tensor, tile: WideTile | None) -> None:
+def compare(layer: PackedExperts, experts: Tensor, tile: WideTile | None, *, in_parts: bool = False) -> None:
     """`tile` None: with the kernel that is chosen."""
     (_, hidden, _), num_tokens = layer.down.shape, experts.shape[0]
     x, residual = (torch.randn(num_tokens, hidden, device="cuda").bfloat16() for _ in range(2))
@@ -77,6 +77,10 @@ def compare(layer: PackedExperts, experts: Tensor, tile: WideTile | None) -> Non
     else:
         from nanovllm.kernels.moe.packed_wide import packed_wide_experts
 
+        if in_parts:
+            parts = packed_wide_experts(x, layer, weights, experts, x, None, tile, in_parts=True, pdl=True)
+            actual = residual + parts.double().sum(0)
+            assert (actual - expected).abs().max() / expected.abs().max() < 2e-2
         out = torch.empty_like(x)
         actual = packed_wide_experts(x, layer, weights, experts, out, residual, tile, pdl=True)
     error = (actual.double() - expected).abs().max() / expected.abs().max()
@@ -96,7 +100,7 @@ def test_against_torch(hidden: int, size: int, tile: int | None) -> None:
     layer, wide_tile = layer_of(hidden, size, 6), None if tile is None else EXPERT_TILES[tile]
     for num_tokens in (1, 3, 8, 17, 64, 131, 300):
         anywhere = torch.rand(num_tokens, 6).argsort(dim=1)[:, :2]
-        compare(layer, anywhere, wide_tile)
+        compare(layer, anywhere, wide_tile, in_parts=True)
         compare(layer, anywhere % 3, wide_tile)
         compare(layer, torch.tensor([[4, 1]]).expand(num_tokens, 2), wide_tile)
         anywhere[-1] = torch.tensor([6, -1])

@@ -44,6 +44,7 @@ def check(case: Case, workspace: DecodeWorkspace | None = None, seed: int = 0, p
             workspace=workspace,
             out=out,
             splits=case.splits,
+            window=case.window,
             pdl=pdl,
             **inputs.arguments(),
         )
@@ -72,6 +73,12 @@ def test_head_dims(head_dim: int, group: int, dtype: torch.dtype) -> None:
 
 def test_sinks() -> None:
     check(Case(lengths=(1, 0, 17, 66), heads=5, norm=False, sinks=True))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 7])
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 100])
+def test_window(window: int, splits: int) -> None:
+    check(Case(lengths=EDGES, window=window, splits=splits, sinks=splits == 3))
 
 
 @pytest.mark.parametrize("block_size", [32, 48, 64])
@@ -105,6 +112,7 @@ def test_dependent_launch(dtype: torch.dtype) -> None:
     case = Case(lengths=(1, 700, 0, 300, 64), heads=8, kv_heads=2, head_dim=128, dtype=dtype, block_size=32, splits=8)
     check(case, pdl=True)
     check(replace(case, lengths=(4000,), splits=32), pdl=True)
+    check(replace(case, window=128), pdl=True)
     check(replace(case, heads=4, lengths=(4000, 90, 31)), pdl=True)
 
 

@@ -83,3 +83,18 @@ def test_same_numbers_with_kernels(layer: str, num_tokens: int) -> None:
         found.append(moe(stream, norm=norm).rows)
     torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-2)
     assert (found[0] - x).abs().max() > 0.5
+
+
+def test_parts_of_choices_are_added_to_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may leave the sum over a token's choices to the next norm."""
+    moe = make_moe(norm_topk_prob=True)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    parts = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(2))
+
+    def in_parts(_: torch.Tensor, *, in_parts: bool, **__: object) -> torch.Tensor:
+        assert in_parts
+        return parts
+
+    monkeypatch.setattr(moe, "_kernels", in_parts)
+    rows = moe(Residual(x.clone()), norm=make_norm(32, context())).rows
+    torch.testing.assert_close(rows, x + parts.sum(0))

@@ -158,6 +158,7 @@ def _attend(
     keys,
     values,
     tile_at,
+    first,  # position that is seen
     position,
     maximum,  # [QUERIES]
     weight_sums,  # [TILE, QUERIES]
@@ -170,7 +171,8 @@ def _attend(
     """Add one tile to the softmax state."""
     LOG2_SCALE: tl.constexpr = 1.4426950408889634 * SCALE
     scores = tl.dot(_keys(keys, dtype, HEAD_DIM, INTERPRETED), q) * LOG2_SCALE
-    scores = tl.where((tile_at + tl.arange(0, TILE) < position)[:, None], scores, float("-inf"))
+    token = tile_at + tl.arange(0, TILE)
+    scores = tl.where(((token >= first) & (token < position))[:, None], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 0))
     weights = tl.exp2(scores - new_maximum[None, :])
     decay = tl.exp2(maximum - new_maximum)
@@ -203,6 +205,7 @@ def _small_batch_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SCALE: tl.constexpr,  # of the scores before the softmax
+    WINDOW: tl.constexpr,  # tokens that a token sees, with itself; 0: all
     HELD: tl.constexpr,  # tiles in flight or in registers
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -224,11 +227,15 @@ def _small_batch_attention_kernel(
     words = cache.to(tl.pointer_type(tl.int32))
     col = tl.arange(0, HEAD_DIM)
     partner = (col + HALF) % HEAD_DIM
-    tile_begin = split * TILE
 
     # Before the wait, load only what this step's layers do not write: the first tiles, the block numbers of the next
     # ones and the rotation of the new token.
     position = tl.load(positions + seq)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    first_tile = first // TILE * TILE
+    tile_begin = first_tile + split * TILE
     blocks = ()  # type: tuple
     for i in tl.static_range(HELD):
         blocks += (_block_of(table, tile_begin + i * stride, last_block, BLOCK_SIZE),)
@@ -256,7 +263,7 @@ def _small_batch_attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     q, q_swapped, k, k_swapped, v = new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, OWN)
-    tiles = tl.cdiv(position, TILE)  # of the tokens before the new one
+    tiles = tl.cdiv(position - first_tile, TILE)  # of the tokens before the new one
     used_splits = tl.minimum(tl.maximum(tiles, 1), splits)
     if (split < used_splits) & (position >= 0):
         q_x = q.to(tl.float32)
@@ -298,7 +305,7 @@ def _small_batch_attention_kernel(
             for i in tl.static_range(HELD):
                 tile_at = group_at + i * stride
                 maximum, weight_sums, acc = _attend(
-                    q_dot, keys[i], values[i], tile_at, position, maximum, weight_sums, acc,
+                    q_dot, keys[i], values[i], tile_at, first, position, maximum, weight_sums, acc,
                     dtype, HEAD_DIM, SCALE, INTERPRETED,
                 )  # fmt: skip
                 next_at = tile_at + HELD * stride
@@ -335,6 +342,7 @@ def small_batch_decode(
     eps: float,
     cos_sin: Tensor,  # [max_position, head_dim] float32
     scale: float,  # of the scores before the softmax
+    window: int | None = None,  # tokens that a token sees, with itself
     sinks: Tensor | None = None,  # [heads]: a logit of each that adds nothing
     out: Tensor,  # [batch, heads * head_dim]; padding rows are not written
     splits: int,
@@ -377,6 +385,7 @@ def small_batch_decode(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         SCALE=scale,
+        WINDOW=window or 0,
         # two are faster for groups of 2, one for groups of 4, measured on an H200
         HELD=2 if group <= 2 else 1,
         INTERPRETED=not isinstance(_small_batch_attention_kernel, triton.JITFunction),

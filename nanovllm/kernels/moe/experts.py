@@ -35,6 +35,7 @@ def experts_forward(
     out: Tensor | None = None,  # [T, H]
     residual: Tensor | None = None,  # [T, H], added to the result; updated in place unless `out` is given
     shared: tuple[Tensor, Tensor] | None = None,  # of a shared expert, up to ROW_TOKENS: [T, S], silu(gate) * up; down
+    in_parts: bool = False,  # if all choices are experts, may return [k, T, H], which the caller adds to the residual
     deterministic: bool = False,  # a token's bits do not depend on the rest of the batch
     pdl: bool = False,
 ) -> Tensor:
@@ -48,7 +49,9 @@ def experts_forward(
 
         assert isinstance(gate_up, PackedWords) and isinstance(down, PackedWords) and shared is None
         packed = PackedExperts(gate_up, down, gate_up_bias, down_bias, alpha, limit, gelu)
-        return packed_experts_forward(x, packed, weights, experts, out, residual, deterministic=deterministic, pdl=pdl)
+        return packed_experts_forward(
+            x, packed, weights, experts, out, residual, in_parts=in_parts, deterministic=deterministic, pdl=pdl
+        )
     assert all(t.is_contiguous() for t in (x, gate_up, down, weights, experts, out))
     optional = (residual, gate_up_scale, down_scale, gate_up_bias, down_bias, *(shared or ()))
     assert all(t is None or t.is_contiguous() for t in optional)

@@ -28,6 +28,7 @@ def _group_kernel(
     BINS: tl.constexpr,  # a power of two above NUM_EXPERTS
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    LARGEST_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per expert: it counts the pairs of all experts to find where its own begin, then writes these."""
@@ -45,8 +46,11 @@ def _group_kernel(
     bins = tl.arange(0, BINS)
     blocks = tl.where(bins < NUM_EXPERTS, (counts + BLOCK_M - 1) // BLOCK_M, 0)
     count = tl.sum(tl.where(bins == mine, counts, 0))
-    first_block = tl.sum(tl.where(bins < mine, blocks, 0))
-    end_block = tl.sum(tl.where(bins <= mine, blocks, 0))
+    before = bins < mine
+    if LARGEST_FIRST:
+        before = (counts > count) | ((counts == count) & before)
+    first_block = tl.sum(tl.where(before, blocks, 0))
+    end_block = first_block + (count + BLOCK_M - 1) // BLOCK_M
     num_blocks = tl.sum(blocks)
 
     next_slot = first_block * BLOCK_M
@@ -307,11 +311,13 @@ def sum_choices(
     return out
 
 
-def group(experts: Tensor, num_experts: int, *, block_m: int, pdl: bool = False) -> tuple[Tensor, Tensor]:
+def group(
+    experts: Tensor, num_experts: int, *, block_m: int, largest_first: bool = False, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
     """Group pairs into blocks of one expert each.
 
     Returns the pairs [max_blocks * block_m], padded with num_pairs, and the expert of each block [max_blocks], -1 for
-    unused blocks. An expert's pairs keep their order.
+    unused blocks. An expert's pairs keep their order. `largest_first`: the experts with the most pairs come first.
     """
     num_pairs = experts.numel()
     max_blocks = min(num_pairs, num_experts) + num_pairs // block_m
@@ -329,6 +335,7 @@ def group(experts: Tensor, num_experts: int, *, block_m: int, pdl: bool = False)
         BINS=next_power_of_2(num_experts + 1),
         BLOCK_M=block_m,
         CHUNK=1024,
+        LARGEST_FIRST=largest_first,
         PDL=pdl,
         num_warps=4,
         pdl=pdl,

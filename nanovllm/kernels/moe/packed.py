@@ -198,10 +198,12 @@ def packed_experts_forward(
     out: Tensor,  # [T, H]
     residual: Tensor | None,
     *,
+    in_parts: bool = False,
     deterministic: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Returns `out`. `deterministic` uses one kernel with one tile for any number of tokens."""
+    """Returns `out`, or with `in_parts` maybe [k, T, H] (see `experts_forward`). `deterministic` uses one kernel with
+    one tile for any number of tokens."""
     pairs_per_expert = experts.numel() / layer.down.shape[0]
     kernel = "tiled"
     if not deterministic:
@@ -212,7 +214,8 @@ def packed_experts_forward(
     if kernel == "wide":
         from nanovllm.kernels.moe.packed_wide import expert_wide_tile, packed_wide_experts
 
-        return packed_wide_experts(x, layer, *arguments, expert_wide_tile(pairs_per_expert), pdl=pdl)
+        wide_tile = expert_wide_tile(pairs_per_expert)
+        return packed_wide_experts(x, layer, *arguments, wide_tile, in_parts=in_parts, pdl=pdl)
     if kernel == "unpacked":
         tiles = choose_tiles(pairs_per_expert, x.dtype, deterministic=False)
         return grouped_forward(x, _unpacked(layer, x, pdl=pdl), *arguments, tiles, pdl=pdl)

@@ -6,9 +6,10 @@ columns. TMA reads adjacent rows only, so the inputs are put in the order of the
 writes stays in this order, and `down` writes each pair's result to the pair's row. Scales are multiplied into the
 numbers, exactly, as `scaled_fp4` of linear/packed.py does.
 
-Instructions bound the kernel, not memory: most of them unpack. So a factor is computed for two scales at once, the
-tensor cores multiply half a stage while the other half is unpacked, and columns that do not fill a stage are a short
-one.
+The warps that multiply bound the kernel, not memory: they unpack, and with 64 pairs per block the tensor cores are busy
+for three quarters of the time. So a factor is computed for two scales at once, the tensor cores multiply half a stage
+while the other half is unpacked, columns that do not fill a stage are a short one, and of a block of 64 only 16 or 32
+pairs are multiplied where it has no more.
 
 Written in Gluon, as many_rows.py. Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
@@ -53,6 +54,11 @@ def expert_wide_tile(pairs_per_expert: float) -> WideTile:
     if pairs_per_expert <= 8:
         return small
     return medium if pairs_per_expert <= 24 else large
+
+
+def least_height(tile: WideTile, pairs_per_expert: float) -> int:
+    """For gpt-oss-20b, multiplying only the pairs that a block has is faster at 256 tokens, not at 512."""
+    return 16 if tile.block_m == 64 and pairs_per_expert <= 48 else tile.block_m
 
 
 def num_stages(tile: WideTile) -> int:
@@ -147,85 +153,112 @@ def _produce(rings, x, words, block_experts, num_tiles, FORMAT: gl.constexpr, PD
 @gluon.jit
 def _multiply(rings, weight, groups, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
     """Consumer warpgroup G: multiply and store its rows of the weight in every tile of this program."""
+    xs, ws, full, _ = rings
+    pairs, block_experts, _, _ = groups
+    num_pairs, num_tiles = sizes
+    TILES: gl.constexpr = FORMAT[6]
+    LEAST: gl.constexpr = FORMAT[8]
+    SLABS: gl.constexpr = ws.shape[0] // full.shape[0]
+    BLOCK_M: gl.constexpr = xs.shape[1]
+    WIDTH: gl.constexpr = ROWS // 2 if len(ws.shape) == 4 else ROWS
+    slot, phase = 0, 0
+    expert = gl.load(block_experts + gl.program_id(0) // TILES)
+    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        block = index // TILES
+        place = block, expert, (index % TILES * SLABS + G) * WIDTH
+        following = gl.load(block_experts + gl.minimum(index + gl.num_programs(0), num_tiles - 1) // TILES)
+        if expert >= 0:
+            if LEAST == BLOCK_M:
+                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT, G, BLOCK_M)
+            elif gl.load(pairs + block * BLOCK_M + LEAST) >= num_pairs:
+                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT, G, LEAST)
+            elif gl.load(pairs + block * BLOCK_M + 2 * LEAST) >= num_pairs:
+                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT, G, 2 * LEAST)
+            else:
+                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT, G, BLOCK_M)
+        expert = following
+
+
+@gluon.jit
+def _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT: gl.constexpr, G: gl.constexpr,
+          HEIGHT: gl.constexpr):  # fmt: skip
+    """One tile, with the first HEIGHT pairs of its block: there are no others. Returns the next slot of the ring and
+    the phase of its barrier."""
     xs, ws, full, empty = rings
     scale, bias = weight
-    pairs, block_experts, routing, out = groups
-    num_pairs, num_tiles = sizes
+    pairs, _, routing, out = groups
+    block, expert, first_n = place
     N: gl.constexpr = FORMAT[0]
     K: gl.constexpr = FORMAT[1]
     DISTANCE: gl.constexpr = FORMAT[2]
-    ALPHA: gl.constexpr = FORMAT[3]
-    LIMIT: gl.constexpr = FORMAT[4]
-    GELU: gl.constexpr = FORMAT[5]
-    TILES: gl.constexpr = FORMAT[6]
     STAGES: gl.constexpr = full.shape[0]
     SLABS: gl.constexpr = ws.shape[0] // STAGES
     GATED: gl.constexpr = len(ws.shape) == 4
-    BLOCK_M: gl.constexpr = xs.shape[1]
-    WIDTH: gl.constexpr = ROWS // 2 if GATED else ROWS
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    MMA: gl.constexpr = _mma_layout(HEIGHT)
     SPANS: gl.constexpr = K // (4 * DISTANCE)
     EACH: gl.constexpr = COLUMNS // (4 * DISTANCE)  # spans of a stage
     STEPS: gl.constexpr = SPANS // EACH  # with all columns
     SHORT: gl.constexpr = triton.next_power_of_2(SPANS % EACH) if SPANS % EACH > 0 else 0
     SCALES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, spans_layout(DISTANCE, WORDS)))
     TYPE: gl.constexpr = gl.int16 if DISTANCE == 16 else gl.int32
-    slot, phase = 0, 0
-    expert = gl.load(block_experts + gl.program_id(0) // TILES)
-    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        block = index // TILES
-        first_n = (index % TILES * SLABS + G) * WIDTH
-        following = gl.load(block_experts + gl.minimum(index + gl.num_programs(0), num_tiles - 1) // TILES)
-        if expert >= 0:
-            rows = _weight_rows(gl.arange(0, ROWS, SCALES), expert, first_n, N, GATED)
-            pointers = scale.to(gl.pointer_type(TYPE)) + rows.to(gl.int64) * SPANS
-            if SHORT > 0:
-                tail = exponents_of(pointers, STEPS * EACH, SHORT, SPANS - 1, DISTANCE)
-            exponents = exponents_of(pointers, 0, EACH, SPANS - 1, DISTANCE)
-            if bias is not None:
-                rows = _weight_rows(gl.arange(0, ROWS, gl.SliceLayout(1, MMA)), expert, first_n, N, GATED)
-                own_bias = gl.load(bias + rows).to(gl.float32)
-            places = _places(pairs, routing, block, num_pairs, BLOCK_M, GATED)
-            y = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
-            if SHORT > 0:
-                mbarrier.wait(full.index(slot), phase)
-                words = _load_words(ws.index(slot * SLABS + G))
-                y = _add_columns(y, words, xs, slot, 0, factors_of(tail, DISTANCE), DISTANCE)
-                slot, phase, y = _finish_stage(empty, slot, phase, y)
-            for step in range(STEPS):
-                factors = factors_of(exponents, DISTANCE)
-                # of the next stage, loaded while this one is multiplied
-                exponents = exponents_of(pointers, gl.minimum(step + 1, STEPS - 1) * EACH, EACH, None, DISTANCE)
-                mbarrier.wait(full.index(slot), phase)
-                y = _add_columns(y, _load_words(ws.index(slot * SLABS + G)), xs, slot, 0, factors, DISTANCE)
-                slot, phase, y = _finish_stage(empty, slot, phase, y)
-            y *= 1 / SCALED_FP4
-            if bias is not None:
-                y += gl.expand_dims(own_bias, 1)
-            if GATED:
-                gate, up = gl.split(gl.permute(gl.reshape(y, [4, 2, 8, BLOCK_M]), [0, 2, 3, 1]))
-                y = gl.reshape(gated(gate, up, ALPHA, LIMIT, GELU), [WIDTH, BLOCK_M])
-            _store(y, places, out, first_n, num_pairs, N, GATED)
-        expert = following
+    rows = _weight_rows(gl.arange(0, ROWS, SCALES), expert, first_n, N, GATED)
+    pointers = scale.to(gl.pointer_type(TYPE)) + rows.to(gl.int64) * SPANS
+    if SHORT > 0:
+        tail = exponents_of(pointers, STEPS * EACH, SHORT, SPANS - 1, DISTANCE)
+    exponents = exponents_of(pointers, 0, EACH, SPANS - 1, DISTANCE)
+    if bias is not None:
+        rows = _weight_rows(gl.arange(0, ROWS, gl.SliceLayout(1, MMA)), expert, first_n, N, GATED)
+        own_bias = gl.load(bias + rows).to(gl.float32)
+    places = _places(pairs, routing, block * xs.shape[1], num_pairs, HEIGHT, GATED)
+    y = gl.zeros([ROWS, HEIGHT], gl.float32, MMA)
+    if SHORT > 0:
+        mbarrier.wait(full.index(slot), phase)
+        words = _load_words(ws.index(slot * SLABS + G))
+        y = _add_columns(y, words, xs, slot, 0, factors_of(tail, DISTANCE), DISTANCE, HEIGHT)
+        slot, phase, y = _finish_stage(empty, slot, phase, y)
+    for step in range(STEPS):
+        factors = factors_of(exponents, DISTANCE)
+        # of the next stage, loaded while this one is multiplied
+        exponents = exponents_of(pointers, gl.minimum(step + 1, STEPS - 1) * EACH, EACH, None, DISTANCE)
+        mbarrier.wait(full.index(slot), phase)
+        y = _add_columns(y, _load_words(ws.index(slot * SLABS + G)), xs, slot, 0, factors, DISTANCE, HEIGHT)
+        slot, phase, y = _finish_stage(empty, slot, phase, y)
+    y *= 1 / SCALED_FP4
+    if bias is not None:
+        y += gl.expand_dims(own_bias, 1)
+    if GATED:
+        gate, up = gl.split(gl.permute(gl.reshape(y, [4, 2, 8, HEIGHT]), [0, 2, 3, 1]))
+        y = gl.reshape(gated(gate, up, FORMAT[3], FORMAT[4], FORMAT[5]), [ROWS // 2, HEIGHT])
+    _store(y, places, out, first_n, num_pairs, N, GATED, FORMAT[7])
+    return slot, phase
+
+
+@gluon.constexpr_function
+def _mma_layout(height: int):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, height, 16])
 
 
 @gluon.jit
-def _add_columns(y, words, xs, slot, FIRST: gl.constexpr, factors, DISTANCE: gl.constexpr):
+def _add_columns(
+    y, words, xs, slot, FIRST: gl.constexpr, factors, DISTANCE: gl.constexpr, HEIGHT: gl.constexpr
+):  # fmt: skip
     """Begin to add the products of columns from FIRST on of a stage, as many as there are factors for: those of one
     piece are multiplied while the next are unpacked. `words` of further columns are not used."""
     COUNT: gl.constexpr = factors[0].shape[1] * 4 * DISTANCE
     if words.shape[1] * 8 > COUNT:
-        y = _add_columns(y, half(words, False), xs, slot, FIRST, factors, DISTANCE)
+        y = _add_columns(y, half(words, False), xs, slot, FIRST, factors, DISTANCE, HEIGHT)
     elif COUNT > PIECE:
-        y = _add_columns(y, half(words, False), xs, slot, FIRST, halves_of(factors, False), DISTANCE)
-        y = _add_columns(y, half(words, True), xs, slot, FIRST + COUNT // 2, halves_of(factors, True), DISTANCE)
+        first, second = halves_of(factors, False), halves_of(factors, True)
+        y = _add_columns(y, half(words, False), xs, slot, FIRST, first, DISTANCE, HEIGHT)
+        y = _add_columns(y, half(words, True), xs, slot, FIRST + COUNT // 2, second, DISTANCE, HEIGHT)
     else:
-        MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, xs.shape[1], 16])
         left = unpacked(words, factors, DISTANCE)
-        left = gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+        left = gl.convert_layout(left, gl.DotOperandLayout(0, _mma_layout(HEIGHT), 2), assert_trivial=True)
         x = xs.index(slot * (COLUMNS // PIECE) + FIRST // PIECE)
         if COUNT < PIECE:
             x = x.slice(0, COUNT, dim=1)
+        if x.shape[0] > HEIGHT:
+            x = x.slice(0, HEIGHT, dim=0)
         y = warpgroup_mma(left, x.permute([1, 0]), y, is_async=True)
     return y
 
@@ -257,29 +290,30 @@ def _store_layout(width: int):
 
 
 @gluon.jit
-def _places(pairs, routing, block, num_pairs, BLOCK_M: gl.constexpr, GATED: gl.constexpr):
+def _places(pairs, routing, begin, num_pairs, HEIGHT: gl.constexpr, GATED: gl.constexpr):
     """Where a block's results are written, and their routing weights. Of gate_up: in the order of blocks."""
-    LAYOUT: gl.constexpr = _store_layout(ROWS // 2 if GATED else ROWS)
-    place = block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
+    place = begin + gl.arange(0, HEIGHT, gl.SliceLayout(0, _store_layout(ROWS // 2 if GATED else ROWS)))
     if GATED:
         found = (place,)  # type: tuple
     else:
-        pair = gl.load(pairs + place)
-        found = (pair, gl.load(routing + pair, mask=pair < num_pairs, other=0.0).to(gl.float32))
+        pair = gl.load(pairs + begin + gl.arange(0, HEIGHT, gl.SliceLayout(0, _mma_layout(HEIGHT))))
+        found = (gl.load(pairs + place), gl.load(routing + pair, mask=pair < num_pairs, other=0.0))
     return found
 
 
 @gluon.jit
-def _store(y, places, out, first_n, num_pairs, N: gl.constexpr, GATED: gl.constexpr):
+def _store(y, places, out, first_n, num_pairs, N: gl.constexpr, GATED: gl.constexpr, CHOICES: gl.constexpr):
     LAYOUT: gl.constexpr = _store_layout(y.shape[0])
     place = places[0]
     n = gl.expand_dims(first_n + gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
-    pointers = out + gl.expand_dims(place, 0).to(gl.int64) * N + n
     if GATED:
-        gl.store(pointers, gl.convert_layout(y.to(out.dtype.element_ty), LAYOUT), mask=n < N)
+        row, inside = place, n < N
     else:
-        y = gl.convert_layout(y, LAYOUT) * gl.expand_dims(places[1], 0)
-        gl.store(pointers, y.to(out.dtype.element_ty), mask=(n < N) & (gl.expand_dims(place, 0) < num_pairs))
+        y *= gl.expand_dims(places[1].to(gl.float32), 0)
+        row = place % CHOICES * (num_pairs // CHOICES) + place // CHOICES
+        inside = (n < N) & (gl.expand_dims(place, 0) < num_pairs)
+    pointers = out + gl.expand_dims(row, 0).to(gl.int64) * N + n
+    gl.store(pointers, gl.convert_layout(y.to(out.dtype.element_ty), LAYOUT), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -291,7 +325,7 @@ def _packed_wide_experts_kernel(
     pairs,  # [num_blocks * BLOCK_M]
     block_experts,  # [num_blocks], -1 for unused blocks
     routing,  # [num_pairs], the routing weights; not used if gated
-    out,  # [num_pairs, N], or gated [num_blocks * BLOCK_M, N]
+    out,  # [num_pairs, N], with CHOICES in the order of choices; or gated [num_blocks * BLOCK_M, N]
     num_pairs,
     num_blocks,
     N: gl.constexpr,
@@ -303,6 +337,8 @@ def _packed_wide_experts_kernel(
     STAGES: gl.constexpr,
     SLABS: gl.constexpr,  # of 64 rows of the weight per tile, each for one consumer warpgroup
     REGISTERS: gl.constexpr,  # of consumers
+    CHOICES: gl.constexpr,  # of a token, or 1
+    LEAST: gl.constexpr,  # pairs of a block that are multiplied: these, twice as many or all; or always all
     PDL: gl.constexpr,
 ):
     WIDTH: gl.constexpr = ROWS // 2 if len(words.block_shape) == 3 else ROWS
@@ -321,7 +357,7 @@ def _packed_wide_experts_kernel(
     weight = scale, bias
     groups = pairs, block_experts, routing, out
     sizes = num_pairs, num_tiles
-    FORMAT: gl.constexpr = (N, K, DISTANCE, ALPHA, LIMIT, GELU, TILES)
+    FORMAT: gl.constexpr = (N, K, DISTANCE, ALPHA, LIMIT, GELU, TILES, CHOICES, LEAST)
     if SLABS == 3:
         gl.warp_specialize(
             [
@@ -357,13 +393,17 @@ def packed_wide_experts(
     residual: Tensor | None,
     tile: WideTile,
     *,
+    in_parts: bool = False,
     pdl: bool,
 ) -> Tensor:
-    """Five launches: group, gather, gate_up, down, sum. Returns `out`."""
+    """Five launches: group, gather, gate_up, down, sum. Returns `out`; `in_parts` without the last one, [k, T, H]."""
     num_experts, hidden_size, size = layer.down.shape
     top_k, num_pairs = experts.shape[1], experts.numel()
     registers, consumer_registers = tile.registers
-    pairs, block_experts = group(experts, num_experts, block_m=tile.block_m, pdl=pdl)
+    least = least_height(tile, num_pairs / num_experts)
+    # tiles of one round take as long as each other if blocks of as many pairs are neighbours
+    largest_first = least < tile.block_m
+    pairs, block_experts = group(experts, num_experts, block_m=tile.block_m, largest_first=largest_first, pdl=pdl)
     gathered = torch.empty(pairs.numel(), hidden_size, dtype=x.dtype, device=x.device)
     launch(
         _gather_kernel,
@@ -418,6 +458,8 @@ def packed_wide_experts(
             STAGES=num_stages(tile),
             SLABS=tile.slabs,
             REGISTERS=consumer_registers,
+            CHOICES=top_k if in_parts else 1,
+            LEAST=least,
             PDL=pdl,
             num_warps=4,
             pdl=pdl,
@@ -426,4 +468,6 @@ def packed_wide_experts(
 
     multiply(gathered, layer.gate_up, layer.gate_up_bias, hidden, is_gated=True)
     multiply(hidden, layer.down, layer.down_bias, y, is_gated=False)
+    if in_parts:
+        return y.view(top_k, -1, hidden_size)
     return sum_choices(y, experts, num_experts, out, residual, pdl=pdl)

@@ -26,6 +26,23 @@ def route_reference(
 
 
 @triton.jit
+def top_experts(logits, expert, choice, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr):
+    """The weights and the indices of the TOP_K highest of `logits`, both of the shape of `choice`."""
+    highest = tl.max(logits, 0)
+    total = tl.sum(tl.exp(logits - highest), 0)
+    weights = tl.zeros(choice.shape, tl.float32)
+    chosen = tl.zeros(choice.shape, tl.int32)
+    for number in tl.static_range(TOP_K):
+        best, index = tl.max(logits, 0, return_indices=True)
+        weights = tl.where(choice == number, tl.exp(best - highest) / total, weights)
+        chosen = tl.where(choice == number, index, chosen)
+        logits = tl.where(expert == index, float("-inf"), logits)
+    if NORMALIZE:
+        weights = weights / tl.sum(weights, 0)
+    return weights, chosen
+
+
+@triton.jit
 def _route_kernel(
     logits_ptr,  # [T, NUM_EXPERTS]
     factors_ptr,  # [NUM_EXPERTS], or None
@@ -45,17 +62,7 @@ def _route_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=float("-inf"))
     logits = logits.to(tl.float32)
-    highest = tl.max(logits, 0)
-    total = tl.sum(tl.exp(logits - highest), 0)
-    weights = tl.zeros([CHOICES], tl.float32)
-    chosen = tl.zeros([CHOICES], tl.int32)
-    for number in tl.static_range(TOP_K):
-        best, index = tl.max(logits, 0, return_indices=True)
-        weights = tl.where(choice == number, tl.exp(best - highest) / total, weights)
-        chosen = tl.where(choice == number, index, chosen)
-        logits = tl.where(expert == index, float("-inf"), logits)
-    if NORMALIZE:
-        weights = weights / tl.sum(weights, 0)
+    weights, chosen = top_experts(logits, expert, choice, TOP_K, NORMALIZE)
     if factors_ptr is not None:
         known = (chosen >= 0) & (chosen < NUM_EXPERTS)  # not so for logits that are no numbers
         weights *= tl.load(factors_ptr + chosen, mask=known, other=0.0).to(tl.float32)
