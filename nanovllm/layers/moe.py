@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.stored import Slot, slots_of
+from nanovllm.kernels.select import FP8
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, silu_and_mul
@@ -19,6 +20,7 @@ from nanovllm.weights.format import StoredWeight
 
 if TYPE_CHECKING:
     from nanovllm.kernels.moe.route_rows import Routed
+    from nanovllm.layers.rounded_experts import RoundedExperts
 
 
 class MoE:
@@ -43,6 +45,7 @@ class MoE:
         self._kernels: Callable[..., Tensor] | None = None
         self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
         self._route_few: Callable[..., Routed] | None = None  # norm, router and choice in one launch
+        self._add_rounded: RoundedExperts | None = None
         self._dequantizes = not {self.gate_up.format_name, self.down.format_name} <= {"dense", "int8"}
         if context.kernels:
             from nanovllm.kernels.moe.experts import ROW_TOKENS, experts_forward
@@ -58,6 +61,10 @@ class MoE:
                 choice = Choice(spec.num_experts_per_token, spec.norm_topk_prob)
                 arrived = torch.zeros(ROW_TOKENS, dtype=torch.int32, device=context.device)
                 self._route_few = partial(route_rows, choice=choice, arrived=arrived, pdl=context.pdl)
+            if context.gluon and not context.deterministic and self.gate_up.format_name in FP8 and self.group.size == 1:
+                from nanovllm.layers.rounded_experts import RoundedExperts
+
+                self._add_rounded = RoundedExperts(form, pdl=context.pdl)
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
         shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
@@ -104,17 +111,21 @@ class MoE:
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
         """Add the experts' sum for norm(x) to x."""
+        if self._add_rounded is not None and self._route_few is not None and len(x) and norm.fuses:
+            arguments = self._kernel_arguments()
+            if self._add_rounded.serves(**arguments):
+                return self._add_rounded(x, norm, self._route, self._routed_few, **arguments)
         if self._route_few is not None and len(x) == 1:  # more tokens would read the router's weight several times
             routed = self._routed_few(x, norm)
             return self._add_experts(x, routed.normed, routed.weights, routed.experts)
         normed = x.normed(norm)
         return self._add_experts(x, normed, *self._route(normed))
 
-    def _routed_few(self, x: Residual, norm: RMSNorm, **shared: Tensor | None) -> "Routed":
-        """`shared`: weights of a shared expert."""
+    def _routed_few(self, x: Residual, norm: RMSNorm, **shared: Any) -> "Routed":
+        """`shared`: weights of a shared expert, or the experts' weight whose inputs are rounded."""
         assert self._route_few is not None
         rows, partial_sums = x.take()
-        weights = self._router_weights() | shared
+        weights: dict[str, Any] = self._router_weights() | shared
         routed = self._route_few(rows, norm.weight, norm.eps, partial_sums=partial_sums, **weights)
         x.rows = routed.rows
         return routed
