@@ -20,7 +20,6 @@ from nanovllm.weights.format import StoredWeight
 
 if TYPE_CHECKING:
     from nanovllm.kernels.moe.route_rows import Routed
-    from nanovllm.layers.rounded_experts import RoundedExperts
 
 
 class MoE:
@@ -45,7 +44,7 @@ class MoE:
         self._kernels: Callable[..., Tensor] | None = None
         self._choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
         self._route_few: Callable[..., Routed] | None = None  # norm, router and choice in one launch
-        self._add_rounded: RoundedExperts | None = None
+        self._add_rounded: Callable[..., Residual] | None = None
         self._dequantizes = not {self.gate_up.format_name, self.down.format_name} <= {"dense", "int8"}
         if context.kernels:
             from nanovllm.kernels.moe.experts import ROW_TOKENS, experts_forward
@@ -61,10 +60,16 @@ class MoE:
                 choice = Choice(spec.num_experts_per_token, spec.norm_topk_prob)
                 arrived = torch.zeros(ROW_TOKENS, dtype=torch.int32, device=context.device)
                 self._route_few = partial(route_rows, choice=choice, arrived=arrived, pdl=context.pdl)
-            if context.gluon and not context.deterministic and self.gate_up.format_name in FP8 and self.group.size == 1:
-                from nanovllm.layers.rounded_experts import RoundedExperts
+                if (
+                    context.gluon
+                    and self.group.size == 1
+                    and {self.gate_up.format_name, self.down.format_name} <= {*FP8}
+                ):
+                    from nanovllm.layers.rounded_experts import RoundedExperts
 
-                self._add_rounded = RoundedExperts(form, pdl=context.pdl)
+                    rounded = RoundedExperts(form, pdl=context.pdl)
+                    if context.dtype.itemsize == 2 and rounded.serves(**self._kernel_arguments()):
+                        self._add_rounded = rounded
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
         shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
@@ -112,9 +117,7 @@ class MoE:
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
         """Add the experts' sum for norm(x) to x."""
         if self._add_rounded is not None and self._route_few is not None and len(x) and norm.fuses:
-            arguments = self._kernel_arguments()
-            if self._add_rounded.serves(**arguments):
-                return self._add_rounded(x, norm, self._route, self._routed_few, **arguments)
+            return self._add_rounded(x, norm, self._route, self._routed_few, **self._kernel_arguments())
         if self._route_few is not None and len(x) == 1:  # more tokens would read the router's weight several times
             routed = self._routed_few(x, norm)
             return self._add_experts(x, routed.normed, routed.weights, routed.experts)

@@ -1,5 +1,5 @@
-"""Experts with fp8 weights on Hopper: the launch of the norm before the router rounds their inputs, too, and the next norm
-adds their results to the residual."""
+"""Experts with fp8 weights on Hopper: the launch of the norm before the router rounds their inputs, too, and the next
+norm adds their results to the residual."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from nanovllm.kernels.linear.packed import PackedWords
-from nanovllm.kernels.moe.fp8_experts import SINGLE_TOKENS, fp8_expert_sums
+from nanovllm.kernels.moe.fp8_experts import fp8_expert_sums
 from nanovllm.kernels.moe.fp8_slots import norm_and_round
 from nanovllm.kernels.moe.packed import fp8_serves
+from nanovllm.kernels.moe.tiles import SINGLE_TOKENS
 from nanovllm.kernels.moe.weights import PackedExperts
 from nanovllm.layers.layernorm import RMSNorm
 
@@ -22,7 +23,7 @@ class RoundedExperts:
         """`form`: the activation, as the kernels are told it."""
         self._form, self._pdl = form, pdl
 
-    def serves(self, gate_up: Tensor | PackedWords, down: Tensor | PackedWords, **biases: Tensor) -> bool:
+    def serves(self, gate_up: Tensor | PackedWords, down: Tensor | PackedWords, **biases: Any) -> bool:
         if not isinstance(gate_up, PackedWords) or not isinstance(down, PackedWords):
             return False
         return fp8_serves(PackedExperts(gate_up, down, **biases))

@@ -1,12 +1,12 @@
-"""Experts with fp8 weights and inputs rounded to fp8 (W8A8) on Hopper: a kernel with a warp of its own for loads.
+"""Experts with fp8 weights and inputs rounded to fp8 (W8A8) on Hopper: a kernel with warps of its own for loads.
 
 As linear/fp8_some_rows.py it computes W x^T with wgmma: a consumer warpgroup multiplies 64 rows of an expert's weight
-with the inputs of a block of pairs of a token and this expert. A producer warp keeps a ring of shared-memory stages full
-with TMA, also across tiles and experts. TMA reads adjacent rows only: another warp copies the tokens' inputs of gate_up.
-What gate_up writes is in the order of blocks, and `down` writes each pair's result to the pair's row.
+with the inputs of a block of pairs of a token and this expert. A producer warp keeps a ring of shared-memory stages
+full with TMA, also across tiles and experts. TMA reads adjacent rows only: another warp copies the tokens' inputs of
+gate_up. What gate_up writes is in the order of blocks, and `down` writes each pair's result to the pair's row.
 
-The programs of `down` load the weights of their first stages as soon as a multiprocessor has room for them, while others
-still run gate_up.
+The programs of `down` load the weights of their first stages as soon as a multiprocessor has room for them, while
+others still run gate_up.
 
 Written in Gluon, which has no interpreter: tests without a GPU only compile the kernel.
 """
@@ -14,7 +14,6 @@ Written in Gluon, which has no interpreter: tests without a GPU only compile the
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.kernels.launch import cdiv, launch
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.linear.fp8_inputs import RoundedInputs, round_inputs
 from nanovllm.kernels.linear.fp8_some_rows import W_CODES, X_CODES, _row_halves
 from nanovllm.kernels.linear.many_rows import _async_load, _barrier
@@ -37,40 +36,14 @@ from nanovllm.kernels.linear.tiled import num_sms
 from nanovllm.kernels.moe.activation import gated
 from nanovllm.kernels.moe.fp8_slots import Blocks, round_slots
 from nanovllm.kernels.moe.grouped import group, sum_choices
+from nanovllm.kernels.moe.tiles import SINGLE_TOKENS, Fp8ExpertTile, fp8_expert_tiles
 from nanovllm.kernels.moe.weights import PackedExperts
 
 ROWS = gl.constexpr(64)  # of the weight per consumer warpgroup
 COLUMNS = gl.constexpr(128)  # of a stage
-REGISTERS = 65536  # of a multiprocessor
 
-
-@dataclass(frozen=True)
-class Fp8ExpertTile:
-    block_m: int  # pairs of a block
-    slabs: int  # of 64 rows of the weight, each for one consumer warpgroup
-    stages: int
-    programs: int = 1  # that share a multiprocessor
-    resident: int = 2  # that would fit, those of other kernels included
-
-    @property
-    def registers(self) -> tuple[int, int, int]:
-        """Per thread when the kernel starts, later of consumers, and of the warps that load, which have given back what
-        they do not need and count as four."""
-        threads = 128 * (self.slabs + 1)
-        start = min(REGISTERS // (threads * self.resident) // 8 * 8, 248)
-        loading = 24 if self.block_m <= 32 else 40 if self.block_m <= 64 else 72
-        return start, min(((self.slabs + 1) * start - loading) // self.slabs // 8 * 8, 248), loading
-
-
-SINGLE_TOKENS = 1  # up to so many, every pair reads its expert
-
-
-def fp8_expert_tiles(num_tokens: int, pairs_per_expert: float) -> tuple[Fp8ExpertTile, Fp8ExpertTile]:
-    if num_tokens <= SINGLE_TOKENS:
-        return Fp8ExpertTile(8, 1, 8, 2), Fp8ExpertTile(8, 1, 6, 2, 4)
-    if pairs_per_expert <= 2:
-        return (Fp8ExpertTile(8, 2, 6, 2),) * 2
-    return (Fp8ExpertTile(16, 2, 6, 2),) * 2 if pairs_per_expert <= 8 else (Fp8ExpertTile(32, 2, 5, 2),) * 2
+# names of later versions of Triton, or of 3.6
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -106,10 +79,8 @@ def _load_weights(w, ws, full, slot, expert, tile, step, FORMAT: gl.constexpr, X
     SLABS: gl.constexpr = ws.shape[0] // full.shape[0]
     mbarrier.expect(full.index(slot), X_BYTES + SLABS * ROWS * COLUMNS)
     for s in gl.static_range(SLABS):
-        if GATED:  # in units of eight rows
-            first = expert * (2 * N // 8) + (tile * SLABS + s) * 4
-        else:  # of sixteen
-            first = expert * (N // 16) + (tile * SLABS + s) * 4
+        # gated, in units of eight rows, otherwise of sixteen
+        first = expert * (2 * N // 8 if GATED else N // 16) + (tile * SLABS + s) * 4
         _async_load(w, [first, 0, 0, step * COLUMNS], full.index(slot), ws.index(slot * SLABS + s))
 
 
@@ -138,10 +109,7 @@ def _produce(rings, x, w, block_experts, sizes, FORMAT: gl.constexpr, PDL: gl.co
     while expert >= 0:
         next_index, following = _next(block_experts, index, sizes, FORMAT)
         block, tile = index // TILES, index % TILES
-        if SINGLE:
-            row = block // TOP_K if GATED else block
-        else:
-            row = block * BLOCK_M
+        row = (block // TOP_K if GATED else block) if SINGLE else block * BLOCK_M
         for step in range(STEPS):
             slot = it % STAGES
             if it >= EARLY:
@@ -156,28 +124,30 @@ def _produce(rings, x, w, block_experts, sizes, FORMAT: gl.constexpr, PDL: gl.co
 
 @gluon.jit
 def _gather(rings, x, pairs, block_experts, sizes, FORMAT: gl.constexpr):
-    """A warp that copies the inputs of the tokens of each block, whose rows are not adjacent."""
+    """A warp that copies the inputs of the tokens of each block of gate_up, whose rows are not adjacent."""
     xs, _, full, empty = rings
     K: gl.constexpr = FORMAT[1]
     TILES: gl.constexpr = FORMAT[3]
     TOP_K: gl.constexpr = FORMAT[6]
     BLOCK_M: gl.constexpr = xs.shape[1]
+    STAGES: gl.constexpr = full.shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    index, expert = _next(block_experts, gl.program_id(0) - gl.num_programs(0), sizes, FORMAT)
-    it = 0
-    while expert >= 0:
-        pair = gl.load(pairs + index // TILES * BLOCK_M + row)
-        index, expert = _next(block_experts, index, sizes, FORMAT)
-        token = gl.minimum(pair, sizes[0] - 1) // TOP_K
-        offsets = gl.expand_dims(token, 1) * K + gl.expand_dims(column, 0)
-        for step in range(K // COLUMNS):
-            slot = it % full.shape[0]
-            mbarrier.wait(empty.index(slot), it // full.shape[0] & 1 ^ 1)
-            async_copy.async_copy_global_to_shared(xs.index(slot), (x + step * COLUMNS) + offsets)
-            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)  # once they have arrived
-            it += 1
+    if FORMAT[2] and not FORMAT[11]:
+        row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+        column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)), 0)
+        index, expert = _next(block_experts, gl.program_id(0) - gl.num_programs(0), sizes, FORMAT)
+        it = 0
+        while expert >= 0:
+            pair = gl.load(pairs + index // TILES * BLOCK_M + row)
+            index, expert = _next(block_experts, index, sizes, FORMAT)
+            # past the last pair of an expert, any row
+            offsets = gl.expand_dims(gl.minimum(pair, sizes[0] - 1) // TOP_K, 1) * K + column
+            for step in range(K // COLUMNS):
+                slot = it % STAGES
+                mbarrier.wait(empty.index(slot), it // STAGES & 1 ^ 1)
+                _copy(xs.index(slot), (x + step * COLUMNS) + offsets)
+                async_copy.mbarrier_arrive(full.index(slot), increment_count=False)  # once they have arrived
+                it += 1
 
 
 @gluon.jit
@@ -213,10 +183,7 @@ def _multiply(rings, scales, groups, sizes, FORMAT: gl.constexpr, PDL: gl.conste
     while expert >= 0:
         block = index // TILES
         first_n = (index % TILES * SLABS + G) * WIDTH
-        if GATED:
-            rows = first_n + j // 16 * 8 + j % 8 + j // 8 % 2 * N
-        else:
-            rows = first_n + j
+        rows = first_n + j // 16 * 8 + j % 8 + j // 8 % 2 * N if GATED else first_n + j
         w_scales = w_scale + (expert * (ALL // SCALE_ROWS) + rows // SCALE_ROWS) * (STEPS if BLOCKED else 1)
         index, expert = _next(block_experts, index, sizes, FORMAT)
         x_scales = x_scale + _rows_of_x(pairs, block, i, num_pairs, FORMAT)
@@ -258,11 +225,7 @@ def _multiply(rings, scales, groups, sizes, FORMAT: gl.constexpr, PDL: gl.conste
 @gluon.jit
 def _pairs_of(pairs, block, i, num_pairs):
     """The pairs of a block, num_pairs where it has none. Without `pairs` a block has one."""
-    if pairs is None:
-        found = gl.where(i == 0, block, num_pairs)
-    else:
-        found = gl.load(pairs + block * i.shape[0] + i)
-    return found
+    return gl.where(i == 0, block, num_pairs) if pairs is None else gl.load(pairs + block * i.shape[0] + i)
 
 
 @gluon.jit
@@ -364,7 +327,7 @@ def _fp8_experts_kernel(
     FORMAT: gl.constexpr = (
         N, K, GATED, TILES, BLOCKED, SCALE_ROWS, TOP_K, ALPHA, LIMIT, GELU, NUM_EXPERTS, SINGLE, BY_CHOICE
     )  # fmt: skip
-    if SLABS == 1 and GATHER:
+    if SLABS == 1:
         gl.warp_specialize(
             [
                 (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 0)),
@@ -374,7 +337,7 @@ def _fp8_experts_kernel(
             [1, 1],
             [PRODUCER, PRODUCER],
         )
-    elif SLABS == 2 and GATHER:
+    elif SLABS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 0)),
@@ -385,7 +348,8 @@ def _fp8_experts_kernel(
             [4, 1, 1],
             [CONSUMER, PRODUCER, PRODUCER],
         )
-    elif SLABS == 4 and GATHER:
+    else:
+        gl.static_assert(SLABS == 4)
         gl.warp_specialize(
             [
                 (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 0)),
@@ -397,38 +361,6 @@ def _fp8_experts_kernel(
             ],
             [4, 4, 4, 1, 1],
             [CONSUMER, CONSUMER, CONSUMER, PRODUCER, PRODUCER],
-        )
-    elif SLABS == 1 and not GATHER:
-        gl.warp_specialize(
-            [
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 0)),
-                (_produce, (rings, x, w, block_experts, sizes, FORMAT, PDL)),
-            ],
-            [1],
-            [PRODUCER],
-        )
-    elif SLABS == 2 and not GATHER:
-        gl.warp_specialize(
-            [
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 0)),
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 1)),
-                (_produce, (rings, x, w, block_experts, sizes, FORMAT, PDL)),
-            ],
-            [4, 1],
-            [CONSUMER, PRODUCER],
-        )
-    else:
-        gl.static_assert(SLABS == 4)
-        gl.warp_specialize(
-            [
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 0)),
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 1)),
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 2)),
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 3)),
-                (_produce, (rings, x, w, block_experts, sizes, FORMAT, PDL)),
-            ],
-            [4, 4, 4, 1],
-            [CONSUMER, CONSUMER, CONSUMER, PRODUCER],
         )
 
 
@@ -458,6 +390,7 @@ class _Product:
         strides = [8 * k if is_gated else 16 * k, n * k if is_gated else 8 * k, k, 1]
         registers, consumer, loading = tile.registers
         num_blocks, width = len(self.blocks.experts), ROWS.value // 2 if is_gated else ROWS.value
+        assert n % (tile.slabs * width) == 0 == k % COLUMNS.value
         num_tiles = num_blocks * (n // (tile.slabs * width))
         gathers = is_gated and self.blocks.pairs is not None
         launch(
@@ -507,8 +440,8 @@ def fp8_expert_sums(
     by_choice: bool = False,
     pdl: bool,
 ) -> Tensor:
-    """Four launches, for one token three: group, gate_up, round, down. [T * k, H], or `by_choice` [k, T, H]: the weighted
-    result of each pair; of a choice that is no expert, nothing is written."""
+    """Four launches, for one token three: group, gate_up, round, down. [T * k, H], or `by_choice` [k, T, H]: the
+    weighted result of each pair; of a choice that is no expert, nothing is written."""
     num_experts, hidden_size, size = layer.down.shape
     (num_tokens, top_k), num_pairs = experts.shape, experts.numel()
     tiles = tiles or fp8_expert_tiles(num_tokens, num_pairs / num_experts)

@@ -1,5 +1,5 @@
-"""Inputs of experts rounded to fp8, for fp8_experts.py: before gate_up those of each token, in the same launch as the norm
-before the router, and before `down` what gate_up wrote for each pair of a token and an expert.
+"""Inputs of experts rounded to fp8, for fp8_experts.py: before gate_up those of each token, in the same launch as the
+norm before the router, and before `down` what gate_up wrote for each pair of a token and an expert.
 
 A slot is a place in a block of pairs with one expert. Codes are in the order of the weight's words, and each row or
 group of columns has a scale, as in linear/fp8_inputs.py.
@@ -133,11 +133,11 @@ def _round_slots_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # this kernel begins after the blocks were written
     expert = tl.load(block_experts + slot // BLOCK_M)
-    if (expert < 0) | (expert >= NUM_EXPERTS):
-        return
+    used = (expert >= 0) & (expert < NUM_EXPERTS)
     if pairs is not None:
-        if tl.load(pairs + slot) >= num_pairs:
-            return
+        used &= tl.load(pairs + slot) < num_pairs
+    if not used:
+        return
     group, i = tl.arange(0, NUM), tl.arange(0, HALF)
     inside = (group < K // GROUP)[:, None] & (i < GROUP // 2)[None, :]
     column = group[:, None] * GROUP + (i // DISTANCE * (2 * DISTANCE) + i % DISTANCE)[None, :]
@@ -173,8 +173,8 @@ def norm_and_round(
     partial_sums: Tensor | None = None,  # [splits, T, K], float32 or of x's type: added to x in place, before the norm
     pdl: bool = False,
 ) -> tuple[Tensor, RoundedInputs]:
-    """The RMS norm of x, and the same rounded. For many tokens the weights of the first experts, which are all used with
-    high probability, are requested."""
+    """The RMS norm of x, and the same rounded. For many tokens the weights of the first experts, nearly all of which
+    will be used, are loaded into L2 while the router runs."""
     num_tokens, k = x.shape
     assert x.is_contiguous() and (partial_sums is None or partial_sums.is_contiguous())
     normed, rounded = torch.empty_like(x), empty_rounded(num_tokens, weight)

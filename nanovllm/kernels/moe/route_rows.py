@@ -178,7 +178,7 @@ def _round(
     row, codes, scale, scale_stride, K: tl.constexpr, SPLITS: tl.constexpr, GROUPS: tl.constexpr,
     DISTANCE: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of the normalized row, in pairs, and a scale for the row or for every two DISTANCEs of columns."""
+    """Write the codes of the normalized row, in pairs, and a scale for the row or for every 2 * DISTANCE columns."""
     NUM: tl.constexpr = BLOCK_K // (2 * DISTANCE)
     k = tl.arange(0, BLOCK_K)
     gains = _tiles(row[2] + k, k, K, BLOCK_K)
@@ -335,9 +335,7 @@ def _route_rows_kernel(
                 )  # fmt: skip
     elif codes is not None and program == tl.num_programs(0) - 1:
         codes += token * (K // 2)
-        _round(
-            row, codes, scale + token, scale_stride, K, SPLITS, GROUPS, DISTANCE, BLOCK_K, LARGEST, INTERPRETED, PDL
-        )
+        _round(row, codes, scale + token, scale_stride, K, SPLITS, GROUPS, DISTANCE, BLOCK_K, LARGEST, INTERPRETED, PDL)
     elif SHARED > 0:
         first = (program - ROUTERS) * (ROWS // 2)
         shared_out += token * SHARED
