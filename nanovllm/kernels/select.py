@@ -414,6 +414,7 @@ SLOW_TO_COMPILE = (
     "_many_rows_kernel",
     "_fp8_many_rows_kernel",
     "_fp8_some_rows_kernel",
+    "_fp8_experts_kernel",
     "_small_batch_attention_kernel",
     "_decode_kernel",
     "_cut_kernel",
@@ -432,7 +433,7 @@ SLOW_TO_COMPILE = (
 
 def linear_symbols() -> list[str]:
     """The names of our linear and expert kernels in a profile, and of those that project for latent attention."""
-    experts = {"_experts_kernel", "_packed_experts_kernel", "_row_kernel"}
+    experts = {"_experts_kernel", "_fp8_experts_kernel", "_packed_experts_kernel", "_row_kernel"}
     experts |= {"_packed_expert_rows_kernel", "_packed_wide_experts_kernel", "_route_rows_kernel"}
     latent = {"_absorb_kernel", "_project_kernel"}
     return sorted({kernel.symbol for kernel in LINEAR_KERNELS if kernel.symbol} | experts | latent)
