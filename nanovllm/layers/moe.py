@@ -28,6 +28,8 @@ class MoE:
     On a GPU kernels do the same without asking the host how many tokens an expert has.
     """
 
+    chooses_plainly = True  # as `choose_experts` does, from the logits of `router`
+
     def __init__(self, spec: MoeSpec, context: BuildContext) -> None:
         self.num_experts = spec.num_experts
         self.num_experts_per_token = spec.num_experts_per_token
@@ -67,7 +69,8 @@ class MoE:
                 ):
                     from nanovllm.layers.rounded_experts import RoundedExperts
 
-                    rounded = RoundedExperts(form, pdl=context.pdl)
+                    top_k, normalize = spec.num_experts_per_token, spec.norm_topk_prob
+                    rounded = RoundedExperts(form, top_k=top_k, normalize=normalize, pdl=context.pdl)
                     if context.dtype.itemsize == 2 and rounded.serves(**self._kernel_arguments()):
                         self._add_rounded = rounded
 
@@ -117,7 +120,9 @@ class MoE:
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
         """Add the experts' sum for norm(x) to x."""
         if self._add_rounded is not None and self._route_few is not None and len(x) and norm.fuses:
-            return self._add_rounded(x, norm, self._route, self._routed_few, **self._kernel_arguments())
+            calls = {"route": self._route, "routed_few": self._routed_few}
+            router = self.router if self.chooses_plainly else None
+            return self._add_rounded(x, norm, **self._kernel_arguments(), router=router, **calls)
         if self._route_few is not None and len(x) == 1:  # more tokens would read the router's weight several times
             routed = self._routed_few(x, norm)
             return self._add_experts(x, routed.normed, routed.weights, routed.experts)

@@ -97,7 +97,8 @@ OURS = {
             "_round_inputs_kernel",
             "_round_slots_kernel",
         ),
-        *("_route_groups_kernel", "_route_kernel", "_scatter_kernel", "_silu_and_mul_kernel", "_sum_kernel"),
+        *("_route_blocks_kernel", "_route_groups_kernel", "_route_kernel", "_scatter_kernel", "_silu_and_mul_kernel"),
+        "_sum_kernel",
     ],
 }
 

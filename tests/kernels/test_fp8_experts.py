@@ -160,17 +160,19 @@ def reference(x: Tensor, layer: PackedExperts, weights: Tensor, experts: Tensor)
 
 def compare(layer: PackedExperts, experts: Tensor, tile: Fp8ExpertTile | None, dtype: torch.dtype) -> None:
     """`tile` None: as they are chosen."""
-    from nanovllm.kernels.moe.fp8_experts import fp8_expert_sums, fp8_experts
+    from nanovllm.kernels.moe.fp8_experts import blocks_of, fp8_expert_sums, fp8_experts
 
     num_tokens, hidden = len(experts), layer.down.shape[1]
     x, residual = (torch.randn(num_tokens, hidden, device="cuda").to(dtype) for _ in range(2))
     weights, experts = torch.rand(experts.shape, device="cuda").to(dtype), experts.to("cuda", torch.int32).contiguous()
     expected = reference(x, layer, weights, experts)
-    tiles = None if tile is None else (tile, tile)
+    num_experts = len(layer.down.words)
+    tiles = fp8_expert_tiles(num_tokens, num_experts, 2) if tile is None else (tile, tile)
     out = fp8_experts(x, layer, weights, experts, torch.empty_like(x), residual, tiles=tiles, pdl=True)
     rounded = round_inputs(x, layer.gate_up.scale.shape[-1], layer.gate_up.distance)
-    sums = fp8_expert_sums(rounded, layer, weights, experts, tiles=tiles, by_choice=True, pdl=True)
-    chosen = ((experts >= 0) & (experts < len(layer.down.words))).T
+    blocks = blocks_of(experts, num_experts, tiles[0], pdl=True)
+    sums = fp8_expert_sums(rounded, layer, weights, blocks, tiles, by_choice=True, pdl=True)
+    chosen = ((experts >= 0) & (experts < num_experts)).T
     for actual, wanted in (
         (out.float(), expected.sum(1) + residual.float()),
         (sums.float()[chosen], expected.transpose(0, 1)[chosen]),
@@ -220,4 +222,4 @@ def test_many_tiles_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     for num_tokens in (1, 200):
         experts = torch.rand(num_tokens, 6).argsort(dim=1)[:, :2]
-        compare(layer_of("fp8_block", 1280, 384), experts, fp8_expert_tiles(num_tokens, 1)[0], torch.bfloat16)
+        compare(layer_of("fp8_block", 1280, 384), experts, fp8_expert_tiles(num_tokens, 6, 2)[0], torch.bfloat16)

@@ -430,25 +430,29 @@ class _Product:
         )
 
 
+def blocks_of(experts: Tensor, num_experts: int, tile: Fp8ExpertTile, *, pdl: bool) -> Blocks:
+    """Blocks of the pairs of [T, k] experts; up to SINGLE_TOKENS tokens every pair is one."""
+    if len(experts) <= SINGLE_TOKENS:
+        return Blocks(experts.view(-1))
+    pairs, block_experts = group(experts, num_experts, block_m=tile.block_m, pdl=pdl)
+    return Blocks(block_experts, pairs)
+
+
 def fp8_expert_sums(
     rounded: RoundedInputs,  # of [T, H]
     layer: PackedExperts,
     weights: Tensor,  # [T, k]
-    experts: Tensor,  # [T, k]
+    blocks: Blocks,  # for these tiles
+    tiles: tuple[Fp8ExpertTile, Fp8ExpertTile],  # of gate_up and of down
     *,
-    tiles: tuple[Fp8ExpertTile, Fp8ExpertTile] | None = None,  # of gate_up and of down, for the same blocks
-    by_choice: bool = False,
+    by_choice: bool,
     pdl: bool,
 ) -> Tensor:
-    """Four launches, for one token three: group, gate_up, round, down. [T * k, H], or `by_choice` [k, T, H]: the
-    weighted result of each pair; of a choice that is no expert, nothing is written."""
-    num_experts, hidden_size, size = layer.down.shape
-    (num_tokens, top_k), num_pairs = experts.shape, experts.numel()
-    tiles = tiles or fp8_expert_tiles(num_tokens, num_pairs / num_experts)
-    blocks, slots = Blocks(experts.view(-1)), num_pairs
-    if num_tokens > SINGLE_TOKENS:
-        pairs, block_experts = group(experts, num_experts, block_m=tiles[0].block_m, pdl=pdl)
-        blocks, slots = Blocks(block_experts, pairs), len(pairs)
+    """Three launches: gate_up, round, down. [T * k, H], or `by_choice` [k, T, H]: the weighted result of each pair; of
+    pairs that are in no block nothing is written."""
+    _, hidden_size, size = layer.down.shape
+    (num_tokens, top_k), num_pairs = weights.shape, weights.numel()
+    slots = num_pairs if blocks.pairs is None else len(blocks.pairs)
     multiply = _Product(layer, blocks, weights, pdl)
     hidden = torch.empty(slots, size, dtype=weights.dtype, device=weights.device)
     multiply(rounded, layer.gate_up, hidden, tiles[0], is_gated=True)
@@ -470,6 +474,9 @@ def fp8_experts(
     pdl: bool,
 ) -> Tensor:
     """Six launches. Returns `out`."""
+    num_experts = layer.down.shape[0]
+    tiles = tiles or fp8_expert_tiles(len(x), num_experts, experts.shape[1])
     rounded = round_inputs(x, layer.gate_up.scale.shape[-1], layer.gate_up.distance, pdl=pdl)
-    y = fp8_expert_sums(rounded, layer, weights, experts, tiles=tiles, pdl=pdl)
-    return sum_choices(y, experts, layer.down.shape[0], out, residual, pdl=pdl)
+    blocks = blocks_of(experts, num_experts, tiles[0], pdl=pdl)
+    y = fp8_expert_sums(rounded, layer, weights, blocks, tiles, by_choice=False, pdl=pdl)
+    return sum_choices(y, experts, num_experts, out, residual, pdl=pdl)

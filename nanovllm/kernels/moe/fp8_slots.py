@@ -5,7 +5,7 @@ A slot is a place in a block of pairs with one expert. Codes are in the order of
 group of columns has a scale, as in linear/fp8_inputs.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,6 @@ from torch import Tensor
 from nanovllm.kernels.launch import launch, next_power_of_2
 from nanovllm.kernels.linear.fp8_inputs import LARGEST, RoundedInputs, _pair, _with_sums
 from nanovllm.kernels.linear.packed import PackedWords, interpreted
-
-AHEAD_BYTES = 1 << 24  # of weights that are requested while the router runs
-AHEAD_TOKENS = 32  # from so many on: of 128 experts of which a token has 8, 87 % are used
-THREADS = tl.constexpr(512)
 
 
 class Blocks(NamedTuple):
@@ -41,20 +37,6 @@ def _rounded_columns(
     tl.store(scale + group * scale_stride, s, mask=group < K // GROUP)
 
 
-@triton.jit
-def _prefetch(begin, BYTES: tl.constexpr):
-    """Start loading BYTES for each of THREADS threads into L2, without waiting. Not supported by the interpreter."""
-    place = tl.program_id(0).to(tl.int64) * THREADS + tl.arange(0, THREADS)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [begin.to(tl.pointer_type(tl.int8)) + place * BYTES, tl.full([THREADS], BYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["sums_stride", "scale_stride"])
 def _norm_and_round_kernel(
     x,  # [T, K]
@@ -63,7 +45,6 @@ def _norm_and_round_kernel(
     normed,  # [T, K], written
     codes,  # [T, K / 2], written, in pairs
     scale,  # [groups, T], written
-    ahead,  # what is loaded into L2, or None
     sums_stride,  # of a split
     scale_stride,
     eps,
@@ -73,15 +54,12 @@ def _norm_and_round_kernel(
     HALF: tl.constexpr,
     DISTANCE: tl.constexpr,
     SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,  # bytes for each thread
     LARGEST: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program has one token. In the order of words, columns that are DISTANCE apart are neighbours."""
     token = tl.program_id(0).to(tl.int64)
-    if ahead is not None:
-        _prefetch(ahead, AHEAD)
     group, i = tl.arange(0, NUM), tl.arange(0, HALF)
     inside = (group < K // GROUP)[:, None] & (i < GROUP // 2)[None, :]
     column = group[:, None] * GROUP + (i // DISTANCE * (2 * DISTANCE) + i % DISTANCE)[None, :]
@@ -158,7 +136,7 @@ def empty_rounded(rows: int, weight: PackedWords) -> RoundedInputs:
     return RoundedInputs(codes, torch.empty(weight.scale.shape[-1], rows, dtype=torch.float32, device=words.device))
 
 
-def _constants(weight: PackedWords) -> dict[str, int | float]:
+def _constants(weight: PackedWords) -> dict[str, Any]:
     k, groups = weight.shape[-1], weight.scale.shape[-1]
     sizes = {"NUM": next_power_of_2(groups), "HALF": next_power_of_2(k // groups // 2)}
     return {"K": k, "GROUP": k // groups, "DISTANCE": weight.distance, "LARGEST": LARGEST, **sizes}
@@ -173,13 +151,11 @@ def norm_and_round(
     partial_sums: Tensor | None = None,  # [splits, T, K], float32 or of x's type: added to x in place, before the norm
     pdl: bool = False,
 ) -> tuple[Tensor, RoundedInputs]:
-    """The RMS norm of x, and the same rounded. For many tokens the weights of the first experts, nearly all of which
-    will be used, are loaded into L2 while the router runs."""
+    """The RMS norm of x, and the same rounded."""
     num_tokens, k = x.shape
     assert x.is_contiguous() and (partial_sums is None or partial_sums.is_contiguous())
     normed, rounded = torch.empty_like(x), empty_rounded(num_tokens, weight)
-    ahead = pdl and num_tokens >= AHEAD_TOKENS and AHEAD_BYTES > 0
-    each = min(AHEAD_BYTES, weight.words.nbytes) // (num_tokens * THREADS.value) // 16 * 16
+    constants = _constants(weight)
     launch(
         _norm_and_round_kernel,
         (num_tokens,),
@@ -189,16 +165,14 @@ def norm_and_round(
         normed,
         rounded.codes.view(torch.uint16),
         rounded.scale,
-        weight.words if ahead and each > 0 else None,
         x.numel(),
         rounded.scale.stride(0),
         eps,
-        **_constants(weight),
+        **constants,
         SPLITS=0 if partial_sums is None else partial_sums.shape[0],
-        AHEAD=each if ahead else 0,
         INTERPRETED=interpreted(_norm_and_round_kernel),
         PDL=pdl,
-        num_warps=THREADS.value // 32,
+        num_warps=min(32, max(1, constants["NUM"] * constants["HALF"] // 64)),
         pdl=pdl,
     )
     return normed, rounded

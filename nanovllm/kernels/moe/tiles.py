@@ -85,10 +85,13 @@ class Fp8ExpertTile:
         return start, min(((self.slabs + 1) * start - loading) // self.slabs // 8 * 8, 248), loading
 
 
-def fp8_expert_tiles(num_tokens: int, pairs_per_expert: float) -> tuple[Fp8ExpertTile, Fp8ExpertTile]:
-    """Of gate_up and of down."""
+def fp8_expert_tiles(num_tokens: int, num_experts: int, top_k: int) -> tuple[Fp8ExpertTile, Fp8ExpertTile]:
+    """Of gate_up and of down, for the same blocks."""
     if num_tokens <= SINGLE_TOKENS:
-        return Fp8ExpertTile(8, 1, 8, 2, 4), Fp8ExpertTile(8, 1, 6, 2, 4)
+        return Fp8ExpertTile(8, 1, 8, 2, 2), Fp8ExpertTile(8, 1, 6, 2, 4)
+    pairs_per_expert = num_tokens * top_k / num_experts
     if pairs_per_expert <= 2:
         return (Fp8ExpertTile(8, 2, 6, 2, 2),) * 2
-    return (Fp8ExpertTile(16, 2, 6, 2, 2),) * 2 if pairs_per_expert <= 8 else (Fp8ExpertTile(32, 2, 5, 2, 2),) * 2
+    if pairs_per_expert <= 8:
+        return (Fp8ExpertTile(16, 4, 6),) * 2
+    return (Fp8ExpertTile(32, 4, 5),) * 2 if pairs_per_expert <= 32 else (Fp8ExpertTile(64, 4, 5),) * 2
