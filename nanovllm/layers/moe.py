@@ -62,17 +62,15 @@ class MoE:
                 choice = Choice(spec.num_experts_per_token, spec.norm_topk_prob)
                 arrived = torch.zeros(ROW_TOKENS, dtype=torch.int32, device=context.device)
                 self._route_few = partial(route_rows, choice=choice, arrived=arrived, pdl=context.pdl)
-                if (
-                    context.gluon
-                    and self.group.size == 1
-                    and {self.gate_up.format_name, self.down.format_name} <= {*FP8}
-                ):
-                    from nanovllm.layers.rounded_experts import RoundedExperts
+                fp8 = {self.gate_up.format_name, self.down.format_name} <= {*FP8} and not self._dequantizes
+                if fp8 and context.gluon and context.dtype.itemsize == 2 and self.group.size == 1:
+                    self._add_rounded = self._rounded_experts(spec, form, pdl=context.pdl)
 
-                    top_k, normalize = spec.num_experts_per_token, spec.norm_topk_prob
-                    rounded = RoundedExperts(form, top_k=top_k, normalize=normalize, pdl=context.pdl)
-                    if context.dtype.itemsize == 2 and rounded.serves(**self._kernel_arguments()):
-                        self._add_rounded = rounded
+    def _rounded_experts(self, spec: MoeSpec, form: dict[str, Any], *, pdl: bool) -> "Callable[..., Residual] | None":
+        from nanovllm.layers.rounded_experts import RoundedExperts
+
+        own = RoundedExperts(form, top_k=spec.num_experts_per_token, normalize=spec.norm_topk_prob, pdl=pdl)
+        return own if own.serves(**self._kernel_arguments()) else None
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
         shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
