@@ -1,8 +1,8 @@
-"""Routing and grouping in one launch for tens of tokens: softmax over the router's logits, the best experts and their
+"""Routing and grouping in one launch for a few tokens: softmax over the router's logits, the best experts and their
 weights as in route.py, and blocks of pairs of a token and an expert as in grouped.py.
 
-One program has all logits: launches that depend on each other take longer than what they compute. An expert's pairs
-keep their order, because the place of a token among those of an expert is a sum over the tokens before it.
+One program has all logits: of few tokens, the two launches take longer than what they compute. An expert's pairs keep
+their order, because the place of a token among those of an expert is a sum over the tokens before it.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 from nanovllm.kernels.moe.fp8_slots import Blocks
 
-MOST_LOGITS = 64 * 128  # of all tokens, which the registers of one program hold
+MOST_LOGITS = 16 * 128  # of all tokens: up to here one program is faster than two launches
 
 
 def blocks_serve(num_tokens: int, num_experts: int) -> bool:
