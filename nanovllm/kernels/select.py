@@ -449,6 +449,7 @@ SLOW_TO_COMPILE = (
     "_many_rows_kernel",
     "_fp8_many_rows_kernel",
     "_fp8_some_rows_kernel",
+    "_fp8_experts_kernel",
     "_small_batch_attention_kernel",
     "_decode_kernel",
     "_cut_kernel",
@@ -468,7 +469,7 @@ SLOW_TO_COMPILE = (
 
 def linear_symbols() -> list[str]:
     """The names of our linear and expert kernels in a profile, and of those that project for latent attention."""
-    experts = {"_experts_kernel", "_packed_experts_kernel", "_row_kernel"}
+    experts = {"_experts_kernel", "_fp8_experts_kernel", "_packed_experts_kernel", "_row_kernel"}
     experts |= {"_packed_expert_rows_kernel", "_packed_wide_experts_kernel"}
     experts |= {"_route_rows_kernel", "_route_tokens_kernel"}
     latent = {"_absorb_kernel", "_project_kernel"}

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class GroupedMoE(SharedExpertMoE):
     """The router computes in float32, as the reference does: experts whose scores are close would be exchanged."""
 
+    chooses_plainly = False
+
     def __init__(self, spec: "GroupedMoeSpec", context: BuildContext) -> None:
         super().__init__(spec, context)
         self._spec = spec

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.stored import Slot, slots_of
+from nanovllm.kernels.select import FP8
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, silu_and_mul
@@ -26,6 +27,8 @@ class MoE:
 
     On a GPU kernels do the same without asking the host how many tokens an expert has.
     """
+
+    chooses_plainly = True  # as `choose_experts` does, from the logits of `router`
 
     def __init__(self, spec: MoeSpec, context: BuildContext) -> None:
         self.num_experts = spec.num_experts
@@ -45,6 +48,7 @@ class MoE:
         self._route_few: Callable[..., Routed] | None = None  # norm, router and choice in one launch
         self._route_tokens: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None  # the same for more tokens
         self._most_tokens = 0  # for which that is faster than three launches
+        self._add_rounded: Callable[..., Residual] | None = None
         self._dequantizes = not {self.gate_up.format_name, self.down.format_name} <= {"dense", "int8"}
         if context.kernels:
             from nanovllm.kernels.moe.experts import ROW_TOKENS, experts_forward
@@ -61,6 +65,9 @@ class MoE:
                 arrived = torch.zeros(ROW_TOKENS, dtype=torch.int32, device=context.device)
                 self._route_few = partial(route_rows, choice=choice, arrived=arrived, pdl=context.pdl)
                 self._set_route_tokens(spec, context)
+                fp8 = {self.gate_up.format_name, self.down.format_name} <= {*FP8} and not self._dequantizes
+                if fp8 and context.gluon and context.dtype.itemsize == 2 and self.group.size == 1:
+                    self._add_rounded = self._rounded_experts(spec, form, pdl=context.pdl)
 
     def _set_route_tokens(self, spec: MoeSpec, context: BuildContext) -> None:
         from nanovllm.kernels.moe.route_tokens import MOST_TOKENS, route_tokens, route_tokens_serves
@@ -68,6 +75,12 @@ class MoE:
         if route_tokens_serves(spec.num_experts, spec.hidden_size):
             choice: dict[str, Any] = {"top_k": spec.num_experts_per_token, "normalize": spec.norm_topk_prob}
             self._route_tokens, self._most_tokens = partial(route_tokens, **choice, pdl=context.pdl), MOST_TOKENS
+
+    def _rounded_experts(self, spec: MoeSpec, form: dict[str, Any], *, pdl: bool) -> "Callable[..., Residual] | None":
+        from nanovllm.layers.rounded_experts import RoundedExperts
+
+        own = RoundedExperts(form, top_k=spec.num_experts_per_token, normalize=spec.norm_topk_prob, pdl=pdl)
+        return own if own.serves(**self._kernel_arguments()) else None
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:
         shape = self._weights[name].shard_shape(context.group.rank, context.group.size)
@@ -114,6 +127,10 @@ class MoE:
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> Residual:
         """Add the experts' sum for norm(x) to x."""
+        if self._add_rounded is not None and self._route_few is not None and len(x) and norm.fuses:
+            calls = {"route": self._route, "routed_few": self._routed_few}
+            router = self.router if self.chooses_plainly else None
+            return self._add_rounded(x, norm, **self._kernel_arguments(), router=router, **calls)
         if self._route_few is not None and len(x) == 1:  # more tokens would read the router's weight several times
             routed = self._routed_few(x, norm)
             return self._add_experts(x, routed.normed, routed.weights, routed.experts)
@@ -125,11 +142,11 @@ class MoE:
         normed = x.normed(norm)
         return self._add_experts(x, normed, *self._route(normed))
 
-    def _routed_few(self, x: Residual, norm: RMSNorm, **shared: Tensor | None) -> "Routed":
-        """`shared`: weights of a shared expert."""
+    def _routed_few(self, x: Residual, norm: RMSNorm, **shared: Any) -> "Routed":
+        """`shared`: weights of a shared expert, or the experts' weight whose inputs are rounded."""
         assert self._route_few is not None
         rows, partial_sums = x.take()
-        weights = self._router_weights() | shared
+        weights: dict[str, Any] = self._router_weights() | shared
         routed = self._route_few(rows, norm.weight, norm.eps, partial_sums=partial_sums, **weights)
         x.rows = routed.rows
         return routed

@@ -75,7 +75,7 @@ OURS = {
     "linear": [
         "_absorb_kernel",
         *("_dequantize_kernel", "_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_fp8_kernel"),
-        *("_fp8_many_rows_kernel", "_fp8_some_rows_kernel"),
+        *("_fp8_experts_kernel", "_fp8_many_rows_kernel", "_fp8_some_rows_kernel"),
         *("_gate_up_row_kernel", "_many_rows_kernel", "_matmul_kernel", "_one_row_kernel"),
         *("_packed_at_once_kernel", "_packed_dequantize_kernel"),
         *("_packed_expert_rows_kernel", "_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel"),
@@ -93,11 +93,14 @@ OURS = {
             "_embed_kernel",
             "_gather_kernel",
             "_group_kernel",
+            "_norm_and_round_kernel",
             "_rms_norm_kernel",
             "_rope_store_kernel",
             "_round_inputs_kernel",
+            "_round_slots_kernel",
         ),
-        *("_route_groups_kernel", "_route_kernel", "_scatter_kernel", "_silu_and_mul_kernel", "_sum_kernel"),
+        *("_route_blocks_kernel", "_route_groups_kernel", "_route_kernel", "_scatter_kernel", "_silu_and_mul_kernel"),
+        "_sum_kernel",
     ],
 }
 

@@ -87,20 +87,32 @@ def test_same_numbers(layer: str, quantization: str, deterministic: bool) -> Non
         assert error < (0.08 if quantization == "fp8" else 0.01), rows
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 64])
-def test_one_layer_after_another(rows: int) -> None:
-    """In fp8, with weights large enough for the kernels for Hopper: the norm of the second has sums to add."""
-    spec = MlpSpec(hidden_size=2048, intermediate_size=2048)
+def error_of_two_layers(kind: type, spec: Any, rows: int) -> float:
+    """In fp8: the norm of the second has sums to add."""
     results = []
     for kernels in (False, True):
-        layer, norm = built(MLP, spec, "fp8", torch.bfloat16, kernels=kernels, gluon=kernels and gluon_usable())
+        layer, norm = built(kind, spec, "fp8", torch.bfloat16, kernels=kernels, gluon=kernels and gluon_usable())
         torch.manual_seed(rows)
-        x = torch.randn(rows, 2048, device=DEVICE).bfloat16()
+        x = torch.randn(rows, spec.hidden_size, device=DEVICE).bfloat16()
         stream = SplitKResidual(x) if kernels else Residual(x)
         for _ in range(2):
             stream = layer(stream, norm=norm)
         results.append(stream.rows.float())
+    return float((results[0] - results[1]).norm() / results[0].norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_one_layer_after_another(rows: int) -> None:
+    """With weights large enough for the kernels for Hopper."""
     # Numbers between two of fp8 differ: kernels do not round gate and up before their product, which alone makes 0.043.
     # Without rounding the inputs it would be 0.065.
-    assert (results[0] - results[1]).norm() / results[0].norm() < 0.055
+    assert error_of_two_layers(MLP, MlpSpec(hidden_size=2048, intermediate_size=2048), rows) < 0.055
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 70])
+def test_experts_one_after_another(rows: int) -> None:
+    """Every expert is chosen: of two that are nearly as good the kernels could take the other one."""
+    spec = MoeSpec(hidden_size=512, intermediate_size=256, num_experts=4, num_experts_per_token=4, norm_topk_prob=True)
+    assert error_of_two_layers(MoE, spec, rows) < 0.055

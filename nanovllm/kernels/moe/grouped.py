@@ -35,8 +35,8 @@ def _group_kernel(
     mine = tl.program_id(0)
     offsets = tl.arange(0, CHUNK)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     counts = tl.zeros([BINS], tl.int32)
     for begin in range(0, num_pairs, CHUNK):
         expert = tl.load(experts_ptr + begin + offsets, mask=begin + offsets < num_pairs, other=-1).to(tl.int32)

@@ -4,7 +4,7 @@ Which kernel is the fastest depends on the format and on the number of pairs. Fe
 (packed_rows.py). For more MXFP4 has a kernel on Hopper (packed_wide.py); all else uses the kernel of this file: pairs
 are grouped by expert as in grouped.py, and the weights are unpacked in registers as in linear/packed_tiled.py. With
 many pairs per expert the weights of the layer are unpacked once instead, and multiplied by the kernels of grouped.py.
-Inputs are not rounded, also where the checkpoint says so.
+These kernels do not round inputs, also where the checkpoint says so. On Hopper fp8_experts.py does.
 """
 
 import math
@@ -40,11 +40,14 @@ ROW_PAIRS = 2  # per expert, of 4-bit weights, in groups
 # From so many pairs on packed_wide.py is faster: 8 tokens of gpt-oss-20b (100 instead of 117 microseconds). For fewer,
 # its large tiles would not divide evenly among the multiprocessors (reckoned).
 WIDE_PAIRS = 32
+FP8_SIZES = 128  # divides hidden size and intermediate size that fp8_experts.py serves
 
 
 def choose_kernel(layer: PackedExperts, num_tokens: int, top_k: int, dtype: torch.dtype, *, gluon: bool) -> str:
-    """`rows` (without groups), `grouped_rows`, `wide`, `unpacked` or `tiled`."""
+    """`fp8`, `rows` (without groups), `grouped_rows`, `wide`, `unpacked` or `tiled`."""
     weights, num_pairs = (layer.gate_up, layer.down), num_tokens * top_k
+    if gluon and dtype.itemsize == 2 and fp8_serves(layer):
+        return "fp8"
     pairs_per_expert = num_pairs / layer.down.shape[0]
     by_rows = all(rows_serve(weight, dtype) for weight in weights)
     wide = gluon and dtype == torch.bfloat16 and all(is_mxfp4(weight) for weight in weights)
@@ -59,6 +62,19 @@ def choose_kernel(layer: PackedExperts, num_tokens: int, top_k: int, dtype: torc
     if pairs_per_expert > UNPACKED_PAIRS and num_weights * dtype.itemsize <= MAX_UNPACKED_BYTES:
         return "unpacked"
     return "tiled"
+
+
+def fp8_serves(layer: PackedExperts) -> bool:
+    """Whether fp8_experts.py, which rounds inputs, takes these weights."""
+    if layer.gate_up_bias is not None or layer.down_bias is not None or layer.down.shape[-1] % FP8_SIZES:
+        return False
+    return layer.down.shape[-2] % FP8_SIZES == 0 and all(
+        weight.rounds_inputs
+        and weight.distance == 64
+        and weight.shape[-1] // weight.scale.shape[-1] in (weight.shape[-1], 128)
+        and weight.shape[-2] % weight.scale_rows == 0
+        for weight in (layer.gate_up, layer.down)
+    )
 
 
 def expert_tile(pairs_per_expert: float, bits: int, *, deterministic: bool) -> PackedTile:
@@ -211,6 +227,10 @@ def packed_experts_forward(
     arguments = weights, experts, out, residual
     if kernel in ("rows", "grouped_rows"):
         return packed_expert_rows(x, layer, *arguments, grouped=kernel == "grouped_rows", pdl=pdl)
+    if kernel == "fp8":
+        from nanovllm.kernels.moe.fp8_experts import fp8_experts
+
+        return fp8_experts(x, layer, *arguments, pdl=pdl)
     if kernel == "wide":
         from nanovllm.kernels.moe.packed_wide import expert_wide_tile, packed_wide_experts
 

@@ -58,8 +58,8 @@ def _route_kernel(
     token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=float("-inf"))
     logits = logits.to(tl.float32)
     weights, chosen = top_experts(logits, expert, choice, TOP_K, NORMALIZE)

@@ -2,7 +2,8 @@
 router's choice, and if there is a shared expert its gate and up.
 
 Each program multiplies a few rows of a weight with the normalized row of one token. The last of a token's programs that
-compute the router's logits chooses the experts, while others still read the shared expert's weights.
+compute the router's logits chooses the experts, while others still read the shared expert's weights. For experts whose
+inputs are rounded to fp8 one more program rounds the normalized row.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.launch import cdiv, launch
+from nanovllm.kernels.linear.fp8_inputs import LARGEST, RoundedInputs, _pair
 from nanovllm.kernels.linear.one_row import columns_of, weight_rows
+from nanovllm.kernels.linear.packed import PackedWords, interpreted
+from nanovllm.kernels.moe.fp8_slots import empty_rounded
 from nanovllm.kernels.moe.route_groups import choose_experts
 
 ROWS = 4  # of a weight per program
@@ -39,6 +43,7 @@ class Routed(NamedTuple):
     weights: Tensor  # [T, top_k]
     experts: Tensor  # [T, top_k] int32
     shared: Tensor | None  # [T, shared_size]: silu(gate) * up of the shared expert, maybe times sigmoid(shared_gate)
+    rounded: RoundedInputs | None = None  # the normalized rows, rounded
 
 
 def route_rows_reference(
@@ -169,6 +174,37 @@ def _shared_hidden(
 
 
 @triton.jit
+def _round(
+    row, codes, scale, scale_stride, K: tl.constexpr, SPLITS: tl.constexpr, GROUPS: tl.constexpr,
+    DISTANCE: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of the normalized row, in pairs, and a scale for the row or for every 2 * DISTANCE columns."""
+    NUM: tl.constexpr = BLOCK_K // (2 * DISTANCE)
+    k = tl.arange(0, BLOCK_K)
+    gains = _tiles(row[2] + k, k, K, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    normed = _normed(row, gains, K, SPLITS, BLOCK_K)
+    whole = tl.zeros([1], tl.float32)
+    for step in tl.static_range(len(normed)):
+        whole = tl.maximum(whole, tl.max(tl.abs(normed[step].to(tl.float32)), 0))
+    for step in tl.static_range(len(normed)):
+        parts = tl.reshape(normed[step].to(tl.float32), (NUM, 2, DISTANCE))
+        first, second = tl.split(tl.permute(parts, (0, 2, 1)))
+        group = step * NUM + tl.arange(0, NUM)
+        largest = whole if GROUPS == 1 else tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
+        s = tl.where(largest == 0, 1.0, largest / LARGEST)
+        pair = _pair(first / s[:, None], second / s[:, None], LARGEST, INTERPRETED)
+        column = group[:, None] * DISTANCE + tl.arange(0, DISTANCE)[None, :]
+        tl.store(codes + column, pair, mask=column < K // 2)
+        if GROUPS > 1:
+            tl.store(scale + group * scale_stride, s, mask=group < GROUPS)
+    if GROUPS == 1:
+        tl.store(scale + tl.arange(0, 1), tl.where(whole == 0, 1.0, whole / LARGEST))
+
+
+@triton.jit
 def _scores(logits, bias_of_choice, expert, NUM_EXPERTS: tl.constexpr):
     """The scores of these experts (logits; with `bias_of_choice` their sigmoid), and the scores they are ranked by."""
     inside = expert < NUM_EXPERTS
@@ -246,12 +282,18 @@ def _route_rows_kernel(
     weights_out,  # [T, TOP_K]
     experts_out,  # [T, TOP_K]
     shared_out,  # [T, SHARED], or None
+    codes,  # [T, K / 2], or None
+    scale,  # [GROUPS, T]
     eps,
     scaling,
     least_sum,
     sums_stride,  # of a split
+    scale_stride,
     K: tl.constexpr,
     SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    LARGEST: tl.constexpr,
     SHARED: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -260,9 +302,11 @@ def _route_rows_kernel(
     NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, t): ROWS of the router for token t, or for i after those, of the shared expert's gate_up."""
+    """Program (i, t): ROWS of the router for token t, or for i after those, of the shared expert's gate_up; the last
+    rounds the normalized row."""
     ROUTERS: tl.constexpr = (NUM_EXPERTS + ROWS - 1) // ROWS
     program, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x += token * K
@@ -289,6 +333,9 @@ def _route_rows_kernel(
                     logits, bias_of_choice, weights_out, experts_out, scaling, least_sum,
                     NUM_EXPERTS, NUM_GROUPS, NUM_CHOSEN_GROUPS, TOP_K, NORMALIZE,
                 )  # fmt: skip
+    elif codes is not None and program == tl.num_programs(0) - 1:
+        codes += token * (K // 2)
+        _round(row, codes, scale + token, scale_stride, K, SPLITS, GROUPS, DISTANCE, BLOCK_K, LARGEST, INTERPRETED, PDL)
     elif SHARED > 0:
         first = (program - ROUTERS) * (ROWS // 2)
         shared_out += token * SHARED
@@ -308,6 +355,7 @@ def route_rows(
     shared_gate_up: Tensor | None = None,  # [2 * shared_size, hidden]: the gate rows, then the up rows
     shared_gate: Tensor | None = None,  # [1, hidden]: the shared expert's result is multiplied with sigmoid of it
     partial_sums: Tensor | None = None,  # [splits, T, hidden], float32 or of x's type: added to x before the norm
+    rounded_for: PackedWords | None = None,  # the experts' weight whose inputs are rounded
     pdl: bool = False,
 ) -> Routed:
     """Everything that comes before the chosen experts. `arrived` is zeros again afterwards."""
@@ -323,10 +371,12 @@ def route_rows(
         weights=x.new_empty(num_tokens, choice.top_k),
         experts=torch.empty(num_tokens, choice.top_k, dtype=torch.int32, device=x.device),
         shared=None if shared_gate_up is None else x.new_empty(num_tokens, shared_size),
+        rounded=None if rounded_for is None else empty_rounded(num_tokens, rounded_for),
     )
+    codes, scale = (None, None) if routed.rounded is None else routed.rounded
     launch(
         _route_rows_kernel,
-        (cdiv(num_experts, ROWS) + cdiv(shared_size, ROWS // 2), num_tokens),
+        (cdiv(num_experts, ROWS) + cdiv(shared_size, ROWS // 2) + (codes is not None), num_tokens),
         x,
         partial_sums,
         norm_weight,
@@ -337,12 +387,18 @@ def route_rows(
         shared_gate,
         logits,
         arrived,
-        *routed,
+        *routed[:5],
+        None if codes is None else codes.view(torch.uint16),
+        scale,
         eps,
         choice.scaling,
         choice.least_sum,
         x.numel(),
+        0 if scale is None else scale.stride(0),
         K=hidden_size,
+        GROUPS=0 if scale is None else len(scale),
+        DISTANCE=0 if rounded_for is None else rounded_for.distance,
+        LARGEST=LARGEST,
         SPLITS=0 if partial_sums is None else partial_sums.shape[0],
         SHARED=shared_size,
         NUM_EXPERTS=num_experts,
@@ -352,6 +408,7 @@ def route_rows(
         NORMALIZE=choice.normalize,
         ROWS=ROWS,
         BLOCK_K=256 * num_warps,
+        INTERPRETED=interpreted(_route_rows_kernel),
         PDL=pdl,
         num_warps=num_warps,
         pdl=pdl,
