@@ -115,7 +115,7 @@ class TritonBackend:
         self._rotary_tables = rotary_tables
         self._deterministic = deterministic
         self._pdl = pdl
-        group = shape.num_heads // shape.num_kv_heads
+        self._group = group = shape.num_heads // shape.num_kv_heads
         self._prefill_config = prefill_config(
             head_dim=shape.head_dim, group=group, dtype=shape.dtype, cache_dtype=shape.cache_dtype
         )
@@ -318,7 +318,7 @@ class TritonBackend:
             window=layer.window,
             sinks=layer.sinks,
             out=out,
-            splits=small_batch_splits(pairs, long=step.lengths is Lengths.LONG),
+            splits=small_batch_splits(pairs, self._group, long=step.lengths is Lengths.LONG),
             pdl=self._pdl,
         )
 

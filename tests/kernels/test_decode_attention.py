@@ -187,12 +187,14 @@ def test_configs_fit_the_machine() -> None:
                 assert config.num_programs % 132 == 0
 
 
-def test_bytes_in_smaller_tiles_where_there_are_most_programs() -> None:
+def test_bytes_in_tiles_whose_programs_fill_the_machine() -> None:
     def tile(batch: int, dtype: torch.dtype) -> int:
         return decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132, stream_k=False).tile
 
-    assert [tile(batch, torch.float8_e4m3fn) for batch in (64, 181, 182, 256)] == [64, 64, 32, 32]
-    assert [tile(batch, torch.bfloat16) for batch in (64, 181, 182, 256)] == [32, 32, 32, 32]
+    assert [tile(batch, torch.float8_e4m3fn) for batch in (64, 99, 100, 128, 165, 166, 192, 256)] == [64] * 2 + [
+        32, 32, 32, 64, 64, 64
+    ]  # fmt: skip
+    assert [tile(batch, torch.bfloat16) for batch in (64, 128, 192, 256)] == [32, 32, 32, 32]
 
 
 def test_splits_until_programs_fill_the_machine() -> None:

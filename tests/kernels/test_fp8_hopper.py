@@ -66,6 +66,9 @@ def test_chosen_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return fp8_some_rows.some_rows_tile(m, n, k, split=True, blocked=blocked)
 
     assert [tile(m, 4096, 12288) for m in (1, 16, 17)] == [Fp8Tile(8, 2, 4), Fp8Tile(16, 2, 4), Fp8Tile(32, 3, 4)]
+    assert [tile(33, 4096, 12288), tile(64, 4096, 4096), tile(64, 4096, 4096, blocked=True)] == [
+        Fp8Tile(64, 2, 4), Fp8Tile(64, 2, 2), Fp8Tile(64, 3, 4)
+    ]  # fmt: skip
     assert tile(8, 4096, 4096) == tile(8, 4096, 12288, blocked=True) == tile(8, 5120, 17408) == Fp8Tile(8, 3, 4)
 
 
@@ -90,6 +93,9 @@ def test_which_kernel_runs() -> None:
     assert chosen("fp8", 64, added=True, whole=False) == "fp8_some_rows"
     for changed in ({"gated": True}, {"bias": True}, {"bfloat16": False}):
         assert chosen("fp8", 300, **changed) == "fp8_many_rows"
+    assert chosen("fp8", 300, added=True) == "fp8_scaled_mm_sum"
+    assert chosen("fp8", 300, added=True, bias=True) == chosen("fp8_block", 300, added=True) == "fp8_many_rows_sum"
+    assert chosen("fp8", 300, added=True, whole=False) == "fp8_scaled_mm"
     assert chosen("fp8_block", 1) == chosen("fp8_block", 64) == "fp8_some_rows"
     assert chosen("fp8_block", 300) == chosen("fp8_block", 8192, gated=True) == "fp8_many_rows"
     assert chosen("fp8", 16, gluon=False) == "packed_rows" and chosen("fp8", 64, gluon=False) == "fp8"
@@ -185,3 +191,20 @@ def test_many_rows(form: str, m: int, n: int, k: int) -> None:
     if form == "fp8":
         x, weight, _, rounded, dense = case(form, m, n, k, torch.bfloat16)
         assert close(scaled_mm_linear(x, weight), linear_reference(rounded, dense))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_norm_before_many_rows(form: str) -> None:
+    """With one sum of x's type to add, as the linear before gives it."""
+    from nanovllm.kernels.linear.fp8_many_rows import fp8_many_rows_linear
+
+    x, weight, _, _, dense = case(form, 300, 2560, 4096, torch.bfloat16)
+    norm_weight, sums = torch.rand(4096, device="cuda").bfloat16(), torch.randn(1, 300, 4096, device="cuda").bfloat16()
+    added = add_partial_sums_reference(x, sums)
+    rounded = round_inputs_reference(rms_norm_reference(added, norm_weight, 1e-6), weight.scale.shape[1])
+    for linear in (fp8_many_rows_linear, *([scaled_mm_linear] if form == "fp8" else [])):
+        own = x.clone()
+        actual = linear(own, weight, norm_weight=norm_weight, eps=1e-6, partial_sums=sums)
+        torch.testing.assert_close(own, added)  # in place
+        assert close(actual, linear_reference(rounded, dense))

@@ -28,6 +28,15 @@ def test_rounded_inputs(groups: int) -> None:
     assert different.sum() <= 2, "more than a few that lie between two numbers"
 
 
+def test_codes_of_more_rows() -> None:
+    """Kernels read whole tiles; what the rows after the last hold does not matter."""
+    x = torch.randn(5, 384, device=DEVICE).half()
+    more, scale = round_inputs(x, 1, 64, rows=8)
+    codes, same = round_inputs(x, 1, 64)
+    assert more.shape == (8, 384) and torch.equal(more[:5].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(scale, same)
+
+
 @pytest.mark.parametrize(("groups", "splits"), [(1, 0), (1, 2), (3, 4)])
 def test_norm_of_rounded_inputs(groups: int, splits: int) -> None:
     torch.manual_seed(splits)

@@ -15,7 +15,9 @@ import triton.language as tl
 
 from nanovllm.kernels.launch import launch, next_power_of_2
 
-MANY_PAIRS = 11  # (sequence, KV head) pairs per SM
+# Programs that an SM holds at once, as their registers allow, of large and of half as large tiles of an 8-bit cache.
+# Unpacking takes so long that a few programs, which run when the others have ended, do not read at full speed.
+LARGE, SMALL = 6, 10
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,14 @@ def decode_config(
         return DecodeConfig(tile=16, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
     # Small programs, many per SM: the start and end of one overlap with the loads of others.
     tile = max(16, min(64, 8192 // row_bytes))
-    if cache_dtype.itemsize == 1 and pairs >= MANY_PAIRS * num_sms:
-        tile //= 2  # more programs per SM, to hide the time of unpacking fp8
+    if cache_dtype.itemsize == 1 and _fullness(pairs, LARGE * num_sms) < _fullness(pairs, SMALL * num_sms):
+        tile //= 2
     return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=3, splits=splits)
+
+
+def _fullness(programs: int, held: int) -> float:
+    """The part of the places for programs that is taken on average, if they run in waves; 1 for a single wave."""
+    return programs / (held * -(-programs // held)) if programs > held else 1.0
 
 
 def plan_decode_reference(positions: torch.Tensor, *, tile: int, window: int | None) -> torch.Tensor:

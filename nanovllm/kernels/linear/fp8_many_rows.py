@@ -8,6 +8,8 @@ float32 sums in other registers, and are multiplied with the block's scales ther
 columns. The other warpgroups multiply in the meantime.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -185,15 +187,17 @@ def fp8_many_rows_linear(
     bias: Tensor | None = None,  # [N]
     *,
     gated: bool = False,
+    **norm: Any,  # before the product: see `round_inputs`
 ) -> Tensor:  # [M, N], or [M, N / 2] if gated
     (m, k), half, groups = x.shape, weight.shape[0] // 2, weight.scale.shape[-1]
-    codes, x_scale = round_inputs(x, groups, weight.distance)
+    rows = cdiv(m, GROUPS.value * ROWS.value) * (GROUPS.value * ROWS.value)  # as `padded_rows` of fp8_some_rows.py
+    codes, x_scale = round_inputs(x, groups, weight.distance, rows=rows, **norm)
     out = x.new_empty(m, half if gated else 2 * half)
     w = weight.words.view(torch.float8_e4m3fn)
     launch(
         _fp8_many_rows_kernel,
         (min(num_sms(), cdiv(m, GROUPS.value * ROWS.value) * (half // COLUMNS.value)),),
-        TensorDescriptor(codes, [m, k], [k, 1], [ROWS.value, BLOCK_K.value], CODES),
+        TensorDescriptor(codes, [rows, k], [k, 1], [ROWS.value, BLOCK_K.value], CODES),
         TensorDescriptor(w, [2, half, k], [half * k, k, 1], [2, COLUMNS.value, BLOCK_K.value], W_CODES),
         TensorDescriptor(out, list(out.shape), [out.shape[1], 1], [ROWS.value, COLUMNS.value], OUT),
         x_scale,

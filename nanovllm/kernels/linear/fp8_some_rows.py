@@ -33,7 +33,7 @@ from nanovllm.kernels.linear.fp8_inputs import RoundedInputs, round_inputs
 from nanovllm.kernels.linear.many_rows import _async_load, _async_store, _barrier, silu
 from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.tiled import _device_limits, num_sms
-from nanovllm.kernels.select import FEW_ROWS, MANY_OUTPUTS
+from nanovllm.kernels.select import FEW_ROWS, MANY_OUTPUTS, SOME_ROWS, TENS_OF_ROWS
 
 W_ROWS = gl.constexpr(64)  # of the weight per consumer warpgroup
 BLOCK_K = gl.constexpr(128)
@@ -65,13 +65,21 @@ def some_rows_tile(m: int, n: int, k: int, *, split: bool, blocked: bool) -> Fp8
     if split:
         # few rows and long inputs: smaller tiles, if each has a multiprocessor
         few = m <= FEW_ROWS and n < k and not blocked and cdiv(n, 2 * W_ROWS.value) * MAX_SPLITS <= num_sms()
-        groups, splits = 2 if few or m > 64 else 3, MAX_SPLITS
+        tens = SOME_ROWS < m <= TENS_OF_ROWS and not blocked
+        groups = 2 if few or tens or m > TENS_OF_ROWS else 3
+        splits = MAX_SPLITS // 2 if tens and n >= k else MAX_SPLITS  # sums of many rows take long to write and to add
         while splits > 1 and cdiv(m, x_rows) * cdiv(n, groups * W_ROWS.value) * splits > num_sms():
             splits //= 2
         return Fp8Tile(x_rows, groups, splits)
     if n >= MANY_OUTPUTS:
         return Fp8Tile(x_rows, 2 if blocked and m > 64 else 3)
-    return Fp8Tile(x_rows if m > 128 else min(x_rows, 64), 2)  # few columns: smaller tiles, for more programs
+    return Fp8Tile(min(x_rows, 64), 3 if m > 128 else 2)  # few columns: smaller tiles, for more programs
+
+
+def padded_rows(m: int, tile: Fp8Tile) -> int:
+    """Of the inputs' codes, so that they fill tiles. TMA takes longer for rows past a tensor's end than for others; a
+    few do not matter."""
+    return m if m <= FEW_ROWS else cdiv(m, tile.x_rows) * tile.x_rows
 
 
 @gluon.jit
@@ -175,19 +183,26 @@ def _multiply(
         else:
             w_row = gl.minimum(column + j, N - 1)
         w_scales = w_scale + w_row // SCALE_ROWS * (num_blocks if BLOCKED else 1)
+        x_scales = x_scale if BLOCKED else x_scale + row + gl.arange(0, X_ROWS, gl.SliceLayout(0, LAYOUT))
+        if not BLOCKED:  # before the products, which hide how long they take to arrive
+            s_w = gl.load(w_scales)
+            if X_ROWS <= 16:  # more would take too many registers
+                s_x = gl.load(x_scales)
         y = gl.zeros([W_ROWS, X_ROWS], gl.float32, LAYOUT)
         for block in range(first, last):
             if BLOCKED:
                 s_w = gl.load(w_scales + block)
-            sums, s_x = _product(xs, ws, ss, full, empty, it, G, GROUPS, BLOCKED)
+            sums, block_scales = _product(xs, ws, ss, full, empty, it, G, GROUPS, BLOCKED)
             if BLOCKED:
-                y += sums * s_w[:, None] * s_x
+                y += sums * s_w[:, None] * block_scales
             else:
                 y += sums
             it += 1
         if not BLOCKED:
-            y *= gl.load(w_scales)[:, None]
-            y *= gl.load(x_scale + row + gl.arange(0, X_ROWS, gl.SliceLayout(0, LAYOUT)))[None, :]
+            if X_ROWS > 16:
+                s_x = gl.load(x_scales)
+            y *= s_w[:, None]
+            y *= s_x[None, :]
         if bias is not None:
             y += gl.where(split == 0, gl.load(bias + w_row).to(gl.float32), 0.0)[:, None]
         if GATED:
@@ -264,7 +279,8 @@ def fp8_some_rows_linear(
 ) -> Tensor:  # [M, N], or [M, N / 2] if gated
     tile = tile or some_rows_tile(x.shape[0], *weight.shape, split=False, blocked=weight.scale.shape[-1] > 1)
     out = x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
-    rounded = round_inputs(x, weight.scale.shape[-1], weight.distance, pdl=pdl, **norm)
+    groups, rows = weight.scale.shape[-1], padded_rows(x.shape[0], tile)
+    rounded = round_inputs(x, groups, weight.distance, rows=rows, pdl=pdl, **norm)
     _launch(rounded, weight, bias, out, tile, gated=gated, pdl=pdl)
     return out
 
@@ -279,7 +295,7 @@ def fp8_some_rows_split_k_linear(
 ) -> Tensor:  # [splits, M, N] float32
     tile = tile or some_rows_tile(x.shape[0], *weight.shape, split=True, blocked=weight.scale.shape[-1] > 1)
     out = torch.empty(tile.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    rounded = round_inputs(x, weight.scale.shape[-1], weight.distance, pdl=pdl)
+    rounded = round_inputs(x, weight.scale.shape[-1], weight.distance, rows=padded_rows(x.shape[0], tile), pdl=pdl)
     _launch(rounded, weight, bias, out, tile, gated=False, pdl=pdl)
     return out
 
@@ -294,8 +310,8 @@ def _launch(
     gated: bool,
     pdl: bool,
 ) -> None:
-    (codes, x_scale), n = rounded, weight.shape[0]
-    (m, k), groups = codes.shape, x_scale.shape[0]
+    (codes, x_scale), (n, k) = rounded, weight.shape
+    (groups, m), rows = x_scale.shape, codes.shape[0]
     blocked = groups > 1
     w, box = weight.words.view(torch.float8_e4m3fn), [W_ROWS.value // 16, 2, 8, BLOCK_K.value]
     # 8 rows of gate and 8 of up in turn, so that a thread has a gate and its up; or 16 rows that follow each other
@@ -308,11 +324,11 @@ def _launch(
     scale_bytes = 4 * max(tile.x_rows, ALIGNED_SCALES.value) if blocked else 0
     stage_bytes = (tile.groups * W_ROWS.value + tile.x_rows) * BLOCK_K.value + scale_bytes
     stages = (_device_limits()[1] - OTHER_BYTES - staged_bytes) // stage_bytes
-    scales = TensorDescriptor(x_scale, [groups, m], [x_scale.stride(0), 1], [1, tile.x_rows], X_SCALES)
+    scales = TensorDescriptor(x_scale, [groups, rows], [x_scale.stride(0), 1], [1, tile.x_rows], X_SCALES)
     launch(
         _fp8_some_rows_kernel,
         (min(num_sms(), cdiv(m, tile.x_rows) * tiles_n * tile.splits),),
-        TensorDescriptor(codes, [m, k], [k, 1], [tile.x_rows, BLOCK_K.value], X_CODES),
+        TensorDescriptor(codes, [rows, k], [k, 1], [tile.x_rows, BLOCK_K.value], X_CODES),
         TensorDescriptor(w, [n // 16, 2, 8, k], [8 * k if gated else 16 * k, between, k, 1], box, W_CODES),
         TensorDescriptor(out, [tile.splits, m, width], [m * width, width, 1], out_box, out_layout),
         scales if blocked else x_scale,

@@ -67,14 +67,15 @@ def runner(name: str, weight: dict[str, Any], bias: Tensor | None, *, pdl: bool)
         if name == "fp8_some_rows":
             return partial(_with_norm_and_sums, fp8_some_rows_linear, **weight, bias=bias, pdl=pdl)
         return partial(fp8_some_rows_split_k_linear, **weight, bias=bias, pdl=pdl)
-    if name == "fp8_scaled_mm":
+    if name in ("fp8_scaled_mm", "fp8_scaled_mm_sum"):
         from nanovllm.kernels.linear.fp8_inputs import scaled_mm_linear
 
-        return partial(scaled_mm_linear, **weight)
-    if name == "fp8_many_rows":
+        return partial(_with_norm_and_sums if name == "fp8_scaled_mm" else _one_sum, scaled_mm_linear, **weight)
+    if name in ("fp8_many_rows", "fp8_many_rows_sum"):
         from nanovllm.kernels.linear.fp8_many_rows import fp8_many_rows_linear
 
-        return partial(fp8_many_rows_linear, **weight, bias=bias)
+        run = _with_norm_and_sums if name == "fp8_many_rows" else _one_sum
+        return partial(run, fp8_many_rows_linear, **weight, bias=bias)
     if name == "one_row":
         from nanovllm.kernels.linear.one_row import one_row_linear
 
@@ -118,6 +119,11 @@ def _with_norm_and_sums(launch: Callable[..., Tensor], x: Any, *, norm: Norm | N
         return launch(x if norm is None else x.normed(norm), **arguments)
     rows, partial_sums = x.take()
     return launch(rows, norm_weight=norm.weight, eps=norm.eps, partial_sums=partial_sums, **arguments)
+
+
+def _one_sum(launch: Callable[..., Tensor], x: Tensor, **arguments: Any) -> Tensor:
+    """[1, rows, outputs]: one partial sum, rounded to x's type."""
+    return launch(x, **arguments)[None]
 
 
 def _cublas(weight: Tensor, bias: Tensor | None, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
