@@ -202,5 +202,4 @@ def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     """On a CPU, memory that the operating system provides when it is first written, as NumPy allocates it."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(size)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)

@@ -12,12 +12,10 @@ class Residual:
     def __len__(self) -> int:
         return self.rows.shape[0]
 
-    def keep(self, wanted: Tensor) -> None:
-        """Keep only these rows, [n] indices."""
+    def keep(self, wanted: Tensor) -> None:  # [n] indices of the rows to keep
         self.rows = self.rows[wanted]
 
-    def add_later(self, partial_sums: Tensor) -> None:  # [splits, num_tokens, hidden]
-        """Add these, at the latest when the rows are asked for."""
+    def add_later(self, partial_sums: Tensor) -> None:  # [splits, num_tokens, hidden]; at the latest when rows are read
         self.rows = self.rows + partial_sums.sum(0)
 
     def take(self) -> tuple[Tensor, Tensor | None]:

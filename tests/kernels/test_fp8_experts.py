@@ -178,7 +178,7 @@ def compare(layer: PackedExperts, experts: Tensor, tile: Fp8ExpertTile | None, d
         (sums.float()[chosen], expected.transpose(0, 1)[chosen]),
     ):
         # what gate_up gives differs in its last bits, and some of it is then rounded to another number of fp8
-        assert (actual - wanted).norm() <= 2e-2 * wanted.norm()
+        assert (actual - wanted).norm() <= 1e-2 * wanted.norm()
     if tile is None:
         options = {"gelu": layer.gelu, "residual": residual, "out": torch.empty_like(x)}
         assert torch.equal(out, experts_forward(x, layer.gate_up, layer.down, weights, experts, **options, pdl=True))
