@@ -17,6 +17,7 @@ ALLOWED_STATE = {
     "kernels.device.usable": "a cache of a fact about the machine",
     "kernels.features.dependent_launch": "a cache of a fact about the machine",
     "kernels.features.gluon_usable": "a cache of a fact about the machine",
+    "kernels.linear.at_once_tile.at_once_tile": "a cache of choices, each of which follows from its arguments",
     "kernels.linear.tiled._device_limits": "a cache of a fact about the machine",
     "kernels.linear.wide_tile.wide_tile": "a cache of choices, each of which follows from its arguments",
     "native.build.library": "a cache of a library, which the process loads once",

@@ -135,7 +135,7 @@ def candidates(shape: Shape, weight: PackedWords, x: Tensor) -> Iterator[Candida
         names, tile_of = ("fp8", "fp8_split_k"), fp8_tile(m, shape.outputs)
         yield from tiled("fp8", names, fp8_linear, fp8_split_k_linear, tile_of)
         if weight.scale.shape[-1] == 1 and not shape.gated:
-            yield Candidate("torch._scaled_mm", partial(scaled_mm_linear, x), own == "fp8_scaled_mm")
+            yield Candidate("torch._scaled_mm", partial(scaled_mm_linear, x), own.startswith("fp8_scaled_mm"))
     if weight.rounds_inputs and gluon_usable():
         yield from fp8_on_hopper(shape, weight, x, own)
     if m > MOST_SPLIT_ROWS:
@@ -199,7 +199,7 @@ def fp8_on_hopper(shape: Shape, weight: PackedWords, x: Tensor, own: str) -> Ite
                 yield Candidate(label, partial(fp8_some_rows_linear, x, gated=shape.gated, pdl=True, tile=tile), chosen)
     else:
         run = partial(fp8_many_rows_linear, x, gated=shape.gated)
-        yield Candidate("Hopper, many rows", run, own == "fp8_many_rows")
+        yield Candidate("Hopper, many rows", run, own.startswith("fp8_many_rows"))
 
 
 def chosen_kernel(shape: Shape, weight: PackedWords, rows: int) -> str:

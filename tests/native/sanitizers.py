@@ -60,7 +60,7 @@ for argument; do
     shift
     [ "$argument" = -O3 ] || set -- "$@" "$argument"
 done
-exec cc -g -O1 {flags} "$@"
+exec cc -g1 -O1 {flags} "$@"
 """
     )
     path.chmod(0o755)

@@ -128,27 +128,23 @@ INLINE void add_values(const int num, const int vectors, const Attention *a, con
         for (int j = 0; j < vectors; j++) wide_store(states[q].values + d + LANES * j, sum[q][j]);
 }
 
-/* Call a function whose first two arguments, the numbers of queries and of vectors, are constants: VECTORS, or with
- * !is_whole as many as 16 numbers have. */
+/* Call a function whose first two arguments, the numbers of queries and of vectors, are constants. */
 #if defined(__AVX512F__)
-#define BY_QUERIES(num, vectors, function, ...)           \
+#define BY_QUERIES(num, function, ...)                    \
     switch (num) {                                        \
-        case 1: function(1, vectors, __VA_ARGS__); break; \
-        case 2: function(2, vectors, __VA_ARGS__); break; \
-        case 3: function(3, vectors, __VA_ARGS__); break; \
-        case 4: function(4, vectors, __VA_ARGS__); break; \
-        case 5: function(5, vectors, __VA_ARGS__); break; \
-        default: function(6, vectors, __VA_ARGS__);       \
+        case 1: function(1, VECTORS, __VA_ARGS__); break; \
+        case 2: function(2, VECTORS, __VA_ARGS__); break; \
+        case 3: function(3, VECTORS, __VA_ARGS__); break; \
+        case 4: function(4, VECTORS, __VA_ARGS__); break; \
+        case 5: function(5, VECTORS, __VA_ARGS__); break; \
+        default: function(6, VECTORS, __VA_ARGS__);       \
     }
-#define BY_SIZE(is_whole, num, function, ...)                  \
-    if (is_whole) BY_QUERIES(num, VECTORS, function, __VA_ARGS__) \
-    else BY_QUERIES(num, 1, function, __VA_ARGS__)
 #else
-#define BY_SIZE(is_whole, num, function, ...)              \
-    switch (num) {                                         \
-        case 1: function(1, VECTORS, __VA_ARGS__); break;  \
-        case 2: function(2, VECTORS, __VA_ARGS__); break;  \
-        default: function(3, VECTORS, __VA_ARGS__);        \
+#define BY_QUERIES(num, function, ...)                    \
+    switch (num) {                                        \
+        case 1: function(1, VECTORS, __VA_ARGS__); break; \
+        case 2: function(2, VECTORS, __VA_ARGS__); break; \
+        default: function(3, VECTORS, __VA_ARGS__);       \
     }
 #endif
 
@@ -169,7 +165,11 @@ INLINE void add_part(const Attention *a, int num, const float *const queries[], 
             const int own = count - p < WIDTH ? count - p : WIDTH;
             const Spot part = {at.block, at.offset + p};
             float(*scores)[PART] = (float(*)[PART])(weights[q] + p);
-            BY_SIZE(own > WIDTH - 16, here, scores_of, a, queries + q, part, own, q == 0, type, scores)
+            if (LANES < 16 || own > LANES) /* else one vector is enough: each query by itself, which compiles faster */
+                BY_QUERIES(here, scores_of, a, queries + q, part, own, q == 0, type, scores)
+            else
+                for (int i = 0; i < here; i++)
+                    scores_of(1, 1, a, queries + q + i, part, own, q + i == 0, type, scores + i);
         }
     }
     for (int q = 0; q < num; q++) {
@@ -186,8 +186,13 @@ INLINE void add_part(const Attention *a, int num, const float *const queries[], 
     for (int q = 0, here; q < num; q += here) {
         here = next_queries(num - q);
         for (int d = 0; d < a->head_dim; d += WIDTH)
-            BY_SIZE(a->head_dim - d >= WIDTH, here, add_values, a, states + q, decay + q, d, at, next, first, count,
-                    q == 0, type, weights + q)
+            if (LANES < 16 || a->head_dim - d >= WIDTH)
+                BY_QUERIES(here, add_values, a, states + q, decay + q, d, at, next, first, count, q == 0, type,
+                           weights + q)
+            else
+                for (int i = 0; i < here; i++)
+                    add_values(1, 1, a, states + q + i, decay + q + i, d, at, next, first, count, q + i == 0, type,
+                               weights + q + i);
     }
 }
 
