@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class RoundedExperts:
     def __init__(self, form: dict[str, Any], *, top_k: int, normalize: bool, pdl: bool) -> None:
-        """`form`: the activation, as the kernels are told it. `top_k` and `normalize`: of a plain choice."""
+        """`form`: the kernels' arguments for the activation. `top_k` and `normalize`: how experts are chosen."""
         self._form, self._top_k, self._normalize, self._pdl = form, top_k, normalize, pdl
 
     def serves(self, gate_up: Tensor | PackedWords, down: Tensor | PackedWords, **biases: Any) -> bool:

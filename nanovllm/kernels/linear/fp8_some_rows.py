@@ -77,8 +77,8 @@ def some_rows_tile(m: int, n: int, k: int, *, split: bool, blocked: bool) -> Fp8
 
 
 def padded_rows(m: int, tile: Fp8Tile) -> int:
-    """Of the inputs' codes, so that they fill tiles. TMA takes longer for rows past a tensor's end than for others; a
-    few do not matter."""
+    """How many rows to allocate for the inputs' codes: whole tiles, because TMA is slow for rows past a tensor's end.
+    Up to FEW_ROWS this does not matter."""
     return m if m <= FEW_ROWS else cdiv(m, tile.x_rows) * tile.x_rows
 
 

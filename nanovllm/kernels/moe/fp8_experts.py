@@ -230,7 +230,7 @@ def _pairs_of(pairs, block, i, num_pairs):
 
 @gluon.jit
 def _rows_of_x(pairs, block, i, num_pairs, FORMAT: gl.constexpr):
-    """Of gate_up the tokens, of `down` the slots."""
+    """The rows of x that a block reads: for gate_up the tokens, for `down` the slots."""
     if FORMAT[2]:
         rows = gl.minimum(_pairs_of(pairs, block, i, num_pairs), num_pairs - 1) // FORMAT[6]
     elif FORMAT[11]:

@@ -186,7 +186,7 @@ def round_slots(
     *,
     pdl: bool = False,
 ) -> RoundedInputs:
-    """Of slots without a pair nothing is written. The kernel before this one begins after `blocks` were written."""
+    """Writes nothing for slots without a pair. The kernel before this one begins after `blocks` were written."""
     slots, k = x.shape
     rounded = empty_rounded(slots, weight)
     launch(

@@ -86,8 +86,8 @@ class Fp8ExpertTile:
 
 
 def fp8_expert_tiles(num_tokens: int, num_experts: int, top_k: int) -> tuple[Fp8ExpertTile, Fp8ExpertTile]:
-    """Of gate_up and of down, for the same blocks: the fastest of those that were measured on an H200 for
-    Qwen3-30B-A3B at 1 to 2,048 and at 8,192 tokens."""
+    """The tiles of gate_up and of down, which share blocks: the fastest ones measured on an H200 for Qwen3-30B-A3B at
+    1 to 2,048 and at 8,192 tokens."""
     if num_tokens <= SINGLE_TOKENS:
         return Fp8ExpertTile(8, 1, 10, 2, 3), Fp8ExpertTile(8, 1, 6, 2, 4)
     pairs_per_expert = num_tokens * top_k / num_experts
