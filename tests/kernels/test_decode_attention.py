@@ -143,6 +143,7 @@ def test_fp8_cache(window: int | None, head_dim: int) -> None:
     check(case)
     check(replace(case, tile=32, norm=False, splits=2))
     check(replace(case, splits=1))
+    check(replace(case, splits=1, tile=128, block_size=32))
 
 
 def test_without_norm() -> None:

@@ -4,9 +4,9 @@ or silu(gate) * up of it in the same launch, or float32 partial sums of y with K
 Reading the weight takes most of the time. A producer warp keeps a ring of shared-memory stages full with TMA, and
 begins before the preceding kernel has written the inputs. The weight is the left operand of wgmma (W x^T), which has
 64 rows, and the rows of x are the right one: each consumer warpgroup multiplies 64 rows of the weight with all rows of
-x of a tile. Sums of 128 columns are added in float32, because the tensor cores add fp8 products with fewer bits. Where
-weight and inputs have a scale per 128 columns, those sums are multiplied with it; the scales of x are loaded with its
-codes.
+x of a tile, in pieces where their number is no power of two. Sums of 128 columns are added in float32, because the
+tensor cores add fp8 products with fewer bits. Where weight and inputs have a scale per 128 columns, those sums are
+multiplied with it; the scales of x are loaded with its codes.
 
 Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
