@@ -348,7 +348,8 @@ class TritonBackend:
             sinks=layer.sinks,
             out=out,
             config=config,
-            pdl=self._pdl and self._starts_early(n),
+            pdl=self._pdl,
+            early=self._pdl and self._starts_early(n),
         )
 
     def _prefill(

@@ -191,6 +191,8 @@ def fp8_on_hopper(shape: Shape, weight: PackedWords, x: Tensor, own: str) -> Ite
         for tile in dict.fromkeys((best, *FP8_TILES)):
             if not best.x_rows / 2 <= tile.x_rows <= 2 * best.x_rows or (tile.splits > 1) != (best.splits > 1):
                 continue
+            if blocked and tile.x_rows != tile.piece:
+                continue
             label = f"Hopper {tile.x_rows}x{64 * tile.groups}" + (f", {tile.splits} splits" if shape.added else "")
             chosen = tile == best and own in ("fp8_some_rows", "fp8_some_rows_split_k")
             if shape.added:

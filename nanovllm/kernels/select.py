@@ -19,6 +19,7 @@ TENS_OF_ROWS = 64  # up to here our tiles beat cuBLAS for weights of any size, a
 HUNDREDS_OF_ROWS = 256
 THOUSANDS_OF_ROWS = 2048  # from here on the tensor cores are the limit
 TILE_ROWS = (16, 32, 64, 128, 256)  # numbers of rows up to which the tiled kernel has another tile
+FP8_ROWS = (EIGHT_ROWS, 16, 32, 64, 128, 192, 256)  # and fp8_some_rows
 WIDE_ROWS = (EIGHT_ROWS, *TILE_ROWS, 512)  # and packed_wide, which has one more up to THOUSANDS_OF_ROWS
 EXPERT_ROWS = 4  # up to this many tokens, each (token, expert) pair reads its expert instead of being grouped
 
@@ -308,7 +309,7 @@ LINEAR_KERNELS = (
         add=True,
         splits=True,
         serves=lambda case: case.added and case.whole and _fp8_some_rows(case),
-        compiled_for=(EIGHT_ROWS, *TILE_ROWS),
+        compiled_for=FP8_ROWS,
         symbol="_fp8_some_rows_kernel",
     ),
     LinearKernel(
@@ -318,7 +319,7 @@ LINEAR_KERNELS = (
         norm=True,
         gate=True,
         serves=_fp8_some_rows,
-        compiled_for=(EIGHT_ROWS, *TILE_ROWS),
+        compiled_for=FP8_ROWS,
         symbol="_fp8_some_rows_kernel",
     ),
     LinearKernel(

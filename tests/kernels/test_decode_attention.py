@@ -32,7 +32,13 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     return case.workspace(case.config.num_programs)
 
 
-def check(case: Case, workspace: DecodeWorkspace | None = None, seed: int = 0, pdl: bool = False) -> None:
+def check(
+    case: Case,
+    workspace: DecodeWorkspace | None = None,
+    seed: int = 0,
+    pdl: bool = False,
+    early: bool | None = None,
+) -> None:
     workspace = workspace or make_workspace(case)
 
     def run(inputs: Inputs, out: Tensor) -> None:
@@ -52,6 +58,7 @@ def check(case: Case, workspace: DecodeWorkspace | None = None, seed: int = 0, p
             out=out,
             config=case.config,
             pdl=pdl,
+            early=early,
             **inputs.arguments(),
         )
 
@@ -136,6 +143,7 @@ def test_fp8_cache(window: int | None, head_dim: int) -> None:
     check(case)
     check(replace(case, tile=32, norm=False, splits=2))
     check(replace(case, splits=1))
+    check(replace(case, splits=1, tile=128, block_size=32))
 
 
 def test_without_norm() -> None:
@@ -173,6 +181,7 @@ def test_dependent_launch() -> None:
     for splits in (0, 4):
         case = replace(case, splits=splits)
         check(case, pdl=True)
+        check(case, pdl=True, early=False)
         check(replace(case, head_dim=80, cache_dtype=torch.float8_e4m3fn, dtype=torch.float16), pdl=True)
 
 
@@ -191,15 +200,15 @@ def test_bytes_in_tiles_whose_programs_fill_the_machine() -> None:
     def tile(batch: int, dtype: torch.dtype) -> int:
         return decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132, stream_k=False).tile
 
-    assert [tile(batch, torch.float8_e4m3fn) for batch in (64, 99, 100, 128, 165, 166, 192, 256)] == [64] * 2 + [
-        32, 32, 32, 64, 64, 64
+    assert [tile(batch, torch.float8_e4m3fn) for batch in (33, 34, 49, 50, 99, 100, 128, 165, 166, 197, 198, 256)] == [
+        64, 128, 128, 64, 64, 32, 32, 32, 64, 64, 32, 32
     ]  # fmt: skip
     assert [tile(batch, torch.bfloat16) for batch in (64, 128, 192, 256)] == [32, 32, 32, 32]
 
 
 def test_splits_until_programs_fill_the_machine() -> None:
-    def splits(batch: int) -> int:
-        config = decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=torch.bfloat16, num_sms=132, stream_k=False)
-        return config.splits
+    def splits(batch: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        return decode_config(batch, kv_heads=8, head_dim=128, cache_dtype=dtype, num_sms=132, stream_k=False).splits
 
     assert [splits(batch) for batch in (1, 4, 8, 16, 20, 24, 32, 41, 42, 256)] == [16, 8, 4, 4, 4, 3, 2, 2, 1, 1]
+    assert [splits(batch, torch.float8_e4m3fn) for batch in (1, 8, 16, 17, 22, 23, 33, 34)] == [16, 4, 4, 3, 3, 2, 2, 1]

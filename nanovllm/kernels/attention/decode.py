@@ -111,6 +111,7 @@ def _decode_kernel(
     WHOLE: tl.constexpr,  # one split: compile no merge, which saves registers
     BATCH_COLS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     DOT_ROWS: tl.constexpr = max(8, triton.next_power_of_2(GROUP))  # tl.dot takes at least eight
@@ -119,8 +120,9 @@ def _decode_kernel(
     FIXED_MERGED: tl.constexpr = 8192 if GROUP <= 4 else 2048
     scale_offset = num_blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE)
     value_offset = scale_offset * HEAD_DIM
-    if PDL:
+    if EARLY:
         tl.extra.cuda.gdc_wait()
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
     if prefix is None:
@@ -234,8 +236,14 @@ def paged_decode(
     out: torch.Tensor,  # [batch, heads * head_dim]; padding rows are not written
     config: DecodeConfig,
     pdl: bool,
+    early: bool | None = None,
 ) -> torch.Tensor:
-    """Store each sequence's newest key and value in the cache, and attend to the cache."""
+    """Store each sequence's newest key and value in the cache, and attend to the cache.
+
+    With `pdl` the next kernel may start when all programs of this one have; with `early`, which is as `pdl` if not
+    given, this one may start before the kernel before it has ended.
+    """
+    early = pdl if early is None else early
     _, num_blocks, kv_heads, block_size, head_dim = cache.shape
     batch = qkv.shape[0]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -283,9 +291,10 @@ def paged_decode(
         WHOLE=config.splits == 1 and scales is not None,
         BATCH_COLS=1 if config.splits else padded_batch(batch),
         INTERPRETED=not isinstance(_decode_kernel, triton.JITFunction),
+        EARLY=early,
         PDL=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        pdl=pdl,
+        pdl=early,
     )
     return out

@@ -18,6 +18,9 @@ from nanovllm.kernels.launch import launch, next_power_of_2
 # Programs that an SM holds at once, as their registers allow, of large and of half as large tiles of an 8-bit cache.
 # Unpacking takes so long that a few programs, which run when the others have ended, do not read at full speed.
 LARGE, SMALL = 6, 10
+# And of programs with four warps and tiles twice as large, which are faster where all run at once. From MANY programs
+# per SM on small tiles are faster, whatever the waves.
+WIDE, MANY = 3, 12
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,21 @@ def decode_config(
     if stream_k:
         tile = max(16, min(128, 16384 // row_bytes))
         return DecodeConfig(tile=tile, num_programs=2 * num_sms, num_warps=4, num_stages=3)
-    pairs = batch * kv_heads
+    pairs, quantized = batch * kv_heads, cache_dtype.itemsize == 1
     # Lengths differ: with few pairs and one program each, most SMs would wait for the longest sequence.
-    splits = max(1, min(2 * num_sms // pairs, 16), min(5 * num_sms // pairs, 4))  # merging more takes too long
+    held = 4 if quantized else 5  # programs per SM up to which pairs are split; merging more takes too long
+    splits = max(1, min(2 * num_sms // pairs, 16), min(held * num_sms // pairs, 4))
     if cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
     # Small programs, many per SM: the start and end of one overlap with the loads of others.
-    tile = max(16, min(64, 8192 // row_bytes))
-    if cache_dtype.itemsize == 1 and _fullness(pairs, LARGE * num_sms) < _fullness(pairs, SMALL * num_sms):
-        tile //= 2
-    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=3, splits=splits)
+    tile, num_stages = max(16, min(64, 8192 // row_bytes)), 3
+    if quantized and splits == 1 and pairs <= WIDE * num_sms:
+        return DecodeConfig(tile=2 * tile, num_programs=pairs, num_warps=4, num_stages=num_stages, splits=1)
+    if quantized and pairs >= MANY * num_sms:
+        tile, num_stages = max(16, tile // 2), 4
+    elif quantized and _fullness(pairs, LARGE * num_sms) < _fullness(pairs, SMALL * num_sms):
+        tile = max(16, tile // 2)
+    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=num_stages, splits=splits)
 
 
 def _fullness(programs: int, held: int) -> float:
