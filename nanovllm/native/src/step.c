@@ -270,7 +270,8 @@ static void product_chunk(void *argument, int chunk) {
 static void run_product(Engine *e, int part, const Product *job) {
     int tiles = 0;
     for (int i = 0; i < job->num_outputs; i++) tiles += num_tiles(job->matrices[i]);
-    const int share = tiles / (e->num_threads * PRODUCT_CHUNKS), per_chunk = share > 0 ? share : 1;
+    const int share = tiles / (e->num_threads * PRODUCT_CHUNKS);
+    const int per_chunk = share > MOST_TILES ? share / MOST_TILES * MOST_TILES : MOST_TILES;
     ProductChunks all = {job, tiles, per_chunk, (tiles + per_chunk - 1) / per_chunk};
     run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + MOST_ROWS - 1) / MOST_ROWS));
 }
