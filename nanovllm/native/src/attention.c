@@ -142,11 +142,10 @@ INLINE void add_values(const int num, const int vectors, const Attention *a, con
     }
 #endif
 
-/* How many of the queries that are left have their sums in registers next: a number that BY_QUERIES knows. */
+/* How many of the queries that are left have their sums in registers next: a number that BY_QUERIES knows, so not 5. */
 static int next_queries(int left) {
-    static const int8_t next[] = {[1] = 1, 2, 3, IN_REGISTERS < 4 ? 2 : 4, 3, IN_REGISTERS, IN_REGISTERS < 4 ? 3 : 4, 4};
-    if (left >= (IN_REGISTERS < 4 ? 6 : 9)) return IN_REGISTERS;
-    return next[left];
+    if (left <= IN_REGISTERS && left != 5) return left;
+    return left < (3 * IN_REGISTERS + 1) / 2 ? (left + 1) / 2 : IN_REGISTERS;
 }
 
 /* Add positions `first` to `count` - 1 of those from `at` on, at most PART in one block, to the weighted values, the
