@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,28 @@ class Compiler:
         return (*FLAGS, *cpu, *LIBRARY_FLAGS)
 
     def compile(self, sources: Iterable[Path], flags: Iterable[str], output: Path) -> None:
-        """Compile and link the sources into `output`. Zig leaves a folder with its own cache beside it."""
-        command = [*self.command, *flags, "-o", str(output), *map(str, sources), "-lm"]
+        """Compile and link the sources into `output`, whose folder is left with other files too.
+
+        Zig compiles the sources side by side when it gets all of them; for others, each is compiled by its own process.
+        """
+        inputs = sources if self.is_zig else self._objects(sources, flags, output.parent)
         cache = str(output.parent / "zig-cache")
+        command = [*self.command, *flags, "-o", str(output), *map(str, inputs), "-lm"]
         run(command, {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache})
+
+    def _objects(self, sources: Iterable[Path], flags: Iterable[str], folder: Path) -> list[Path]:
+        """Compile each source, as many at a time as there are cores; the first error ends the rest."""
+
+        def compile_one(source: Path) -> Path:
+            target = folder / f"{source.stem}.o"
+            run([*self.command, *flags, "-c", "-o", str(target), str(source)])
+            return target
+
+        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        try:
+            return list(pool.map(compile_one, sources))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def find_compilers() -> Iterator[Compiler]:

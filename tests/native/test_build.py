@@ -47,6 +47,17 @@ def test_compiled_again_after_a_change(
     assert len(files(folders["cache"])) == 3
 
 
+def test_several_sources(folders: dict[str, Path], log: pytest.LogCaptureFixture) -> None:
+    """Each is compiled by its own process; an error in any of them is the reason that is given."""
+    (folders["sources"] / "more.c").write_text("int more(void) { return 1; }\n")
+    (folders["sources"] / "answer.c").write_text("int more(void);\nint answer(void) { return ANSWER + more(); }\n")
+    assert answer(folders) == 43
+    (folders["sources"] / "last.c").write_text("int last(void) { return unknown; }\n")
+    assert answer(folders) is None
+    assert "last.c:1:" in log.messages[-1]
+    assert len(files(folders["cache"])) == 1
+
+
 def test_several_processes_compile_at_once(folders: dict[str, Path], log: pytest.LogCaptureFixture) -> None:
     script = f"""
 import sys

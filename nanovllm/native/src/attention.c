@@ -46,21 +46,18 @@ INLINE void scores_of(const int num, const int vectors, const Attention *a, cons
     for (int q = 0; q < num; q++)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) sum[q][j] = wide_splat(0);
-#define ADD_NUMBER(lane)                                                                                       \
+#define ADD_NUMBER(lane) {                                                                                     \
     _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                                  \
         keys[j] = wide_load_as(a->keys, key + (int64_t)(d + lane) * a->block_size + LANES * j, type);          \
     _Pragma("GCC unroll 8") for (int q = 0; q < num; q++)                                                      \
         _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                              \
-            sum[q][j] = WIDE_ADD_LANE(sum[q][j], keys[j], here[q], lane);
+            sum[q][j] = WIDE_ADD_LANE(sum[q][j], keys[j], here[q], lane); }
     for (int d = 0; d < a->head_dim; d += 4) {
         Lanes here[IN_REGISTERS];
         for (int i = 0; fetches && i < 4 * count; i += 16) fetch_as(a->values, value + d * count + i, type);
 #pragma GCC unroll 8
         for (int q = 0; q < num; q++) here[q] = load_lanes(queries[q] + d);
-        ADD_NUMBER(0)
-        ADD_NUMBER(1)
-        ADD_NUMBER(2)
-        ADD_NUMBER(3)
+        EACH_LANE(ADD_NUMBER)
     }
 #pragma GCC unroll 8
     for (int q = 0; q < num; q++)
@@ -116,10 +113,8 @@ INLINE void add_values(const int num, const int vectors, const Attention *a, con
         Lanes here[IN_REGISTERS];
 #pragma GCC unroll 8
         for (int q = 0; q < num; q++) here[q] = load_lanes(weights[q] + p);
-        ADD_POSITION(p, WIDE_ADD_LANE, here[q], 0)
-        ADD_POSITION(p + 1, WIDE_ADD_LANE, here[q], 1)
-        ADD_POSITION(p + 2, WIDE_ADD_LANE, here[q], 2)
-        ADD_POSITION(p + 3, WIDE_ADD_LANE, here[q], 3)
+#define ADD_NEXT(lane) ADD_POSITION(p + lane, WIDE_ADD_LANE, here[q], lane)
+        EACH_LANE(ADD_NEXT)
     }
     for (; p < end; p++) ADD_POSITION(p, ADD_SPLAT, weights[q], p)
 #pragma GCC unroll 8
@@ -136,7 +131,6 @@ INLINE void add_values(const int num, const int vectors, const Attention *a, con
         case 2: function(2, VECTORS, __VA_ARGS__); break; \
         case 3: function(3, VECTORS, __VA_ARGS__); break; \
         case 4: function(4, VECTORS, __VA_ARGS__); break; \
-        case 5: function(5, VECTORS, __VA_ARGS__); break; \
         default: function(6, VECTORS, __VA_ARGS__);       \
     }
 #else
@@ -148,9 +142,10 @@ INLINE void add_values(const int num, const int vectors, const Attention *a, con
     }
 #endif
 
-/* How many of the queries that are left have their sums in registers next. */
+/* How many of the queries that are left have their sums in registers next: a number that BY_QUERIES knows, so not 5. */
 static int next_queries(int left) {
-    return left <= IN_REGISTERS ? left : left < 2 * IN_REGISTERS ? (left + 1) / 2 : IN_REGISTERS;
+    if (left <= IN_REGISTERS && left != 5) return left;
+    return left < (3 * IN_REGISTERS + 1) / 2 ? (left + 1) / 2 : IN_REGISTERS;
 }
 
 /* Add positions `first` to `count` - 1 of those from `at` on, at most PART in one block, to the weighted values, the

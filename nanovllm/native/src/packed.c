@@ -15,12 +15,6 @@ typedef struct {
     f32x4 first_scale, first_minus_zero; /* INT8_BY_16: of the first 16 columns, and `scale` is of the others */
 } Group;
 
-/* Without the last two bits of a float32, so that the product with INT_ZERO is exact. */
-INLINE f32x4 load_scales(const void *scales, int64_t index, int half_scales) {
-    if (half_scales) return load_halves((const uint16_t *)scales + index);
-    return (f32x4)((u32x4)load((const float *)scales + index) & ~3u);
-}
-
 /* Unpack the next group, and begin to fetch the same group of the next strip from memory. */
 INLINE void read_group(Reader *reader, const Matrix *w, const int type, const int has_minima, const int half_scales,
                        Group *group) {

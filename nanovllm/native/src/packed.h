@@ -29,18 +29,22 @@ INLINE void go_on(Reader *reader, const Matrix *w, const int type) {
 }
 
 /* Call a function with the matrix, and as its last arguments with constants: its type, whether it has minima, and
- * whether scales and minima are float16. Only files with Q6_K have INT8_BY_16. */
-#define BY_KIND_OF_SCALES(function, w, type, ...)                            \
-    if ((w)->minima && (w)->half_scales) function(w, __VA_ARGS__, type, 1, 1); \
-    else if ((w)->minima) function(w, __VA_ARGS__, type, 1, 0);               \
-    else if ((w)->half_scales) function(w, __VA_ARGS__, type, 0, 1);          \
-    else function(w, __VA_ARGS__, type, 0, 0);
-#define BY_KIND(function, w, ...)                                                       \
-    switch ((w)->type) {                                                                \
-        case INT4: BY_KIND_OF_SCALES(function, w, INT4, __VA_ARGS__) break;             \
-        case INT8: BY_KIND_OF_SCALES(function, w, INT8, __VA_ARGS__) break;             \
-        default: function(w, __VA_ARGS__, INT8_BY_16, 0, 0);                            \
-    }
+ * whether scales and minima are float16. With 4 bits it always has minima; only files with Q6_K have INT8_BY_16. */
+#define BY_SCALES(function, w, type, minima, ...)                  \
+    if ((w)->half_scales) function(w, __VA_ARGS__, type, minima, 1); \
+    else function(w, __VA_ARGS__, type, minima, 0);
+#define BY_KIND(function, w, ...)                                                  \
+    if ((w)->type == INT4) BY_SCALES(function, w, INT4, 1, __VA_ARGS__)            \
+    else if ((w)->type == INT8_BY_16) function(w, __VA_ARGS__, INT8_BY_16, 0, 0);  \
+    else if ((w)->minima) BY_SCALES(function, w, INT8, 1, __VA_ARGS__)             \
+    else BY_SCALES(function, w, INT8, 0, __VA_ARGS__)
+
+/* Scales or minima of the rows of a strip. Without the last two bits of a float32, so that the product with INT_ZERO is
+ * exact. */
+INLINE wide load_scales(const void *scales, int64_t index, const int half_scales) {
+    if (half_scales) return wide_load_halves((const uint16_t *)scales + index);
+    return (wide)((uwide)wide_load((const float *)scales + index) & ~3u);
+}
 
 #if defined(__AVX512F__)
 /* What a sum of products of codes starts with: a float whose low bits hold the sum, an integer below 2^22. */

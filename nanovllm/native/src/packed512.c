@@ -6,12 +6,6 @@
 
 enum { AHEAD = 8192 }; /* bytes */
 
-/* Without the last two bits of a float32, so that the product with INT_ZERO is exact. */
-INLINE wide load_scales(const void *scales, int64_t index, const int half_scales) {
-    if (half_scales) return wide_load_halves((const uint16_t *)scales + index);
-    return (wide)((uwide)wide_load((const float *)scales + index) & ~3u);
-}
-
 INLINE Scale scale_of(wide scale) { return (Scale){scale, scale * wide_splat(-12582912.0f)}; }
 
 /* The scales of a group, of its first and its last 16 columns, and its minima. */

@@ -42,6 +42,7 @@ INLINE Lanes load_lanes(const float *p) {
 /* sum + a * x[lane] */
 #define ADD_LANE(sum, a, x, lane) \
     ((f32x4)vfmaq_laneq_f32((float32x4_t)(sum), (float32x4_t)(a), (float32x4_t)(x), lane))
+#define EACH_LANE(macro) macro(0) macro(1) macro(2) macro(3) /* the instruction needs constants */
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
@@ -80,6 +81,7 @@ INLINE s32x4 dot_bytes(s32x4 sum, s8x16 w, __m128i x) {
 typedef const float *Lanes; /* in memory: a load fills a vector with one number */
 INLINE Lanes load_lanes(const float *p) { return p; }
 #define ADD_LANE(sum, a, x, lane) multiply_add(sum, a, splat((x)[lane]))
+#define EACH_LANE(macro) for (int lane = 0; lane < 4; lane++) macro(lane)
 #else
 #define HAVE_SIMD 0
 #endif

@@ -1,63 +1,9 @@
 #include "step.h"
 #include <math.h>
 #include <stdlib.h>
-#include <time.h>
-#include "attention.h"
-#include "pool.h"
-#include "simd.h"
-
-int simd_available(void) { return HAVE_SIMD; }
+#include "engine.h"
 
 #if HAVE_SIMD
-
-enum { PASS_ROWS = 256, PASS_SEGMENTS = 2048 }; /* of a part of a step: they bound the memory of its activations */
-enum { MOST_OUTPUTS = 3, PRODUCT_CHUNKS = 8 }; /* matrices of one product; least chunks per thread: none waits long */
-enum { CHUNK_NUMBERS = 4096 };                 /* of x, that are rounded or split in one chunk */
-
-/* Rows of activations, and the same as the matrices need it that read them: rounded to int8, or split into parts. */
-typedef struct {
-    float *x;
-    Rounded *rounded;
-    uint16_t *parts;
-} Rows;
-
-/* Tokens that attend to the same segment of positions, and are computed together. */
-typedef struct {
-    int32_t token, num_tokens, segment;
-} AttentionJob;
-
-struct Engine {
-    Model model;
-    Pool *pool;
-    int num_threads;
-    float *residual, *last; /* [PASS_ROWS][hidden]: of all tokens, and of those that are wanted */
-    float *qkv;             /* [PASS_ROWS][q | k | v] */
-    Rows normed, mixed, activated;
-    float *partial, *largest; /* of attention */
-    float *routed, *shares; /* [PASS_ROWS][num_experts] logits of the router, and [PASS_ROWS][experts_per_token] */
-    int32_t *chosen;        /* [PASS_ROWS][experts_per_token] */
-    Rows gathered;          /* the inputs of one expert */
-    float *expert_output;   /* [PASS_ROWS][hidden] */
-    int32_t expert_rows[PASS_ROWS];
-    float expert_shares[PASS_ROWS];
-    int32_t first_segments[PASS_ROWS];
-    AttentionJob jobs[PASS_SEGMENTS];
-    const int32_t *tables[PASS_ROWS];
-    double seconds[NUM_PARTS]; /* since engine_seconds was called */
-};
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* Call work(argument, i) for all i below `count` on all threads; the time counts for `part`. */
-static void run(Engine *e, int part, void (*work)(void *, int), void *argument, int count) {
-    const double begin = now();
-    pool_run(e->pool, work, argument, count);
-    e->seconds[part] += now() - begin;
-}
 
 void engine_seconds(Engine *e, double seconds[NUM_PARTS]) {
     memcpy(seconds, e->seconds, sizeof(e->seconds));
@@ -68,47 +14,28 @@ void engine_seconds(Engine *e, double seconds[NUM_PARTS]) {
 
 static int64_t qkv_size(const Model *m) { return (int64_t)(m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
 
-static int make_rows(Rows *rows, int64_t columns) {
-    rows->x = malloc(PASS_ROWS * columns * sizeof(float));
-    rows->rounded = aligned_alloc(64, PASS_ROWS / LANES * (columns / GROUP + 1) * sizeof(Rounded));
-    rows->parts = aligned_alloc(64, PASS_ROWS * columns * PARTS * sizeof(uint16_t));
-    return rows->x && rows->rounded && rows->parts;
+/* Memory that lasts as long as the engine; NULL without any. */
+static void *reserve(Engine *e, int64_t bytes) {
+    return e->blocks[e->num_blocks++] = aligned_alloc(64, ((size_t)bytes + 63) / 64 * 64);
 }
 
-static void free_rows(Rows *rows) {
-    free(rows->x);
-    free(rows->rounded);
-    free(rows->parts);
+static float *reserve_floats(Engine *e, int64_t rows, int64_t columns) {
+    return reserve(e, rows * columns * (int64_t)sizeof(float));
+}
+
+static Rows reserve_rows(Engine *e, int64_t columns) {
+    return (Rows){
+        .x = reserve_floats(e, PASS_ROWS, columns),
+        .rounded = reserve(e, PASS_ROWS / LANES * (columns / GROUP + 1) * (int64_t)sizeof(Rounded)),
+        .parts = reserve(e, PASS_ROWS * columns * PARTS * (int64_t)sizeof(uint16_t)),
+    };
 }
 
 void engine_destroy(Engine *e) {
     if (e == NULL) return;
     if (e->pool) pool_destroy(e->pool);
-    free_rows(&e->normed);
-    free_rows(&e->mixed);
-    free_rows(&e->activated);
-    free_rows(&e->gathered);
-    free(e->routed);
-    free(e->shares);
-    free(e->chosen);
-    free(e->expert_output);
-    free(e->residual);
-    free(e->last);
-    free(e->qkv);
-    free(e->partial);
-    free(e->largest);
+    for (int i = 0; i < e->num_blocks; i++) free(e->blocks[i]);
     free(e);
-}
-
-/* The memory of a mixture of experts. */
-static int make_experts(Engine *e) {
-    const Model *m = &e->model;
-    if (m->num_experts == 0) return 1;
-    e->routed = malloc(PASS_ROWS * m->num_experts * sizeof(float));
-    e->shares = malloc(PASS_ROWS * m->experts_per_token * sizeof(float));
-    e->chosen = malloc(PASS_ROWS * m->experts_per_token * sizeof(int32_t));
-    e->expert_output = malloc(PASS_ROWS * m->hidden * sizeof(float));
-    return make_rows(&e->gathered, m->hidden) && e->routed && e->shares && e->chosen && e->expert_output;
 }
 
 Engine *engine_create(const Model *model, int num_threads) {
@@ -117,21 +44,30 @@ Engine *engine_create(const Model *model, int num_threads) {
     const Model *m = &e->model;
     e->model = *model;
     e->num_threads = num_threads;
-    const int64_t mixed = (int64_t)m->num_heads * m->head_dim;
-    e->residual = malloc(PASS_ROWS * m->hidden * sizeof(float));
-    e->last = malloc(PASS_ROWS * m->hidden * sizeof(float));
-    e->qkv = malloc(PASS_ROWS * qkv_size(m) * sizeof(float));
-    e->partial = aligned_alloc(64, PASS_SEGMENTS * (int64_t)m->num_heads * (m->head_dim + LANES) * sizeof(float));
-    e->largest = malloc(PASS_SEGMENTS * (int64_t)m->num_heads * sizeof(float));
-    int made = make_rows(&e->normed, m->hidden) & make_rows(&e->mixed, mixed);
-    made &= make_rows(&e->activated, m->intermediate) & make_experts(e);
+    e->residual = reserve_floats(e, PASS_ROWS, m->hidden);
+    e->last = reserve_floats(e, PASS_ROWS, m->hidden);
+    e->qkv = reserve_floats(e, PASS_ROWS, qkv_size(m));
+    e->partial = reserve_floats(e, PASS_SEGMENTS * m->num_heads, m->head_dim + LANES);
+    e->largest = reserve_floats(e, PASS_SEGMENTS, m->num_heads);
+    e->normed = reserve_rows(e, m->hidden);
+    e->mixed = reserve_rows(e, (int64_t)m->num_heads * m->head_dim);
+    e->activated = reserve_rows(e, m->intermediate);
+    if (m->num_experts) {
+        e->routed = reserve_floats(e, PASS_ROWS, m->num_experts);
+        e->shares = reserve_floats(e, PASS_ROWS, m->experts_per_token);
+        e->chosen = reserve(e, PASS_ROWS * m->experts_per_token * (int64_t)sizeof(int32_t));
+        e->gathered = reserve_rows(e, m->hidden);
+        e->expert_output = reserve_floats(e, PASS_ROWS, m->hidden);
+    }
     e->pool = pool_create(num_threads);
-    if (made && e->residual && e->last && e->qkv && e->partial && e->largest && e->pool) return e;
+    int made = e->pool != NULL;
+    for (int i = 0; i < e->num_blocks; i++) made &= e->blocks[i] != NULL;
+    if (made) return e;
     engine_destroy(e);
     return NULL;
 }
 
-/* --- rows --------------------------------------------------------------------------------------------------------- */
+/* --- a layer ------------------------------------------------------------------------------------------------------ */
 
 static void norm_row(const float *x, const float *weight, int size, float eps, float *out) {
     wide sum = wide_splat(0);
@@ -143,47 +79,6 @@ static void norm_row(const float *x, const float *weight, int size, float eps, f
     for (i = 0; i + LANES <= size; i += LANES)
         wide_store(out + i, wide_load(x + i) * wide_splat(scale) * wide_load(weight + i));
     for (; i < size; i += 4) store(out + i, load(x + i) * splat(scale) * load(weight + i));
-}
-
-/* y = silu(y) * up, of one tile */
-static void activate(float y[TILE], const float up[TILE]) {
-    for (int i = 0; i < TILE; i += LANES) {
-        const wide gate = wide_load(y + i), size = exponential(-wide_absolute(gate)); /* e^-|x| cannot overflow */
-        const swide positive = gate > wide_splat(0);
-        const wide one = wide_splat(1), top = (wide)(((swide)one & positive) | ((swide)size & ~positive));
-        wide_store(y + i, gate * top / (one + size) * wide_load(up + i));
-    }
-}
-
-/* Rows that are brought into the forms of the matrices that read them. Rows that are rounded together share cache
- * lines, so a chunk has LANES of them, and as many columns as make it long enough. */
-typedef struct {
-    const Rows *rows;
-    int count, columns, forms, chunk_columns;
-} Forming;
-
-static int chunks_per_rows(const Forming *job) { return (job->columns + job->chunk_columns - 1) / job->chunk_columns; }
-
-static void form_chunk(void *argument, int chunk) {
-    const Forming *job = argument;
-    const int first = chunk / chunks_per_rows(job) * LANES, column = chunk % chunks_per_rows(job) * job->chunk_columns;
-    const int left = job->columns - column, columns = left < job->chunk_columns ? left : job->chunk_columns;
-    for (int row = first; row < first + LANES && row < job->count; row++) {
-        const float *x = job->rows->x + (int64_t)row * job->columns + column;
-        const int64_t group = (int64_t)(row / LANES) * (job->columns / GROUP) + column / GROUP;
-        if (job->forms & ROUNDED) round_row(x, columns, job->rows->rounded + group, row % LANES);
-        if (job->forms & SPLIT) split_row(x, column, columns, job->columns, job->rows->parts, row);
-    }
-}
-
-static void form_inputs(Engine *e, int part, const Rows *rows, int count, int columns, int forms) {
-    const int together = count < LANES ? count : LANES;
-    Forming job = {rows, count, columns, forms, CHUNK_NUMBERS / together / GROUP * GROUP};
-    if (forms) run(e, part, form_chunk, &job, (count + LANES - 1) / LANES * chunks_per_rows(&job));
-}
-
-static Inputs inputs_of(const Rows *rows, int count, int columns) {
-    return (Inputs){rows->x, rows->rounded, rows->parts, count, columns};
 }
 
 /* A job for each row: the norm of x. */
@@ -198,84 +93,6 @@ static void norm_chunk(void *argument, int row) {
     const int64_t at = (int64_t)row * job->size;
     norm_row(job->x + at, job->weight, job->size, job->eps, job->out + at);
 }
-
-/* --- products ----------------------------------------------------------------------------------------------------- */
-
-enum { STORE, ADD, GATE };
-
-/* y[i] = x W[i]^T. With ADD it is added to y, and with GATE y[0] = silu(x W[0]^T) * (x W[1]^T). */
-typedef struct {
-    const Matrix *matrices[MOST_OUTPUTS];
-    float *outputs[MOST_OUTPUTS];
-    int64_t stride; /* of all outputs: floats from one row to the next */
-    int num_outputs, mode;
-    Inputs in;
-} Product;
-
-/* How it is divided: num_tiles of all outputs, with GATE of the first matrix. */
-typedef struct {
-    const Product *product;
-    int num_tiles, tiles_per_chunk, chunks_per_rows;
-} ProductChunks;
-
-static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE],
-                        float up[][TILE]) {
-    const int rows = job->matrices[which]->rows, at = tile * TILE;
-    const int width = rows - at < TILE ? rows - at : TILE;
-    for (int m = 0; m < count; m++) {
-        float *out = job->outputs[which] + (first + m) * job->stride + at;
-        if (job->mode == GATE) activate(y[m], up[m]);
-        for (int r = 0; width == TILE && r < TILE; r += LANES)
-            wide_store(out + r, job->mode == ADD ? wide_load(out + r) + wide_load(y[m] + r) : wide_load(y[m] + r));
-        for (int r = 0; width < TILE && r < width; r++) out[r] = job->mode == ADD ? out[r] + y[m][r] : y[m][r];
-    }
-}
-
-/* Tile `index` of all outputs: its matrix's number. */
-static int place_of(const Product *job, int index, Place *place) {
-    int which = 0;
-    for (; index >= num_tiles(job->matrices[which]); which++) index -= num_tiles(job->matrices[which]);
-    *place = (Place){job->matrices[which], index};
-    return which;
-}
-
-/* Some tiles for MOST_ROWS rows. The chunks of the same rows follow one another: the rows stay in the L2 cache. */
-static void product_chunk(void *argument, int chunk) {
-    const ProductChunks *all = argument;
-    const Product *job = all->product;
-    const int first = chunk / all->chunks_per_rows * MOST_ROWS, left_rows = job->in.rows - first;
-    const int count = left_rows < MOST_ROWS ? left_rows : MOST_ROWS;
-    const int begin = chunk % all->chunks_per_rows * all->tiles_per_chunk, left = all->num_tiles - begin;
-    const int end = begin + (left < all->tiles_per_chunk ? left : all->tiles_per_chunk);
-    Panels panels;
-    panels.current = 0;
-    panels.held = NULL;
-    for (int i = begin; i < end;) {
-        float y[MOST_TILES][MOST_ROWS][TILE];
-        Place places[MOST_TILES], next;
-        int num = 0, which[MOST_TILES];
-        for (; i < end && num < MOST_TILES; i++) {
-            which[num] = place_of(job, i, &places[num]);
-            num++;
-            if (job->mode == GATE) places[num] = (Place){job->matrices[1], places[num - 1].tile}, num++;
-        }
-        place_of(job, i < all->num_tiles ? i : 0, &next);
-        product_tiles(places, num, next, &job->in, first, count, &panels, y);
-        for (int k = 0; k < num; k += job->mode == GATE ? 2 : 1)
-            finish_tile(job, which[k], places[k].tile, first, count, y[k], job->mode == GATE ? y[k + 1] : NULL);
-    }
-    end_products();
-}
-
-static void run_product(Engine *e, int part, const Product *job) {
-    int tiles = 0;
-    for (int i = 0; i < job->num_outputs; i++) tiles += num_tiles(job->matrices[i]);
-    const int share = tiles / (e->num_threads * PRODUCT_CHUNKS), per_chunk = share > 0 ? share : 1;
-    ProductChunks all = {job, tiles, per_chunk, (tiles + per_chunk - 1) / per_chunk};
-    run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + MOST_ROWS - 1) / MOST_ROWS));
-}
-
-/* --- a layer ------------------------------------------------------------------------------------------------------ */
 
 /* The tokens of a part of a step, in one layer. */
 typedef struct {
@@ -348,7 +165,7 @@ static void merge_chunk(void *argument, int row) {
 
 static void norm_rows(Engine *e, const float *x, int rows, const float *weight, float eps, int forms) {
     Norm norm = {x, weight, e->model.hidden, eps, e->normed.x};
-    run(e, NORMS, norm_chunk, &norm, rows);
+    engine_run(e, NORMS, norm_chunk, &norm, rows);
     form_inputs(e, NORMS, &e->normed, rows, e->model.hidden, forms);
 }
 
@@ -356,10 +173,12 @@ static void norm_rows(Engine *e, const float *x, int rows, const float *weight, 
 static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *inputs, int rows, float *out, int mode) {
     Engine *e = p->e;
     const int hidden = e->model.hidden, width = weights[2]->columns;
-    Product gate = {{weights[0], weights[1]}, {e->activated.x}, width, 1, GATE, inputs_of(inputs, rows, hidden)};
+    Product gate = {.matrices = {weights[0], weights[1]}, .outputs = {e->activated.x}, .stride = width,
+                    .num_outputs = 1, .mode = GATE, .in = inputs_of(inputs, rows, hidden)};
     run_product(e, GATE_UP, &gate);
     form_inputs(e, DOWN, &e->activated, rows, width, form_of(weights[2]));
-    Product down = {{weights[2]}, {out}, hidden, 1, mode, inputs_of(&e->activated, rows, width)};
+    Product down = {.matrices = {weights[2]}, .outputs = {out}, .stride = hidden, .num_outputs = 1, .mode = mode,
+                    .in = inputs_of(&e->activated, rows, width)};
     run_product(e, DOWN, &down);
 }
 
@@ -427,18 +246,18 @@ static void run_experts(Pass *p) {
     const Layer *layer = p->layer;
     const Model *m = &e->model;
     norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, form_of(&layer->router));
-    Product router = {{&layer->router}, {e->routed}, m->num_experts, 1, STORE,
-                      inputs_of(&e->normed, p->num_rows, m->hidden)};
+    Product router = {.matrices = {&layer->router}, .outputs = {e->routed}, .stride = m->num_experts,
+                      .num_outputs = 1, .in = inputs_of(&e->normed, p->num_rows, m->hidden)};
     run_product(e, ROUTING, &router);
-    run(e, ROUTING, route_chunk, p, p->num_rows);
+    engine_run(e, ROUTING, route_chunk, p, p->num_rows);
     for (int expert = 0; expert < m->num_experts; expert++) {
         const int count = rows_of_expert(p, expert);
         if (count == 0) continue;
         const Matrix *first = layer->experts + 3 * expert, *const weights[] = {first, first + 1, first + 2};
-        run(e, ROUTING, gather_chunk, p, count);
+        engine_run(e, ROUTING, gather_chunk, p, count);
         form_inputs(e, ROUTING, &e->gathered, count, m->hidden, form_of(weights[0]) | form_of(weights[1]));
         gated_product(p, weights, &e->gathered, count, e->expert_output, STORE);
-        run(e, ROUTING, add_share_chunk, p, count);
+        engine_run(e, ROUTING, add_share_chunk, p, count);
     }
 }
 
@@ -450,19 +269,21 @@ static void run_layer(Pass *p) {
     const int forms = form_of(&layer->q) | form_of(&layer->k) | form_of(&layer->v);
 
     norm_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, forms);
-    Product qkv = {{&layer->q, &layer->k, &layer->v}, {e->qkv, e->qkv + heads, e->qkv + heads + keys}, qkv_size(m), 3,
-                   STORE, inputs_of(&e->normed, p->num_tokens, m->hidden)};
+    Product qkv = {.matrices = {&layer->q, &layer->k, &layer->v}, .stride = qkv_size(m), .num_outputs = 3,
+                   .outputs = {e->qkv, e->qkv + heads, e->qkv + heads + keys},
+                   .in = inputs_of(&e->normed, p->num_tokens, m->hidden)};
     run_product(e, QKV, &qkv);
     p->attention.keys = layer->keys;
     p->attention.values = layer->values;
     p->attention.window = layer->window;
     p->attention.table_offset = layer->group * p->group_stride;
-    run(e, ROTATION, rotate_chunk, p, p->num_tokens);
+    engine_run(e, ROTATION, rotate_chunk, p, p->num_tokens);
     if (p->num_rows == 0) return;
-    run(e, ATTENTION, attend_chunk, p, p->num_jobs * m->num_kv_heads);
-    run(e, ATTENTION, merge_chunk, p, p->num_rows);
+    engine_run(e, ATTENTION, attend_chunk, p, p->num_jobs * m->num_kv_heads);
+    engine_run(e, ATTENTION, merge_chunk, p, p->num_rows);
     form_inputs(e, ATTENTION, &e->mixed, p->num_rows, heads, form_of(&layer->o));
-    Product o = {{&layer->o}, {p->x}, m->hidden, 1, ADD, inputs_of(&e->mixed, p->num_rows, heads)};
+    Product o = {.matrices = {&layer->o}, .outputs = {p->x}, .stride = m->hidden, .num_outputs = 1, .mode = ADD,
+                 .in = inputs_of(&e->mixed, p->num_rows, heads)};
     run_product(e, OUTPUT, &o);
 
     if (layer->experts)
@@ -508,8 +329,8 @@ void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) 
     for (int first = 0; first < num_rows; first += PASS_ROWS) {
         const int count = num_rows - first < PASS_ROWS ? num_rows - first : PASS_ROWS;
         norm_rows(e, hidden + (int64_t)first * m->hidden, count, m->last_norm, m->last_norm_eps, form_of(&m->head));
-        Product head = {{&m->head}, {logits + (int64_t)first * m->head.rows}, m->head.rows, 1, STORE,
-                        inputs_of(&e->normed, count, m->hidden)};
+        Product head = {.matrices = {&m->head}, .outputs = {logits + (int64_t)first * m->head.rows},
+                        .stride = m->head.rows, .num_outputs = 1, .in = inputs_of(&e->normed, count, m->hidden)};
         run_product(e, HEAD, &head);
     }
 }
@@ -520,7 +341,7 @@ void engine_step(Engine *e, const Step *step) {
     int num_done = 0; /* of the wanted tokens */
     for (int first = 0; first < step->num_tokens;) {
         const int count = begin_pass(&pass, step, first);
-        run(e, EMBEDDING, embed_chunk, &pass, count);
+        engine_run(e, EMBEDDING, embed_chunk, &pass, count);
         for (int i = 0; i < m->num_layers; i++) {
             pass.layer = &m->layers[i];
             pass.num_rows = count;
