@@ -19,8 +19,8 @@ MOST_TOKENS = 256
 ONE_EACH = 128  # up to this many tokens a program has one, which is about as many as there are multiprocessors
 MOST_EXPERTS, LONGEST_ROWS = 32, 4096
 NUM_WARPS = 8
-BLOCK_K = 512
-MOST_AHEAD = 2  # blocks of the router that registers hold before the wait
+BLOCK_K = 256
+MOST_AHEAD = 3  # blocks of the router that registers hold before the wait
 
 
 def route_tokens_serves(num_experts: int, hidden_size: int) -> bool:
