@@ -32,6 +32,7 @@ class WideTile:
     block_m: int  # rows of x
     slabs: int  # of 64 rows of the weight
     k_parts: int = 1  # warpgroups that share a slab: they take spans of K in turn
+    programs: int = 1  # per multiprocessor
 
     @property
     def rows(self) -> int:  # of the weight
@@ -42,7 +43,7 @@ class WideTile:
         """Per thread when the kernel starts, and of consumers when producers have given most of theirs back. The two
         producer warps count as four."""
         groups = self.slabs * self.k_parts
-        start = 512 // (groups + 1) // 8 * 8
+        start = 512 // (groups + 1) // self.programs // 8 * 8
         return start, ((groups + 1) * start - PRODUCER_REGISTERS) // groups // 8 * 8
 
     def scales_weight(self, weight: PackedWords) -> bool:

@@ -42,10 +42,12 @@ class ExpertRowTile(NamedTuple):
     sixteens: int  # blocks of sixteen rows of the weight per program, which read the same x
     num_warps: int  # that divide K; in `down` without groups for each choice
     num_ahead: int  # steps of a warp that are loaded ahead
+    most_registers: int | None = None  # per thread
 
 
 # gate_up and down, the fastest of those that were measured on an H200 for gpt-oss-20b
 UNGROUPED = ExpertRowTile(1, 4, 4), ExpertRowTile(1, 2, 4)
+UNGROUPED_MXFP4 = ExpertRowTile(3, 4, 1, 128), ExpertRowTile(1, 2, 3)  # one token: all programs run at once
 GROUPED = ExpertRowTile(2, 4, 2), ExpertRowTile(2, 4, 2)
 
 
@@ -140,17 +142,39 @@ def _shifted(tiles, later):
 
 
 @triton.jit
-def _added(
-    y, loads, x_pointers, inside, K: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
-    GROUPS: tl.constexpr, MXFP4: tl.constexpr, ITEM: tl.constexpr, DOT_TYPE: tl.constexpr, INTERPRETED: tl.constexpr,
+def _inputs(
+    x_rows, unit, FIRST: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr,
+    DISTANCE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """y, each [WARPS, 16, rows of x], plus W x^T of a unit's columns: the first of the `loads`."""
+    """What pairs FIRST to FIRST + COUNT - 1 of a unit's words are multiplied with, a tensor for each. MASKED: zeros
+    past the last column."""
+    CHUNKS: tl.constexpr = max(1, DISTANCE // 32)
+    pointers = x_rows + _x_words(unit, PAIRS, DISTANCE, CHUNKS) + axis(4, 5, 6)
+    inside = None
+    if MASKED:
+        inside = tl.broadcast_to(_first_words(unit, CHUNKS) < K // (2 * PAIRS), pointers.shape)
+    found = ()  # type: tuple
+    for i in tl.static_range(FIRST, FIRST + COUNT):
+        found += (loaded(pointers + i * (DISTANCE // 2), inside),)
+    return found
+
+
+@triton.jit
+def _added(
+    y, loads, inputs, x_rows, unit, K: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, DISTANCE: tl.constexpr,
+    GROUPS: tl.constexpr, MASKED: tl.constexpr, MXFP4: tl.constexpr, ITEM: tl.constexpr, DOT_TYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """y, each [WARPS, 16, rows of x], plus W x^T of a unit's columns: the first of the `loads`. Empty `inputs` are
+    loaded here."""
     PARTS: tl.constexpr = max(1, DISTANCE * PAIRS * GROUPS // K)  # groups of a span
     PAIRS_OF_GROUP: tl.constexpr = PAIRS // PARTS
     for part in tl.static_range(PARTS):
+        if len(inputs) == 0:
+            own = _inputs(x_rows, unit, part * PAIRS_OF_GROUP, PAIRS_OF_GROUP, K, PAIRS, DISTANCE, MASKED)
         bs = ()  # type: tuple
         for i in tl.static_range(PAIRS_OF_GROUP):
-            a = loaded(x_pointers + (part * PAIRS_OF_GROUP + i) * (DISTANCE // 2), inside)
+            a = own[i] if len(inputs) == 0 else inputs[part * PAIRS_OF_GROUP + i]
             bs += (tl.permute(operand(a, ITEM, DOT_TYPE, INTERPRETED), (0, 2, 1)),)
         for block in tl.static_range(len(y)):
             codes, found_scales, found_zeros = loads[block]
@@ -244,6 +268,11 @@ def _packed_expert_rows_kernel(
                 N, K, ROWS, KIND, PAIRS, DISTANCE, GROUPS, UNITS, SCALE_ROWS, CHUNKS, GATED, MXFP4,
             ),
         )  # fmt: skip
+    # inputs are loaded one step ahead, and biases first, where this was measured to be faster
+    EARLY: tl.constexpr = MXFP4 and pairs is None
+    biases = ()  # type: tuple
+    if EARLY and bias is not None:
+        biases = _biases(bias, block_experts, block, first_n, N, EXPERTS, TOP_K, CHOICES, SIXTEENS, GATED)
     if PDL and not GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -255,15 +284,19 @@ def _packed_expert_rows_kernel(
     else:
         pair = block * TOP_K + tl.minimum(warp // SPLITS, TOP_K - 1) + rows_of(1) * 0
     x_rows = x.to(tl.pointer_type(tl.int32)) + (pair // SHARED).to(tl.int64) * (K // 2)
+    MASKED: tl.constexpr = STEPS * SPLITS * UNIT_WORDS > ROW_WORDS
     ys = ()  # type: tuple
     for _ in tl.static_range(SIXTEENS):
         ys += (tl.zeros([WARPS, 16, 8], tl.float32),)
+    later_inputs = ()  # type: tuple
+    if EARLY:
+        later_inputs = _inputs(x_rows, split, 0, PAIRS, K, PAIRS, DISTANCE, MASKED)
     for step in range(STEPS):
         unit = step * SPLITS + split
-        x_pointers = x_rows + _x_words(unit, PAIRS, DISTANCE, CHUNKS) + axis(4, 5, 6)
-        inside = None
-        if STEPS * SPLITS * UNIT_WORDS > ROW_WORDS:
-            inside = tl.broadcast_to(_first_words(unit, CHUNKS) < ROW_WORDS, x_pointers.shape)
+        inputs = later_inputs
+        if EARLY:
+            later_unit = tl.minimum(step + 1, STEPS - 1) * SPLITS + split
+            later_inputs = _inputs(x_rows, later_unit, 0, PAIRS, K, PAIRS, DISTANCE, MASKED)
         later = ()  # type: tuple
         for i in tl.static_range(SIXTEENS):
             later += (
@@ -272,18 +305,51 @@ def _packed_expert_rows_kernel(
                     KIND, PAIRS, DISTANCE, GROUPS, UNITS, SCALE_ROWS, CHUNKS, GATED, MXFP4,
                 ),
             )  # fmt: skip
-        ys = _added(ys, ahead, x_pointers, inside, K, KIND, PAIRS, DISTANCE, GROUPS, MXFP4, ITEM, DOT_TYPE, INTERPRETED)
+        ys = _added(
+            ys, ahead, inputs, x_rows, unit, K, KIND, PAIRS, DISTANCE, GROUPS, MASKED, MXFP4, ITEM, DOT_TYPE,
+            INTERPRETED,
+        )  # fmt: skip
         ahead = _shifted(ahead, later)
 
+    if bias is not None and not EARLY:
+        biases = _biases(bias, block_experts, block, first_n, N, EXPERTS, TOP_K, CHOICES, SIXTEENS, GATED)
     _store(
-        ys, scale, scale_unit, bias, pairs, block_experts, routing, residual, out, block, first_n, num_pairs, N,
+        ys, scale, scale_unit, biases, pairs, block_experts, routing, residual, out, block, first_n, num_pairs, N,
         EXPERTS, GROUPS, UNITS, SCALE_ROWS, MXFP4, GATED, ALPHA, LIMIT, GELU, TOP_K, CHOICES, SPLITS,
     )  # fmt: skip
 
 
 @triton.jit
+def _chosen(block_experts, block, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr):
+    """[CHOICES] experts of a program, and which of them are experts; others are given as the first."""
+    choice = tl.arange(0, CHOICES)
+    if CHOICES > 1:
+        expert = tl.load(block_experts + block * TOP_K + choice, mask=choice < TOP_K, other=-1)
+    else:
+        expert = tl.load(block_experts + block + choice)
+    chosen = (expert >= 0) & (expert < EXPERTS)
+    return tl.where(chosen, expert, 0), chosen
+
+
+@triton.jit
+def _biases(
+    bias, block_experts, block, first_n, N: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr, SIXTEENS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Of each block of sixteen rows of the weight, [experts, 16] in float32."""
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    WIDTH: tl.constexpr = 8 if GATED else 16
+    found = ()  # type: tuple
+    for i in tl.static_range(SIXTEENS):
+        n = weight_rows(tl.arange(0, 16), first_n + i * WIDTH, N, GATED)[None, :]
+        expert, _ = _chosen(block_experts, block, EXPERTS, TOP_K, CHOICES)
+        found += (tl.load(bias + expert[:, None] * ROWS + n).to(tl.float32),)
+    return found
+
+
+@triton.jit
 def _store(
-    ys, scale, scale_unit, bias, pairs, block_experts, routing, residual, out, block, first_n, num_pairs,
+    ys, scale, scale_unit, biases, pairs, block_experts, routing, residual, out, block, first_n, num_pairs,
     N: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, UNITS: tl.constexpr, SCALE_ROWS: tl.constexpr,
     MXFP4: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GELU: tl.constexpr,
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr,
@@ -292,12 +358,8 @@ def _store(
     ROWS: tl.constexpr = 2 * N if GATED else N
     WIDTH: tl.constexpr = 8 if GATED else 16
     choice = tl.arange(0, CHOICES)
-    if CHOICES > 1:
-        expert = tl.load(block_experts + block * TOP_K + choice, mask=choice < TOP_K, other=-1)
-    else:
-        expert = tl.load(block_experts + block + choice)
-    chosen = (expert >= 0) & (expert < EXPERTS)
-    expert = tl.where(chosen, expert, 0)[:, None]
+    expert, chosen = _chosen(block_experts, block, EXPERTS, TOP_K, CHOICES)
+    expert = expert[:, None]
     m = tl.arange(0, 8)
     if pairs is not None:
         pair = tl.load(pairs + block * 8 + m)
@@ -318,8 +380,8 @@ def _store(
             offset = expert * ((ROWS + SCALE_ROWS - 1) // SCALE_ROWS)
             unit = None if scale_unit is None else scale_unit + expert * (ROWS * UNITS)
             y *= scales(scale + offset, unit, n, 0, None, GROUPS, UNITS, SCALE_ROWS)[:, :, None]
-        if bias is not None:
-            y += tl.load(bias + expert * ROWS + n).to(tl.float32)[:, :, None]
+        if len(biases) > 0:
+            y += biases[block_n][:, :, None]
         if not GATED:
             y *= weight
         y = tl.sum(tl.where(chosen[:, None, None], y, 0.0), axis=0)  # what is no expert's was never written
@@ -353,6 +415,8 @@ def packed_expert_rows(
         pairs, block_experts = group(experts, num_experts, block_m=8, pdl=pdl)
         num_blocks = block_experts.numel()
     hidden = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
+    ungrouped = UNGROUPED_MXFP4 if is_mxfp4(layer.gate_up) else UNGROUPED
+    gate_up_tile, down_tile = GROUPED if grouped else ungrouped
 
     def multiply(
         x: Tensor,
@@ -403,6 +467,7 @@ def packed_expert_rows(
             PDL=pdl,
             num_warps=choices * tile.num_warps,
             num_stages=1,  # the kernel loads ahead by itself
+            maxnreg=tile.most_registers,
             pdl=pdl,
         )
 
@@ -413,14 +478,14 @@ def packed_expert_rows(
         layer.gate_up_bias,
         None,
         hidden,
-        GROUPED[0] if grouped else UNGROUPED[0],
+        gate_up_tile,
         num_blocks,
         **options,
     )
     options = {"shared": 1, "is_gated": False, "num_added": 1 if grouped else top_k}
     if not grouped:
-        multiply(hidden, layer.down, layer.down_bias, residual, out, UNGROUPED[1], num_tokens, **options)
+        multiply(hidden, layer.down, layer.down_bias, residual, out, down_tile, num_tokens, **options)
         return out
     y = torch.empty(num_pairs, hidden_size, dtype=x.dtype, device=x.device)
-    multiply(hidden, layer.down, layer.down_bias, None, y, GROUPED[1], num_blocks, **options)
+    multiply(hidden, layer.down, layer.down_bias, None, y, down_tile, num_blocks, **options)
     return sum_choices(y, experts, num_experts, out, residual, pdl=pdl)

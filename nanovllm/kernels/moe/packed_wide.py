@@ -9,7 +9,8 @@ numbers, exactly, as `scaled_fp4` of linear/packed.py does.
 The warps that multiply bound the kernel, not memory: they unpack, and with 64 pairs per block the tensor cores are busy
 for three quarters of the time. So a factor is computed for two scales at once, the tensor cores multiply half a stage
 while the other half is unpacked, columns that do not fill a stage are a short one, and of a block of 64 only 16 or 32
-pairs are multiplied where it has no more.
+pairs are multiplied where it has no more. All warpgroups of a program come to the end of a tile at about the same time;
+with blocks of 16 two or three programs share a multiprocessor, so that others multiply meanwhile.
 
 Written in Gluon, as many_rows.py. Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
@@ -45,14 +46,14 @@ PRODUCER = gl.constexpr(PRODUCER_REGISTERS)
 COLUMNS = gl.constexpr(256)  # of a stage
 WORDS = gl.constexpr(32)  # of a row in a stage
 PIECE = gl.constexpr(128)  # columns that are unpacked together, and multiplied while the next are
-EXPERT_TILES = (WideTile(16, 4), WideTile(32, 4), WideTile(64, 3))
+EXPERT_TILES = (WideTile(16, 1, programs=3), WideTile(16, 2, programs=2), WideTile(32, 4), WideTile(64, 3))
 
 
 def expert_wide_tile(pairs_per_expert: float) -> WideTile:
-    """The fastest for gpt-oss-20b on an H200 at 1, 2, 8, 32 and 128 pairs per expert; between, reckoned."""
-    small, medium, large = EXPERT_TILES
+    """The fastest for gpt-oss-20b on an H200 at 1, 2, 4, 8, 32 and 128 pairs per expert; between, reckoned."""
+    least, small, medium, large = EXPERT_TILES
     if pairs_per_expert <= 8:
-        return small
+        return least if pairs_per_expert <= 2 else small
     return medium if pairs_per_expert <= 24 else large
 
 
@@ -63,7 +64,7 @@ def least_height(tile: WideTile, pairs_per_expert: float) -> int:
 
 def num_stages(tile: WideTile) -> int:
     """As many as fit in shared memory."""
-    return SHARED_BYTES // (tile.rows * WORDS.value * 4 + tile.block_m * COLUMNS.value * 2)
+    return SHARED_BYTES // tile.programs // (tile.rows * WORDS.value * 4 + tile.block_m * COLUMNS.value * 2)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -358,7 +359,26 @@ def _packed_wide_experts_kernel(
     groups = pairs, block_experts, routing, out
     sizes = num_pairs, num_tiles
     FORMAT: gl.constexpr = (N, K, DISTANCE, ALPHA, LIMIT, GELU, TILES, CHOICES, LEAST)
-    if SLABS == 3:
+    if SLABS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
+                (_produce, (rings, x, words, block_experts, num_tiles, FORMAT, PDL)),
+            ],
+            [1],
+            [PRODUCER],
+        )
+    elif SLABS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
+                (_multiply, (rings, weight, groups, sizes, FORMAT, 1)),
+                (_produce, (rings, x, words, block_experts, num_tiles, FORMAT, PDL)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER],
+        )
+    elif SLABS == 3:
         gl.warp_specialize(
             [
                 (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
@@ -438,7 +458,7 @@ def packed_wide_experts(
         x_block = [tile.block_m, PIECE.value]
         launch(
             _packed_wide_experts_kernel,
-            (min(num_sms(), block_experts.numel() * cdiv(n, rows * tile.slabs)),),
+            (min(tile.programs * num_sms(), block_experts.numel() * cdiv(n, rows * tile.slabs)),),
             TensorDescriptor(x, [x.shape[0], k], [k, 1], x_block, gl.NVMMASharedLayout(128, 16, rank=2)),
             TensorDescriptor(weight.words, shape, strides, block, gl.NVMMASharedLayout(128, 32, rank=len(shape))),
             weight.scale,
