@@ -20,15 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace, finish
+from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace, finish, finish_together
 from nanovllm.kernels.attention.new_token import new_heads, rotation, sink_scores
 from nanovllm.kernels.launch import launch
 from nanovllm.kernels.linear.fragments import axis, halves
+from nanovllm.kernels.linear.tiled import num_sms
 
 TILE = tl.constexpr(16)  # tokens; divides the block size
 QUERIES = tl.constexpr(8)  # columns of the smallest mma; a smaller group's queries are repeated
 MAX_PAIRS = 128  # (sequence, KV head) pairs; for more, decode.py is faster
 MAX_PROGRAMS = 1024
+PROGRAMS_TOGETHER = 4  # per multiprocessor, whose registers are enough for twice as many
 
 
 def small_batch_serves(*, head_dim: int, group: int, cache_dtype: torch.dtype) -> bool:
@@ -192,6 +194,7 @@ def _small_batch_attention_kernel(
     partial_max,
     partial_sum,
     arrived,
+    waited,
     q_norm,
     k_norm,
     sinks,
@@ -207,6 +210,7 @@ def _small_batch_attention_kernel(
     SCALE: tl.constexpr,  # of the scores before the softmax
     WINDOW: tl.constexpr,  # tokens that a token sees, with itself; 0: all
     HELD: tl.constexpr,  # tiles in flight or in registers
+    TOGETHER: tl.constexpr,  # all programs run at the same time
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -322,12 +326,19 @@ def _small_batch_attention_kernel(
         if sinks is not None:
             total_weight += tl.exp2(sink - maximum)
         first_partial = pair * splits
-        finish(
-            _result(acc, HEAD_DIM), maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + pair,
-            out + pair.to(tl.int64) * (GROUP * HEAD_DIM),
-            first_partial + split, used_splits == 1, first_partial, first_partial + used_splits - 1, False,
-            1, 4096, GROUP, HEAD_DIM, QUERIES,
-        )  # fmt: skip
+        out += pair.to(tl.int64) * (GROUP * HEAD_DIM)
+        result = _result(acc, HEAD_DIM)
+        if TOGETHER:
+            finish_together(
+                result, maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + pair, waited + pair,
+                out, first_partial, split, used_splits, GROUP, HEAD_DIM,
+            )  # fmt: skip
+        else:
+            finish(
+                result, maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + pair, out,
+                first_partial + split, used_splits == 1, first_partial, first_partial + used_splits - 1, False,
+                1, 4096, GROUP, HEAD_DIM,
+            )  # fmt: skip
 
 
 def small_batch_decode(
@@ -361,6 +372,7 @@ def small_batch_decode(
     assert tables.is_contiguous() and tables.shape[0] == batch
     assert workspace.acc.shape[0] >= batch * kv_heads * splits and workspace.acc.shape[1:] == (group, head_dim)
     assert workspace.arrived.shape[0] >= batch * kv_heads
+    interpreted = not isinstance(_small_batch_attention_kernel, triton.JITFunction)
     launch(
         _small_batch_attention_kernel,
         (batch * kv_heads, splits),
@@ -372,6 +384,7 @@ def small_batch_decode(
         workspace.maxima,
         workspace.sums,
         workspace.arrived,
+        workspace.waited,
         q_norm,
         k_norm,
         sinks,
@@ -388,7 +401,8 @@ def small_batch_decode(
         WINDOW=window or 0,
         # two are faster for groups of 2, one for groups of 4, measured on an H200
         HELD=2 if group <= 2 else 1,
-        INTERPRETED=not isinstance(_small_batch_attention_kernel, triton.JITFunction),
+        TOGETHER=not interpreted and batch * kv_heads * splits <= PROGRAMS_TOGETHER * num_sms(),
+        INTERPRETED=interpreted,
         PDL=pdl,
         num_warps=1,
         num_stages=1,  # the kernel pipelines its loads by itself
