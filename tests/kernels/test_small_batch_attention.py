@@ -129,5 +129,6 @@ def test_what_it_serves_and_how_it_is_cut() -> None:
         assert not small_batch_serves(head_dim=head_dim, group=1, cache_dtype=dtype)
     assert [small_batch_splits(8 * batch, 2) for batch in (1, 2, 4, 8, 12, 16)] == [32, 32, 16, 16, 10, 8]
     assert [small_batch_splits(8 * batch, 4) for batch in (1, 2, 4, 8, 12, 16)] == [16, 16, 16, 16, 10, 8]
+    assert [small_batch_splits(4 * batch, 8) for batch in (1, 2, 4, 8, 12, 16)] == [32, 32, 32, 16, 16, 16]
     assert [small_batch_splits(8 * batch, 4, long=True) for batch in (1, 2, 4, 8)] == [128, 64, 32, 16]
     assert all(1 <= small_batch_splits(pairs, 2) * pairs <= MAX_PROGRAMS for pairs in range(1, MAX_PAIRS + 1))

@@ -1,8 +1,8 @@
 """The workspace in which decode attention merges partial results (split-KV, as in flash decoding).
 
 If several programs attend to one (sequence, KV head), each writes its partial softmax state (accumulator, maximum, sum)
-to the workspace, and the last program to finish merges them. Where all programs run at the same time, they wait for each
-other, and each merges some columns.
+to the workspace, and the last program to finish merges them. Where all programs run at the same time, they wait for
+each other, and each merges some columns.
 """
 
 import torch
@@ -129,7 +129,7 @@ def finish_together(
                 member, first_col = part // (HEAD_DIM // PART), part % (HEAD_DIM // PART) * PART
                 _merge(
                     partial_acc, partial_max, partial_sum, out, first_partial, first_partial + used_splits - 1, False,
-                    member, first_col, 1, 16 * PART, GROUP, HEAD_DIM, 1, PART,
+                    member, first_col, 1, 32 * PART, GROUP, HEAD_DIM, 1, PART,
                 )  # fmt: skip
 
 

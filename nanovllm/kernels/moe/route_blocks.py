@@ -2,7 +2,8 @@
 weights as in route.py, and blocks of pairs of a token and an expert as in grouped.py.
 
 One program has all logits: of few tokens, the two launches take longer than what they compute. Of more tokens several
-programs choose, and the last one makes the blocks. An expert's pairs keep their order, because the place of a token among those of an expert is a sum over the tokens before it.
+programs choose, and the last one to finish makes the blocks. An expert's pairs keep their order, because the place of a
+token among those of an expert is a sum over the tokens before it.
 """
 
 import torch
@@ -118,8 +119,8 @@ def _write_pairs(
     token = pair // TOP_K
     # other multiprocessors wrote these: bypass this one's L1 cache
     chosen = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1, cache_modifier=".cg")
-    inside = eight[:, None] * 8 * TOP_K < num_pairs
-    all_bits = tl.load(tokens_of_experts + eight[:, None] * EXPERTS + expert, mask=inside, other=0, cache_modifier=".cg")
+    inside, at = eight[:, None] * 8 * TOP_K < num_pairs, tokens_of_experts + eight[:, None] * EXPERTS + expert
+    all_bits = tl.load(at, mask=inside, other=0, cache_modifier=".cg")
     there = (chosen >= 0) & (chosen < NUM_EXPERTS)
     chosen = tl.where(there, chosen, 0)
     at = tokens_of_experts + eight[None, :] * EXPERTS + chosen[:, None]
@@ -163,9 +164,7 @@ def _route_blocks_kernel(
         tl.extra.cuda.gdc_wait()
     expert = tl.arange(0, EXPERTS)[None, :]
     own = tl.program_id(0) * EACH + tl.arange(0, EACH)[:, None]
-    numbers = _choose(
-        logits_ptr, weights_ptr, own, num_tokens, SPLITS, NUM_EXPERTS, TOP_K, NORMALIZE, EXPERTS, CHOICES
-    )
+    numbers = _choose(logits_ptr, weights_ptr, own, num_tokens, SPLITS, NUM_EXPERTS, TOP_K, NORMALIZE, EXPERTS, CHOICES)
     chosen = (numbers < TOP_K).to(tl.int32)
     if experts_ptr is None:
         counts = tl.sum(chosen, 0)
