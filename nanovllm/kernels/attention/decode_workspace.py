@@ -37,6 +37,7 @@ class DecodeWorkspace:
 
 
 PART = tl.constexpr(64)  # columns of a head that a program of `finish_together` merges at a time
+MOST_TOGETHER = tl.constexpr(32)  # partial results that it merges in one pass
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def finish_together(
                 member, first_col = part // (HEAD_DIM // PART), part % (HEAD_DIM // PART) * PART
                 _merge(
                     partial_acc, partial_max, partial_sum, out, first_partial, first_partial + used_splits - 1, False,
-                    member, first_col, 1, 32 * PART, GROUP, HEAD_DIM, 1, PART,
+                    member, first_col, 1, MOST_TOGETHER * PART, GROUP, HEAD_DIM, 1, PART,
                 )  # fmt: skip
 
 

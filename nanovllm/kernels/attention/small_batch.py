@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace, finish, finish_together
+from nanovllm.kernels.attention.decode_workspace import MOST_TOGETHER, DecodeWorkspace, finish, finish_together
 from nanovllm.kernels.attention.new_token import new_heads, rotation, sink_scores
 from nanovllm.kernels.launch import launch
 from nanovllm.kernels.linear.fragments import axis, halves
@@ -38,11 +38,20 @@ def small_batch_serves(*, head_dim: int, group: int, cache_dtype: torch.dtype) -
     return cache_dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128) and group <= QUERIES.value
 
 
-def small_batch_splits(pairs: int, group: int, *, long: bool = False) -> int:
-    """Programs per (sequence, KV head) pair that measured fastest on an H200. `long`: for sequences of 16,384 tokens
-    and more, as many as it takes to read from memory at full speed."""
-    most = 128 if long else 32 if pairs <= 16 and group != 4 else 16
-    return min(most, MAX_PROGRAMS // pairs)
+def merges_together(group: int, *, window: int | None, sinks: bool) -> bool:
+    """Whether all programs of a pair merge what they found, if they run at the same time: for large groups one alone
+    takes long. With windows or sinks this was not measured."""
+    return group > QUERIES.value // 2 and window is None and not sinks
+
+
+def small_batch_splits(pairs: int, group: int, *, together: bool = False, long: bool = False) -> int:
+    """Programs per (sequence, KV head) pair that measured fastest on an H200: if one merges, it takes the longer, the
+    larger the group. `long`: for sequences of 16,384 tokens and more, as many as it takes to read from memory at full
+    speed."""
+    most = 16
+    if pairs <= 16 and group < 4 or pairs <= 4 and together:
+        most = 32
+    return min(128 if long else most, MAX_PROGRAMS // pairs)
 
 
 # Tiles are loaded as 32-bit words of two items, because the compiler keeps 32-bit registers across iterations better
@@ -373,6 +382,7 @@ def small_batch_decode(
     assert workspace.acc.shape[0] >= batch * kv_heads * splits and workspace.acc.shape[1:] == (group, head_dim)
     assert workspace.arrived.shape[0] >= batch * kv_heads
     interpreted = not isinstance(_small_batch_attention_kernel, triton.JITFunction)
+    together = merges_together(group, window=window, sinks=sinks is not None) and splits <= MOST_TOGETHER.value
     launch(
         _small_batch_attention_kernel,
         (batch * kv_heads, splits),
@@ -401,7 +411,8 @@ def small_batch_decode(
         WINDOW=window or 0,
         # two are faster for groups of 2, one for groups of 4, measured on an H200
         HELD=2 if group <= 2 else 1,
-        TOGETHER=not interpreted and batch * kv_heads * splits <= PROGRAMS_TOGETHER * num_sms(),
+        # the interpreter runs one program after the other
+        TOGETHER=together and not interpreted and batch * kv_heads * splits <= PROGRAMS_TOGETHER * num_sms(),
         INTERPRETED=interpreted,
         PDL=pdl,
         num_warps=1,
