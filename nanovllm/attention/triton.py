@@ -32,6 +32,7 @@ from nanovllm.kernels.attention.rope_store import rope_store
 from nanovllm.kernels.attention.small_batch import (
     MAX_PAIRS,
     MAX_PROGRAMS,
+    merges_together,
     small_batch_decode,
     small_batch_serves,
     small_batch_splits,
@@ -304,6 +305,7 @@ class TritonBackend:
         self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep, tables: Tensor, out: Tensor
     ) -> None:
         pairs = len(tables) * self.shape.num_kv_heads
+        together = merges_together(self._group, window=layer.window, sinks=layer.sinks is not None)
         small_batch_decode(
             qkv,
             cache.kv,
@@ -318,7 +320,7 @@ class TritonBackend:
             window=layer.window,
             sinks=layer.sinks,
             out=out,
-            splits=small_batch_splits(pairs, self._group, long=step.lengths is Lengths.LONG),
+            splits=small_batch_splits(pairs, self._group, together=together, long=step.lengths is Lengths.LONG),
             pdl=self._pdl,
         )
 

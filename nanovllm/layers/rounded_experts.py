@@ -4,9 +4,11 @@ norm adds their results to the residual."""
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from nanovllm.kernels.linear.packed import PackedWords
+from nanovllm.kernels.linear.tiled import split_k_linear
 from nanovllm.kernels.moe.fp8_experts import blocks_of, fp8_expert_sums
 from nanovllm.kernels.moe.fp8_slots import norm_and_round
 from nanovllm.kernels.moe.packed import fp8_serves
@@ -14,6 +16,7 @@ from nanovllm.kernels.moe.route_blocks import blocks_serve, route_blocks
 from nanovllm.kernels.moe.tiles import SINGLE_TOKENS, fp8_expert_tiles
 from nanovllm.kernels.moe.weights import PackedExperts
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.moe.route_rows import Routed
@@ -27,6 +30,7 @@ class RoundedExperts:
     def serves(self, gate_up: Tensor | PackedWords, down: Tensor | PackedWords, **biases: Any) -> bool:
         if not isinstance(gate_up, PackedWords) or not isinstance(down, PackedWords):
             return False
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=down.words.device)
         return fp8_serves(PackedExperts(gate_up, down, **biases))
 
     def __call__(
@@ -36,7 +40,7 @@ class RoundedExperts:
         gate_up: PackedWords,
         down: PackedWords,
         *,
-        router: Callable[[Tensor], Tensor] | None,  # None: the choice is not a plain one
+        router: Linear | None,  # None: the choice is not a plain one
         route: Callable[[Tensor], tuple[Tensor, Tensor]],
         routed_few: "Callable[..., Routed]",  # norm, router and choice in one launch
     ) -> Any:
@@ -50,9 +54,13 @@ class RoundedExperts:
         else:
             rows, sums = x.take()
             normed, rounded = norm_and_round(rows, norm.weight, norm.eps, gate_up, partial_sums=sums, pdl=pdl)
+            choice: dict[str, Any] = {"normalize": self._normalize, "block_m": tiles[0].block_m, "pdl": pdl}
             if router is not None and blocks_serve(len(x), num_experts):
-                choice: dict[str, Any] = {"normalize": self._normalize, "block_m": tiles[0].block_m}
-                weights, blocks = route_blocks(router(normed), self._top_k, **choice, pdl=pdl)
+                weights, blocks = route_blocks(router(normed), self._top_k, **choice)
+            elif router is not None and blocks_serve(len(x), num_experts, several=True):
+                sums = split_k_linear(normed, router.weight.kernel_arguments()["weight"], router.bias, pdl=pdl)
+                choice |= {"dtype": normed.dtype, "arrived": self._arrived}
+                weights, blocks = route_blocks(sums, self._top_k, **choice)
             else:
                 weights, experts = route(normed)
                 blocks = blocks_of(experts, num_experts, tiles[0], pdl=pdl)

@@ -10,6 +10,7 @@ from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.attention.small_batch import (
     MAX_PAIRS,
     MAX_PROGRAMS,
+    merges_together,
     small_batch_decode,
     small_batch_serves,
     small_batch_splits,
@@ -129,5 +130,8 @@ def test_what_it_serves_and_how_it_is_cut() -> None:
         assert not small_batch_serves(head_dim=head_dim, group=1, cache_dtype=dtype)
     assert [small_batch_splits(8 * batch, 2) for batch in (1, 2, 4, 8, 12, 16)] == [32, 32, 16, 16, 10, 8]
     assert [small_batch_splits(8 * batch, 4) for batch in (1, 2, 4, 8, 12, 16)] == [16, 16, 16, 16, 10, 8]
+    assert [small_batch_splits(4 * batch, 8, together=True) for batch in (1, 2, 4, 8)] == [32, 16, 16, 16]
+    assert merges_together(8, window=None, sinks=False) and not merges_together(4, window=None, sinks=False)
+    assert not merges_together(8, window=128, sinks=False) and not merges_together(8, window=None, sinks=True)
     assert [small_batch_splits(8 * batch, 4, long=True) for batch in (1, 2, 4, 8)] == [128, 64, 32, 16]
     assert all(1 <= small_batch_splits(pairs, 2) * pairs <= MAX_PROGRAMS for pairs in range(1, MAX_PAIRS + 1))

@@ -160,7 +160,7 @@ def _decode_kernel(
                 out + (seq.to(tl.int64) * HEADS + head * GROUP) * HEAD_DIM,
                 first_partial + split, WHOLE or tiles_per_split >= tiles,
                 first_partial, first_partial + tl.cdiv(tiles, tiles_per_split) - 1, False,
-                1, FIXED_MERGED, GROUP, HEAD_DIM, DOT_ROWS,
+                1, FIXED_MERGED, GROUP, HEAD_DIM,
             )  # fmt: skip
     else:
         program = tl.program_id(0)
@@ -211,7 +211,7 @@ def _decode_kernel(
                     2 * program + (segment_begin > begin).to(tl.int32), segment_end - segment_begin == tiles,
                     first_program, program_of(head_end - 1, units_per_program, rest),
                     first_unit(first_program, units_per_program, rest) < head_begin,
-                    2, 2048, GROUP, HEAD_DIM, DOT_ROWS,
+                    2, 2048, GROUP, HEAD_DIM,
                 )  # fmt: skip
             unit = seq_end
 

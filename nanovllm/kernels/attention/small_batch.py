@@ -20,15 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace, finish
+from nanovllm.kernels.attention.decode_workspace import MOST_TOGETHER, DecodeWorkspace, finish, finish_together
 from nanovllm.kernels.attention.new_token import new_heads, rotation, sink_scores
 from nanovllm.kernels.launch import launch
 from nanovllm.kernels.linear.fragments import axis, halves
+from nanovllm.kernels.linear.tiled import num_sms
 
 TILE = tl.constexpr(16)  # tokens; divides the block size
 QUERIES = tl.constexpr(8)  # columns of the smallest mma; a smaller group's queries are repeated
 MAX_PAIRS = 128  # (sequence, KV head) pairs; for more, decode.py is faster
 MAX_PROGRAMS = 1024
+PROGRAMS_TOGETHER = 4  # per multiprocessor, whose registers are enough for twice as many
 
 
 def small_batch_serves(*, head_dim: int, group: int, cache_dtype: torch.dtype) -> bool:
@@ -36,11 +38,20 @@ def small_batch_serves(*, head_dim: int, group: int, cache_dtype: torch.dtype) -
     return cache_dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128) and group <= QUERIES.value
 
 
-def small_batch_splits(pairs: int, group: int, *, long: bool = False) -> int:
-    """Programs per (sequence, KV head) pair that measured fastest on an H200: merging takes the longer, the larger the
-    group. `long`: for sequences of 16,384 tokens and more, as many as it takes to read from memory at full speed."""
-    most = 128 if long else 32 if pairs <= 16 and group < 4 else 16
-    return min(most, MAX_PROGRAMS // pairs)
+def merges_together(group: int, *, window: int | None, sinks: bool) -> bool:
+    """Whether all programs of a pair merge what they found, if they run at the same time: for large groups one alone
+    takes long. With windows or sinks this was not measured."""
+    return group > QUERIES.value // 2 and window is None and not sinks
+
+
+def small_batch_splits(pairs: int, group: int, *, together: bool = False, long: bool = False) -> int:
+    """Programs per (sequence, KV head) pair that measured fastest on an H200: if one merges, it takes the longer, the
+    larger the group. `long`: for sequences of 16,384 tokens and more, as many as it takes to read from memory at full
+    speed."""
+    most = 16
+    if pairs <= 16 and group < 4 or pairs <= 4 and together:
+        most = 32
+    return min(128 if long else most, MAX_PROGRAMS // pairs)
 
 
 # Tiles are loaded as 32-bit words of two items, because the compiler keeps 32-bit registers across iterations better
@@ -192,6 +203,7 @@ def _small_batch_attention_kernel(
     partial_max,
     partial_sum,
     arrived,
+    waited,
     q_norm,
     k_norm,
     sinks,
@@ -207,6 +219,7 @@ def _small_batch_attention_kernel(
     SCALE: tl.constexpr,  # of the scores before the softmax
     WINDOW: tl.constexpr,  # tokens that a token sees, with itself; 0: all
     HELD: tl.constexpr,  # tiles in flight or in registers
+    TOGETHER: tl.constexpr,  # all programs run at the same time
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -322,12 +335,19 @@ def _small_batch_attention_kernel(
         if sinks is not None:
             total_weight += tl.exp2(sink - maximum)
         first_partial = pair * splits
-        finish(
-            _result(acc, HEAD_DIM), maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + pair,
-            out + pair.to(tl.int64) * (GROUP * HEAD_DIM),
-            first_partial + split, used_splits == 1, first_partial, first_partial + used_splits - 1, False,
-            1, 4096, GROUP, HEAD_DIM, QUERIES,
-        )  # fmt: skip
+        out += pair.to(tl.int64) * (GROUP * HEAD_DIM)
+        result = _result(acc, HEAD_DIM)
+        if TOGETHER:
+            finish_together(
+                result, maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + pair, waited + pair,
+                out, first_partial, split, used_splits, GROUP, HEAD_DIM,
+            )  # fmt: skip
+        else:
+            finish(
+                result, maximum, total_weight, partial_acc, partial_max, partial_sum, arrived + pair, out,
+                first_partial + split, used_splits == 1, first_partial, first_partial + used_splits - 1, False,
+                1, 4096, GROUP, HEAD_DIM,
+            )  # fmt: skip
 
 
 def small_batch_decode(
@@ -361,6 +381,8 @@ def small_batch_decode(
     assert tables.is_contiguous() and tables.shape[0] == batch
     assert workspace.acc.shape[0] >= batch * kv_heads * splits and workspace.acc.shape[1:] == (group, head_dim)
     assert workspace.arrived.shape[0] >= batch * kv_heads
+    interpreted = not isinstance(_small_batch_attention_kernel, triton.JITFunction)
+    together = merges_together(group, window=window, sinks=sinks is not None) and splits <= MOST_TOGETHER.value
     launch(
         _small_batch_attention_kernel,
         (batch * kv_heads, splits),
@@ -372,6 +394,7 @@ def small_batch_decode(
         workspace.maxima,
         workspace.sums,
         workspace.arrived,
+        workspace.waited,
         q_norm,
         k_norm,
         sinks,
@@ -388,7 +411,9 @@ def small_batch_decode(
         WINDOW=window or 0,
         # two are faster for groups of 2, one for groups of 4, measured on an H200
         HELD=2 if group <= 2 else 1,
-        INTERPRETED=not isinstance(_small_batch_attention_kernel, triton.JITFunction),
+        # the interpreter runs one program after the other
+        TOGETHER=together and not interpreted and batch * kv_heads * splits <= PROGRAMS_TOGETHER * num_sms(),
+        INTERPRETED=interpreted,
         PDL=pdl,
         num_warps=1,
         num_stages=1,  # the kernel pipelines its loads by itself
