@@ -13,11 +13,11 @@ from pathlib import Path
 from nanovllm.native.cpu import CpuLevel
 
 # -ffast-math is left out: gcc before version 13 then links code that flushes denormal numbers in the whole process.
-FLAGS = ("-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c11", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 LIBRARY_FLAGS = ("-fPIC", "-shared", "-pthread")
 # Without -rtlib=none Zig compiles its own runtime first, which takes seconds. With `defs` the linker reports a function
 # that is missing without it.
-ZIG_FLAGS = ("-rtlib=none", "-Wl,-z,defs", "-s")
+ZIG_FLAGS = ("-O3", "-rtlib=none", "-Wl,-z,defs", "-s")
 TIME_LIMIT = 120  # seconds
 
 
