@@ -242,7 +242,7 @@ def test_a_decode_step_that_only_the_device_knows(
 ) -> None:
     """Equal to a step prepared on the host; padding rows among the others write nothing."""
     if DEVICE == "cpu":  # the interpreter runs one program after the other
-        monkeypatch.setattr("nanovllm.attention.triton.small_batch_splits", lambda pairs, group, long: 3)
+        monkeypatch.setattr("nanovllm.attention.triton.small_batch_splits", lambda *_, **__: 3)
     parts = [(40, 1), (3, 1), (100, 1)]
     shape = CacheShape(
         num_heads=num_heads,

@@ -472,16 +472,7 @@ def packed_expert_rows(
         )
 
     options: dict[str, Any] = {"shared": top_k, "is_gated": True, "num_added": 1}
-    multiply(
-        x,
-        layer.gate_up,
-        layer.gate_up_bias,
-        None,
-        hidden,
-        gate_up_tile,
-        num_blocks,
-        **options,
-    )
+    multiply(x, layer.gate_up, layer.gate_up_bias, None, hidden, gate_up_tile, num_blocks, **options)
     options = {"shared": 1, "is_gated": False, "num_added": 1 if grouped else top_k}
     if not grouped:
         multiply(hidden, layer.down, layer.down_bias, residual, out, down_tile, num_tokens, **options)
