@@ -67,7 +67,7 @@ class MoE:
                 self._set_route_tokens(spec, context)
                 fp8 = {self.gate_up.format_name, self.down.format_name} <= {*FP8} and not self._dequantizes
                 if fp8 and context.gluon and context.dtype.itemsize == 2 and self.group.size == 1:
-                    self._add_rounded = self._rounded_experts(spec, form, pdl=context.pdl)
+                    self._add_rounded = self._rounded_experts(spec, form, arrived=arrived[:1], pdl=context.pdl)
 
     def _set_route_tokens(self, spec: MoeSpec, context: BuildContext) -> None:
         from nanovllm.kernels.moe.route_tokens import MOST_TOKENS, route_tokens, route_tokens_serves
@@ -76,10 +76,10 @@ class MoE:
             choice: dict[str, Any] = {"top_k": spec.num_experts_per_token, "normalize": spec.norm_topk_prob}
             self._route_tokens, self._most_tokens = partial(route_tokens, **choice, pdl=context.pdl), MOST_TOKENS
 
-    def _rounded_experts(self, spec: MoeSpec, form: dict[str, Any], *, pdl: bool) -> "Callable[..., Residual] | None":
+    def _rounded_experts(self, spec: MoeSpec, form: dict[str, Any], **options: Any) -> "Callable[..., Residual] | None":
         from nanovllm.layers.rounded_experts import RoundedExperts
 
-        own = RoundedExperts(form, top_k=spec.num_experts_per_token, normalize=spec.norm_topk_prob, pdl=pdl)
+        own = RoundedExperts(form, top_k=spec.num_experts_per_token, normalize=spec.norm_topk_prob, **options)
         return own if own.serves(**self._kernel_arguments()) else None
 
     def _empty(self, name: str, context: BuildContext) -> StoredWeight:

@@ -4,7 +4,6 @@ norm adds their results to the residual."""
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from nanovllm.kernels.linear.packed import PackedWords
@@ -23,14 +22,15 @@ if TYPE_CHECKING:
 
 
 class RoundedExperts:
-    def __init__(self, form: dict[str, Any], *, top_k: int, normalize: bool, pdl: bool) -> None:
-        """`form`: the kernels' arguments for the activation. `top_k` and `normalize`: how experts are chosen."""
-        self._form, self._top_k, self._normalize, self._pdl = form, top_k, normalize, pdl
+    def __init__(self, form: dict[str, Any], *, top_k: int, normalize: bool, arrived: Tensor, pdl: bool) -> None:
+        """`form`: the kernels' arguments for the activation. `top_k` and `normalize`: how experts are chosen.
+        `arrived`: a counter for `route_blocks`."""
+        self._form, self._top_k, self._normalize = form, top_k, normalize
+        self._arrived, self._pdl = arrived, pdl
 
     def serves(self, gate_up: Tensor | PackedWords, down: Tensor | PackedWords, **biases: Any) -> bool:
         if not isinstance(gate_up, PackedWords) or not isinstance(down, PackedWords):
             return False
-        self._arrived = torch.zeros(1, dtype=torch.int32, device=down.words.device)
         return fp8_serves(PackedExperts(gate_up, down, **biases))
 
     def __call__(

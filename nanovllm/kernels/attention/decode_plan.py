@@ -49,14 +49,14 @@ def decode_config(
     if cache_dtype == torch.float32:
         return DecodeConfig(tile=16, num_programs=pairs * splits, num_warps=4, num_stages=3, splits=splits)
     # Small programs, many per SM: the start and end of one overlap with the loads of others.
-    tile, num_stages = max(16, min(64, 8192 // row_bytes)), 3
+    tile = max(16, min(64, 8192 // row_bytes))
     if quantized and splits == 1 and pairs <= WIDE * num_sms:
-        return DecodeConfig(tile=2 * tile, num_programs=pairs, num_warps=4, num_stages=num_stages, splits=1)
-    if quantized and pairs >= MANY * num_sms:
-        tile, num_stages = max(16, tile // 2), 4
-    elif quantized and _fullness(pairs, LARGE * num_sms) < _fullness(pairs, SMALL * num_sms):
+        return DecodeConfig(tile=2 * tile, num_programs=pairs, num_warps=4, num_stages=3, splits=1)
+    many = quantized and pairs >= MANY * num_sms
+    if many or quantized and _fullness(pairs, LARGE * num_sms) < _fullness(pairs, SMALL * num_sms):
         tile = max(16, tile // 2)
-    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=num_stages, splits=splits)
+    stages = 4 if many else 3
+    return DecodeConfig(tile=tile, num_programs=pairs * splits, num_warps=2, num_stages=stages, splits=splits)
 
 
 def _fullness(programs: int, held: int) -> float:

@@ -336,7 +336,7 @@ def _biases(
     bias, block_experts, block, first_n, N: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     CHOICES: tl.constexpr, SIXTEENS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Of each block of sixteen rows of the weight, [experts, 16] in float32."""
+    """The experts' biases for each block of 16 weight rows of the program, as tensors [CHOICES, 16] in float32."""
     ROWS: tl.constexpr = 2 * N if GATED else N
     WIDTH: tl.constexpr = 8 if GATED else 16
     found = ()  # type: tuple

@@ -21,7 +21,7 @@ NUM_WARPS = 8
 
 
 def blocks_serve(num_tokens: int, num_experts: int, *, several: bool = False) -> bool:
-    """`several`: programs."""
+    """`several`: whether several programs divide the tokens."""
     most = MOST_LOGITS_OF_SEVERAL if several else MOST_LOGITS
     return next_power_of_2(num_tokens) * next_power_of_2(num_experts) <= most
 
@@ -99,7 +99,7 @@ def _write_blocks(
 
 @triton.jit
 def _num_bits(x):
-    """Of eight bits, those that are set."""
+    """How many of the lowest eight bits are set, elementwise (a population count)."""
     x = x - ((x >> 1) & 0x55)
     x = (x & 0x33) + ((x >> 2) & 0x33)
     return (x + (x >> 4)) & 0x0F
