@@ -49,7 +49,7 @@ class ModelSpec:
     def head_weight(self) -> Weight:
         """The output head's own weight or, where they are tied, the embedding's."""
         embedding = self.embedding_weight()
-        return embedding if self.tie_word_embeddings else replace(embedding, names=("lm_head.weight",))
+        return embedding if self.tie_word_embeddings else replace(embedding, names=("lm_head.weight",), packable=True)
 
     def state_groups(self, dtype: str = "float32") -> tuple[StateGroup, ...]:
         """What the layers keep of a sequence, in groups; `dtype`: of the KV cache."""

@@ -6,11 +6,11 @@ from typing import Any
 from nanovllm.attention.select import ropes_of
 from nanovllm.config import Config
 from nanovllm.layers.moe_spec import MoeSpec
-from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
+from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
 from nanovllm.native.cpu import this_cpu
-from nanovllm.weights.forms import INT4, Form, GroupForm, Int8Form
+from nanovllm.weights.forms import HEAD, INT4, Form, GroupForm, Int8Form
 
 # The fields of specs that the step knows, or that do not concern it. Where another one is not at its default, the model
 # has something that was added since.
@@ -39,6 +39,12 @@ MAX_POSITIONS = 1 << 18  # of a sequence: src/step.c, PASS_SEGMENTS segments
 def reason_against(config: Config, model: ModelSpec, *, max_model_len: int) -> str | None:
     """Why torch has to compute this model with these options; None if the native step can."""
     return _option_against(config, model) or _shape_against(config, model, max_model_len)
+
+
+def form_made(quantization: str | None, weight: Weight) -> Form | None:
+    """What the option rounds this weight to while loading."""
+    made = FORMS_MADE.get(quantization or "") if weight.packable else None
+    return HEAD if made is not None and weight.names == ("lm_head.weight",) else made
 
 
 def keeps_packed(config: Config) -> bool:

@@ -103,7 +103,7 @@ class NativeModel:
         block_size: int,
         num_threads: int,
         packs: bool,  # weights that the file holds packed stay packed
-        makes: Form | None,  # linears are rounded to this form while loading
+        makes: Callable[[Weight], Form | None],  # what a weight is rounded to while loading
         kv_dtype: torch.dtype,
     ) -> None:
         self.shard, self.spec = shard, shard.model
@@ -124,8 +124,7 @@ class NativeModel:
         """Where every tensor of a checkpoint goes, by its Hugging Face name."""
 
         def target_of(name: str, weight: Weight) -> NativeWeight:
-            makes = self._makes if weight.packable else None
-            self._weights[name] = NativeWeight(self._library, packs=self._packs, makes=makes)
+            self._weights[name] = NativeWeight(self._library, packs=self._packs, makes=self._makes(weight))
             return self._weights[name]
 
         return native_slots(self.spec, target_of)

@@ -13,7 +13,7 @@ from nanovllm.layers.spec import Weight
 from nanovllm.models.parameters import tensor_names
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
-from nanovllm.native.support import FORMS_MADE, keeps_packed
+from nanovllm.native.support import FORMS_MADE, form_made, keeps_packed
 from nanovllm.native.weights import DENSE, IN_STRIP_ORDER, TILE, native_slots
 from nanovllm.weights.forms import Form, GroupForm, Int8Form
 
@@ -69,11 +69,10 @@ def _group_row_bytes(form: GroupForm, columns: int, *, in_blocks: bool) -> int:
 
 def native_weight_bytes(config: Config, model: ModelSpec, path: Path) -> int:
     counted: list[CountedWeight] = []
-    made = FORMS_MADE.get(config.quantization or "")
 
     def target_of(name: str, weight: Weight) -> Target:
-        packs = keeps_packed(config) and made is None
-        counted.append(CountedWeight(packs=packs, makes=made if weight.packable else None))
+        packs = keeps_packed(config) and config.quantization not in FORMS_MADE
+        counted.append(CountedWeight(packs=packs, makes=form_made(config.quantization, weight)))
         return counted[-1]
 
     load_checkpoint(

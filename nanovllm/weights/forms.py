@@ -58,6 +58,9 @@ class Int8Form:
 
 Form = Fp8Form | GroupForm | Fp4Form | Int8Form
 INT4 = GroupForm(4, 128, zero=True)  # made while loading
+# The head, when linears are packed while loading: its rounding errors are errors of the logits, of which those of fp8
+# and int4 cost 30 to 50 times as much likelihood (docs/quantization.md).
+HEAD = Int8Form(rounds_inputs=False)
 
 
 @dataclass(frozen=True)

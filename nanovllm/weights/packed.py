@@ -7,19 +7,17 @@ from nanovllm.errors import CheckpointError
 from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat
 from nanovllm.weights.format import WeightFormat
-from nanovllm.weights.forms import INT4, Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
-
-HEAD = ("lm_head.weight",)  # stays dense when weights are packed while loading; a checkpoint may hold it packed
+from nanovllm.weights.forms import HEAD, INT4, Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
 
 
 def made_while_loading(quantization: str) -> Packing:
-    """fp8 with a scale per row, or 4 bits with a scale and a zero for each 128 columns; the head stays dense."""
-    return Packing(quantization, ((r"^lm_head$", None), ("", Fp8Form() if quantization == "fp8" else INT4)))
+    """fp8 with a scale per row, or 4 bits with a scale and a zero for each 128 columns; the head in 8-bit integers."""
+    return Packing(quantization, ((r"^lm_head$", HEAD), ("", Fp8Form() if quantization == "fp8" else INT4)))
 
 
 def packed_format(packing: Packing, prefix: str, weight: Weight, num_ranks: int, *, quantizes: bool) -> WeightFormat:
     """`quantizes`: the format converts dense tensors as well; otherwise it refuses them."""
-    if not weight.packable and weight.names != HEAD:
+    if not weight.packable:
         return DenseFormat()
     modules = [(prefix + name.format(0)).removesuffix(".weight") for name in weight.names]
     forms = [packing.form_of(module) for module in modules]  # that of the first expert is that of all

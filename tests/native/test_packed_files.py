@@ -76,14 +76,22 @@ def logprobs(llm: LLM) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_layouts(case: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack, settings, config = CASES[case]
-    files = write_packed(
-        model, tmp_path, lambda module, weight: None if module == "lm_head" else pack(weight, **settings), config
-    )
     quantization = None if config else "int4"
+
+    def pack_module(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if module != "lm_head":
+            return pack(weight, **settings)
+        return None if config else ({"weight": weight}, made(module, weight, "int4"))
+
+    files = write_packed(model, tmp_path, pack_module, config)
     exact_cache = {"kv_cache_dtype": "float32"}
     with opened(files.packed, cpu_kernels="native", quantization=quantization, **exact_cache) as llm:
         native: NativeModel = llm.llm_engine._core.executor.model
-        assert all(held.is_packed for name, held in native._weights.items() if "proj" in name)
+        assert all(
+            held.is_packed
+            for name, held in native._weights.items()
+            if "proj" in name or (quantization and "head" in name)
+        )
         check_planned_bytes(llm, files.packed)
         ours = logprobs(llm)
     with opened(files.dense, cpu_kernels="torch") as llm:
@@ -91,7 +99,7 @@ def test_layouts(case: str, model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     plain_matmul = DenseWeight.matmul
 
     def matmul(self: DenseWeight, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        if self.shape[0] != VOCAB:
+        if self.shape[0] != VOCAB or quantization:
             codes, scale = rounded_inputs(x)
             x = codes * scale.repeat_interleave(32, dim=-1)
         return plain_matmul(self, x, *arguments, **named)

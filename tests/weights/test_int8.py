@@ -27,13 +27,15 @@ LOGIT_ERROR = 2e-4  # between two ways to add up float32 products
 
 @functools.cache
 def dequantized_reference(name: str) -> transformers.PreTrainedModel:
-    """The family's model with the weights of its linears and experts rounded to 8 bits and back."""
+    """The family's model with the weights of its linears and experts, and of a head of its own, rounded to 8 bits and
+    back."""
     model = copy.deepcopy(reference(name))
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             in_layer = ".layers." in weight_name or "per_layer_model_projection" in weight_name
             in_layer = in_layer and "norm" not in weight_name and not weight_name.endswith("bias")
-            if in_layer and not weight_name.endswith(DENSE) and weight.dim() > 1:
+            in_head = weight_name == "lm_head.weight"  # one that is tied has the embedding's name
+            if in_head or (in_layer and not weight_name.endswith(DENSE) and weight.dim() > 1):
                 transposed = model.config.model_type == "gpt_oss" and weight.dim() == 3  # [experts, in, out]
                 rows = weight.transpose(1, 2) if transposed else weight
                 rows.copy_(dequantize_rows(*quantize_rows(rows), torch.float32))
@@ -78,7 +80,8 @@ def test_a_plan_counts_its_bytes() -> None:
     options = {"device": "cpu", "dtype": "float32", "num_kv_cache_blocks": 4, "cpu_kernels": "torch"}
     dense, packed = LLM.plan(folder, **options), LLM.plan(folder, quantization="int8", **options)
     model = reference("qwen3-moe")
-    matrices = [w for n, w in model.named_parameters() if ".layers." in n and w.dim() > 1 and "mlp.gate." not in n]
+    packable = [(n, w) for n, w in model.named_parameters() if ".layers." in n or n == "lm_head.weight"]
+    matrices = [w for n, w in packable if w.dim() > 1 and "mlp.gate." not in n]
     saved = sum(3 * matrix.numel() - 4 * matrix.numel() // matrix.shape[-1] for matrix in matrices)
     assert dense.weight_bytes - packed.weight_bytes == saved
 

@@ -8,12 +8,15 @@ from torch import Tensor
 
 from nanovllm import LLM
 from nanovllm.bench.shapes import SHAPES
+from nanovllm.weights.int8 import dequantize_rows, quantize_rows
 from tests.helpers import model_dir, open_llm
 from tests.weights.packed_files import PackedFiles, check_greedy, memory_of, write_packed
 from tests.weights.test_groups import AWQ, pack_awq
 
 
 def rounded(module: str, weight: Tensor, quantization: str) -> Tensor:
+    if module == "lm_head":
+        return dequantize_rows(*quantize_rows(weight), torch.float32)
     if quantization == "fp8":
         scale = weight.abs().amax(dim=1, keepdim=True) / 448
         return (weight / scale).to(torch.float8_e4m3fn).float() * scale
@@ -32,7 +35,7 @@ def test_tokens(tmp_path: Path, name: str, quantization: str, monkeypatch: pytes
     monkeypatch.setattr("nanovllm.weights.fp8.round_inputs", lambda x, group: x.float())
 
     def pack(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        return None if module == "lm_head" else ({"weight": weight}, rounded(module, weight, quantization))
+        return ({"weight": weight}, rounded(module, weight, quantization))
 
     files = write_packed(name, tmp_path, pack, {})
     check_greedy(files, quantization=quantization)
@@ -51,14 +54,15 @@ def test_a_plan_counts_its_bytes(quantization: str) -> None:
 
 
 def test_bytes_of_a_real_shape() -> None:
-    """4 bits, and a 2-byte scale and a 1-byte zero for each 128 inputs."""
+    """4 bits, and a 2-byte scale and a 1-byte zero for each 128 inputs; the head 8 bits and a 4-byte scale per row."""
     options = {"device": "cpu", "dtype": "float32", "num_kv_cache_blocks": 4, "load_format": "dummy"}
     dense, packed = (
         LLM.plan(str(SHAPES / "qwen3-8b"), quantization=quantization, **options).weight_bytes
         for quantization in (None, "int4")
     )
     layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 12288)
-    assert dense - packed == 36 * (4 * layer - layer // 2 - 3 * layer // 128)
+    head = 151_936 * (3 * 4096 - 4)
+    assert dense - packed == 36 * (4 * layer - layer // 2 - 3 * layer // 128) + head
 
 
 def test_a_packed_checkpoint_can_be_packed_again(tmp_path: Path) -> None:
