@@ -49,17 +49,34 @@ LEVELS = (
 )
 
 
+# What the products of amx.c with bfloat16 use.
+_AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"})
+
+
 def this_cpu() -> CpuLevel | None:
     """The best level that this machine's CPU has; None without any, or where Linux does not say."""
     return best_level(platform.machine(), CPUINFO.read_text()) if CPUINFO.exists() else None
 
 
+def multiplies_bfloat16() -> bool:
+    return CPUINFO.exists() and has_matrix_unit(CPUINFO.read_text())
+
+
+def has_matrix_unit(cpuinfo: str) -> bool:
+    """The one of x86, AMX."""
+    return _features(cpuinfo) >= _AMX
+
+
 def best_level(machine: str, cpuinfo: str) -> CpuLevel | None:
-    # Cores may differ: only what all of them have counts.
+    features = _features(cpuinfo)
+    return next((level for level in LEVELS if level.machine == machine and level.features <= features), None)
+
+
+def _features(cpuinfo: str) -> frozenset[str]:
+    """Of all cores, which may differ."""
     cores = [
         frozenset(value.split())
         for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())
         if key.strip() in ("Features", "flags")  # on Arm, on x86
     ]
-    features = frozenset.intersection(*cores) if cores else frozenset()
-    return next((level for level in LEVELS if level.machine == machine and level.features <= features), None)
+    return frozenset.intersection(*cores) if cores else frozenset()

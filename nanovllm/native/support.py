@@ -9,7 +9,7 @@ from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
-from nanovllm.native.cpu import this_cpu
+from nanovllm.native.cpu import multiplies_bfloat16, this_cpu
 from nanovllm.weights.forms import HEAD, INT4, Form, GroupForm, Int8Form
 
 # The fields of specs that the step knows, or that do not concern it. Where another one is not at its default, the model
@@ -53,10 +53,12 @@ def keeps_packed(config: Config) -> bool:
 
 
 def cache_dtype(config: Config, model: ModelSpec) -> str:
-    """The dtype of the KV cache. `auto`: float16 where AVX512 widens it in passing and activations are rounded to 8
-    bits anyway, else float32."""
+    """The dtype of the KV cache. `auto`: 16 bits where activations are rounded to as many or to 8, and AVX512 widens
+    them in passing, else float32."""
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
+    if config.dtype == "bfloat16":
+        return "bfloat16"
     cpu = this_cpu()
     rounds = config.quantization in FORMS_MADE or bool(model.packing is not None and model.packing.forms)
     widens = cpu is not None and "avx512f" in cpu.features
@@ -66,8 +68,11 @@ def cache_dtype(config: Config, model: ModelSpec) -> str:
 def _option_against(config: Config, model: ModelSpec) -> str | None:
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         return "the model is divided over several devices"
-    if config.dtype not in ("auto", "float32"):
+    if config.dtype not in ("auto", "float32", "bfloat16"):
         return f"dtype={config.dtype!r}: it computes in float32"
+    dense = config.quantization is None and model.packing is None and model.dtype == "bfloat16"
+    if config.dtype == "bfloat16" and not (dense and multiplies_bfloat16()):
+        return "dtype='bfloat16': it rounds to it only with a matrix unit (AMX) and where the checkpoint is in bfloat16"
     if config.kv_cache_dtype == "fp8":
         return "kv_cache_dtype='fp8' is not implemented in it"
     if config.attention_backend != "auto":

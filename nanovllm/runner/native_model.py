@@ -40,6 +40,7 @@ class Model(ctypes.Structure):
             (name, INT)
             for name in ("head_dim", "block_size", "num_experts", "experts_per_token", "kv_type", "normalize_shares")
         ),
+        ("num_parts", INT),
         *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "scale")),
         ("layers", POINTER),
         ("embedding", Matrix),
@@ -105,10 +106,11 @@ class NativeModel:
         packs: bool,  # weights that the file holds packed stay packed
         makes: Callable[[Weight], Form | None],  # what a weight is rounded to while loading
         kv_dtype: torch.dtype,
+        rounds_inputs: bool,  # of dense products to bfloat16, if the CPU multiplies such numbers
     ) -> None:
         self.shard, self.spec = shard, shard.model
         self._library, self._num_threads = declare(library), num_threads
-        self._packs, self._makes, self._kv_dtype = packs, makes, kv_dtype
+        self._packs, self._makes, self._kv_dtype, self._rounds_inputs = packs, makes, kv_dtype, rounds_inputs
         self._rotary, self._block_size = rotary, block_size
         self._weights: dict[str, NativeWeight] = {}  # by name in checkpoints
         self._layers = (Layer * self.spec.num_layers)()
@@ -150,6 +152,7 @@ class NativeModel:
             experts_per_token=experts.num_experts_per_token if experts else 0,
             kv_type=DENSE[self._kv_dtype],
             normalize_shares=bool(experts and experts.norm_topk_prob),
+            num_parts=1 if self._rounds_inputs else 3,
             eps=first.norm_eps,
             head_norm_eps=first.mixer.qk_norm_eps or 0.0,
             last_norm_eps=spec.norm_eps,

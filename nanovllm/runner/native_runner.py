@@ -58,6 +58,7 @@ class NativeRunner(ModelRunner):
             packs=keeps_packed(config) and config.quantization not in FORMS_MADE,
             makes=partial(form_made, config.quantization),
             kv_dtype=shape.cache_dtype,
+            rounds_inputs=config.dtype == "bfloat16",
         )
         self.model = cast(Decoder, self._native)  # it has the methods that the runner calls
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.native.cpu import best_level
+from nanovllm.native.cpu import best_level, has_matrix_unit
 
 N1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"
 V1 = f"{N1} sve i8mm bf16"
@@ -40,3 +40,16 @@ def x86(flags: str) -> str:
 def test_level(machine: str, cpuinfo: str, name: str | None) -> None:
     level = best_level(machine, cpuinfo)
     assert (level.name if level else None) == name
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "has"),
+    [
+        (x86(f"{ICE_LAKE} avx512_bf16 amx_bf16 amx_tile amx_int8"), True),
+        (x86(f"{ICE_LAKE} avx512_bf16 amx_tile amx_int8"), False),
+        (x86(ICE_LAKE), False),
+        (arm(V1), False),
+    ],
+)
+def test_matrix_unit(cpuinfo: str, has: bool) -> None:
+    assert has_matrix_unit(cpuinfo) == has

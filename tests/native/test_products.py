@@ -45,6 +45,7 @@ class Inputs(ctypes.Structure):
         ("parts", ctypes.c_void_p),
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
+        ("num_parts", ctypes.c_int),
     )
 
 
@@ -103,12 +104,14 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2).to(torch.int8), (size / 127.0).squeeze(-1)
 
 
-def multiply(weight: NativeWeight, x: Tensor, *, at_once: int = MOST_ROWS, num_tiles: int = 2) -> Tensor:
+def multiply(
+    weight: NativeWeight, x: Tensor, *, at_once: int = MOST_ROWS, num_tiles: int = 2, num_parts: int = 3
+) -> Tensor:
     """x W^T by tiles, `at_once` rows of x and one or two tiles together."""
-    return torch.cat([_multiply(weight, rows, num_tiles) for rows in x.split(at_once)])
+    return torch.cat([_multiply(weight, rows, num_tiles, num_parts) for rows in x.split(at_once)])
 
 
-def _multiply(weight: NativeWeight, x: Tensor, num_tiles: int) -> Tensor:
+def _multiply(weight: NativeWeight, x: Tensor, num_tiles: int, num_parts: int) -> Tensor:
     assert LIBRARY is not None
     (rows, columns), (outputs, _) = x.shape, weight.shape
     groups = columns // GROUP if weight.is_packed else 0
@@ -117,10 +120,10 @@ def _multiply(weight: NativeWeight, x: Tensor, num_tiles: int) -> Tensor:
         block = ctypes.byref(rounded, row // LANES * groups * ctypes.sizeof(Rounded))
         LIBRARY.round_row(pointer(x[row]), columns, block, row % LANES)
     matrix = ctypes.pointer(weight.matrix())
-    parts = torch.empty(-(-rows // 16) * 16, 3 * columns, dtype=torch.bfloat16)
+    parts = torch.empty(-(-rows // 16) * 16, num_parts * columns, dtype=torch.bfloat16)
     for row in range(rows if LIBRARY.uses_amx(matrix) else 0):
-        LIBRARY.split_row(pointer(x[row]), 0, columns, columns, pointer(parts), row)
-    inputs = Inputs(x.data_ptr(), ctypes.addressof(rounded), parts.data_ptr(), rows, columns)
+        LIBRARY.split_row(pointer(x[row]), 0, columns, columns, pointer(parts), num_parts, row)
+    inputs = Inputs(x.data_ptr(), ctypes.addressof(rounded), parts.data_ptr(), rows, columns, num_parts)
     y = torch.empty(rows, -(-outputs // TILE) * TILE)
     places = [Place(matrix, tile) for tile in range(y.shape[1] // TILE)]
     panels = Panels()
@@ -171,6 +174,20 @@ def test_dense_products(dtype: torch.dtype, rows: int, outputs: int, size: int, 
     for at_once in (1, 2, 3, 4, 7):
         assert torch.equal(multiply(weight, x, at_once=at_once), y)
     assert torch.equal(multiply(weight, x, num_tiles=1), y)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 40])
+def test_inputs_rounded_to_bfloat16(rows: int) -> None:
+    """One part instead of three, where there is a matrix unit; elsewhere products are exact anyway."""
+    assert LIBRARY is not None
+    generator = torch.Generator().manual_seed(rows)
+    x, matrix = (torch.randn(count, 96, generator=generator) for count in (rows, 70))
+    weight = loaded(InMemory(matrix.bfloat16()))
+    inputs = x.bfloat16() if LIBRARY.uses_amx(ctypes.byref(weight.matrix())) else x
+    y = multiply(weight, x, num_parts=1)
+    torch.testing.assert_close(y.double(), inputs.double() @ matrix.bfloat16().double().T, rtol=1e-5, atol=1e-4)
+    for at_once in (1, 3, 16):
+        assert torch.equal(multiply(weight, x, at_once=at_once, num_parts=1), y)
 
 
 @pytest.mark.parametrize("kind", FORMS)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
@@ -22,7 +23,7 @@ from nanovllm.native.cpu import LEVELS
 from nanovllm.runner.native_model import NativeModel
 from nanovllm.weights.groups import GroupWeight
 from nanovllm.weights.int8 import Int8Weight
-from tests.helpers import greedy_params, model_dir, open_llm, prompt_of
+from tests.helpers import copy_of, edit_config, greedy_params, model_dir, open_llm, prompt_of
 from tests.native.planned import check_planned_bytes
 from tests.native.sanitizers import sanitized_environment
 from tests.native.test_products import rounded
@@ -328,6 +329,36 @@ def test_torch_computes_what_is_not_supported(
         assert len(llm.generate([PROMPTS[1]], greedy_params(2), use_tqdm=False)[0]["token_ids"]) == 2
     (line,) = (record.message for record in caplog.records if "native step" in record.message)
     assert reason in line
+
+
+def bfloat16_model(folder: Path) -> Path:
+    copied = copy_of("llama", folder)
+    for file in copied.glob("*.safetensors"):
+        save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    edit_config(copied, lambda raw: raw.update(dtype="bfloat16"))
+    return copied
+
+
+def test_bfloat16_rounds_inputs_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this CPU has no matrix unit, products are exact all the same, and only the cache rounds."""
+    monkeypatch.setattr("nanovllm.native.support.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("nanovllm.runner.device.cpu_has_bfloat16", lambda: True)
+    folder = bfloat16_model(tmp_path)
+    with open_llm(folder, cpu_kernels="native", dtype="float32") as llm:
+        exact = scores(llm, PROMPTS)
+    with open_llm(folder, cpu_kernels="native", dtype="bfloat16") as llm:
+        model = llm.llm_engine._core.executor.model
+        assert isinstance(model, NativeModel) and (model._kv_dtype, model._rounds_inputs) == (torch.bfloat16, True)
+        found = scores(llm, PROMPTS)
+    for (_, ours), (_, theirs) in zip(found, exact, strict=True):
+        assert 0 < np.median(np.abs(np.array(ours[:8]) - np.array(theirs[:8]))) < 0.02
+
+
+def test_bfloat16_without_a_matrix_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.native.support.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("nanovllm.runner.device.cpu_has_bfloat16", lambda: True)
+    with pytest.raises(ConfigError, match="matrix unit"):
+        open_llm(bfloat16_model(tmp_path), cpu_kernels="native", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("kernels", "kind"), [("auto", NativeModel), ("native", NativeModel), ("torch", Decoder)])

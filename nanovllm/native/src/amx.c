@@ -1,5 +1,5 @@
 /* Products on the matrix unit of x86 (AMX), whose tiles have 16 rows of 64 bytes: of bytes, and with weights in
- * bfloat16. Those are added in float32, so a number of x becomes three of bfloat16, its parts, whose sum it is. */
+ * bfloat16. Those are added in float32. A number of x becomes three of bfloat16, its parts, whose sum it is, or is rounded to one. */
 #define _GNU_SOURCE
 #include "packed.h"
 
@@ -28,14 +28,14 @@ __attribute__((constructor)) static void ask_for_amx(void) {
 int uses_amx(const Matrix *w) { return have_amx && w->type == BFLOAT16 && w->columns % COLUMNS == 0; }
 int have_amx_bytes(void) { return have_amx; }
 
-AMX void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int row) {
-    uint16_t *to = parts + ((int64_t)(row / ROWS) * all_columns + first) * ROWS * PARTS + row % ROWS * COLUMNS;
+AMX void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int num_parts, int row) {
+    uint16_t *to = parts + ((int64_t)(row / ROWS) * all_columns + first) * ROWS * num_parts + row % ROWS * COLUMNS;
     for (int c = 0; c < columns; c += COLUMNS)
         for (int half = 0; half < COLUMNS; half += 16) {
             __m512 rest = _mm512_loadu_ps(x + c + half);
-            for (int part = 0; part < PARTS; part++) {
+            for (int part = 0; part < num_parts; part++) {
                 const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(rest);
-                uint16_t *at = to + (c / COLUMNS * PARTS + part) * TILE_NUMBERS + half;
+                uint16_t *at = to + (c / COLUMNS * num_parts + part) * TILE_NUMBERS + half;
                 _mm256_storeu_si256((__m256i *)at, rounded);
                 rest -= (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
             }
@@ -82,16 +82,16 @@ INLINE void fetch_ahead(const uint16_t *w) {
 
 /* Add the parts of 16 rows of x, times one or two tiles of W. */
 #define ADD_PARTS(sum, other_sum, register_of_x, from)                    \
-    for (int part = 0; part < PARTS; part++) {                            \
+    for (int part = 0; part < num_parts; part++) {                        \
         _tile_loadd(register_of_x, (from) + part * TILE_NUMBERS, STRIDE); \
         _tile_dpbf16ps(sum, register_of_x, 4);                            \
         if (num > 1) _tile_dpbf16ps(other_sum, register_of_x, 5);         \
     }
 
 /* Sums 0 and 1 are of 16 rows of x with each of two tiles, 2 and 3 those of the next 16 rows. */
-AMX void amx_products(const Place places[], int num, const Inputs *in, int first, int count,
-                      float y[][MOST_ROWS][TILE]) {
-    const int64_t row_tile = (int64_t)in->columns * ROWS * PARTS;
+AMX INLINE void multiply(const Place places[], int num, const Inputs *in, const int num_parts, int first, int count,
+                         float y[][MOST_ROWS][TILE]) {
+    const int64_t row_tile = (int64_t)in->columns * ROWS * num_parts;
     use_shapes(&WHOLE_ROWS[count < ROWS ? count - 1 : ROWS - 1]);
     for (int m = 0; m < count; m += 2 * ROWS) {
         const uint16_t *x = in->parts + (first + m) / ROWS * row_tile;
@@ -101,7 +101,7 @@ AMX void amx_products(const Place places[], int num, const Inputs *in, int first
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int c = 0; c < in->columns; c += COLUMNS, w += TILE_NUMBERS, x += PARTS * TILE_NUMBERS) {
+        for (int c = 0; c < in->columns; c += COLUMNS, w += TILE_NUMBERS, x += num_parts * TILE_NUMBERS) {
             if (m == 0) fetch_ahead(w);
             _tile_loadd(4, w, STRIDE);
             if (num > 1) {
@@ -117,6 +117,14 @@ AMX void amx_products(const Place places[], int num, const Inputs *in, int first
         if (more) _tile_stored(2, y[0][m + ROWS], STRIDE);
         if (more && num > 1) _tile_stored(3, y[1][m + ROWS], STRIDE);
     }
+}
+
+AMX void amx_products(const Place places[], int num, const Inputs *in, int first, int count,
+                      float y[][MOST_ROWS][TILE]) {
+    if (in->num_parts == 1)
+        multiply(places, num, in, 1, first, count, y);
+    else
+        multiply(places, num, in, MOST_PARTS, first, count, y);
 }
 
 /* For each of 16 rows: gcc does not keep an array of sums in registers. */
@@ -189,8 +197,8 @@ void amx_add_groups(const UnpackedGroup *panel, int groups, const Rounded *x, in
 #endif
 int uses_amx(const Matrix *w) { return (void)w, 0; }
 void end_products(void) {}
-void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int row) {
-    (void)x, (void)first, (void)columns, (void)all_columns, (void)parts, (void)row;
+void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int num_parts, int row) {
+    (void)x, (void)first, (void)columns, (void)all_columns, (void)parts, (void)num_parts, (void)row;
 }
 void amx_products(const Place places[], int num, const Inputs *in, int first, int count,
                   float y[][MOST_ROWS][TILE]) {

@@ -14,6 +14,7 @@ typedef struct {
     float *x;
     Rounded *rounded;
     uint16_t *parts;
+    int num_parts;
 } Rows;
 
 /* Tokens that attend to the same segment of positions, and are computed together. */
@@ -62,7 +63,7 @@ typedef struct {
 void run_product(Engine *e, int part, const Product *job);
 
 static inline Inputs inputs_of(const Rows *rows, int count, int columns) {
-    return (Inputs){rows->x, rows->rounded, rows->parts, count, columns};
+    return (Inputs){rows->x, rows->rounded, rows->parts, count, columns, rows->num_parts};
 }
 
 #endif

@@ -7,7 +7,7 @@ enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix *
 enum { GROUP = 32, STRIP = LANES };            /* packed: columns that share a scale of x; rows of W in one vector */
 enum { TILE = 16, MOST_TILES = 2, MOST_ROWS = 64 }; /* of a product: rows of a tile of W, tiles and rows of x at most */
 enum { BLOCK = LANES == 16 ? 8 : 4 };               /* rows of x whose sums are in registers */
-enum { PARTS = 3 };                            /* numbers of bfloat16 whose sum is one of x, for AMX */
+enum { MOST_PARTS = 3 };                       /* numbers of bfloat16 whose sum is one of x, for AMX */
 enum { PANEL = 192 };                          /* columns of a tile that are widened at a time, for the L1 cache */
 
 typedef struct {
@@ -32,8 +32,8 @@ typedef struct {
 typedef struct {
     const float *x;         /* [rows][columns] */
     const Rounded *rounded; /* [rows / LANES][columns / GROUP], for packed matrices */
-    const uint16_t *parts;  /* [rows / 16][columns / 32][PARTS][16][32] in bfloat16, for AMX */
-    int rows, columns;
+    const uint16_t *parts;  /* [rows / 16][columns / 32][num_parts][16][32] in bfloat16, for AMX */
+    int rows, columns, num_parts;
 } Inputs;
 
 /* Rows TILE * tile .. TILE * tile + 15 of W. */
@@ -67,8 +67,9 @@ void round_row(const float *x, int columns, Rounded *rounded, int row);
 
 /* Whether products with a matrix run on the matrix unit of x86. */
 int uses_amx(const Matrix *w);
-/* Split columns of row `row` of x, from column `first` on, a multiple of 32, into parts for it. */
-void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int row);
+/* Split columns of row `row` of x, from column `first` on, a multiple of 32, into parts for it: 1, which rounds them to
+ * bfloat16, or 3, which is exact. */
+void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int num_parts, int row);
 
 /* Row `row` of W in float32. */
 void matrix_row(const Matrix *w, int row, float *out);

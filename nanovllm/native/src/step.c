@@ -27,7 +27,8 @@ static Rows reserve_rows(Engine *e, int64_t columns) {
     return (Rows){
         .x = reserve_floats(e, PASS_ROWS, columns),
         .rounded = reserve(e, PASS_ROWS / LANES * (columns / GROUP + 1) * (int64_t)sizeof(Rounded)),
-        .parts = reserve(e, PASS_ROWS * columns * PARTS * (int64_t)sizeof(uint16_t)),
+        .parts = reserve(e, PASS_ROWS * columns * e->model.num_parts * (int64_t)sizeof(uint16_t)),
+        .num_parts = e->model.num_parts,
     };
 }
 

@@ -19,6 +19,7 @@ typedef struct {
     int32_t num_experts, experts_per_token; /* 0 = no mixture of experts */
     int32_t kv_type;                        /* see floats.h */
     int32_t normalize_shares;               /* whether the shares of a token's experts add up to 1 */
+    int32_t num_parts;                      /* see split_row */
     float eps, head_norm_eps, last_norm_eps, scale;
     const Layer *layers;
     Matrix embedding, head;

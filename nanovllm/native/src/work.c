@@ -36,7 +36,7 @@ static void form_chunk(void *argument, int chunk) {
         const float *x = job->rows->x + (int64_t)row * job->columns + column;
         const int64_t group = (int64_t)(row / LANES) * (job->columns / GROUP) + column / GROUP;
         if (job->forms & ROUNDED) round_row(x, columns, job->rows->rounded + group, row % LANES);
-        if (job->forms & SPLIT) split_row(x, column, columns, job->columns, job->rows->parts, row);
+        if (job->forms & SPLIT) split_row(x, column, columns, job->columns, job->rows->parts, job->rows->num_parts, row);
     }
 }
 
