@@ -130,8 +130,8 @@ class Config:
     dtype: str = option(
         "auto",
         "Data type of weights and activations: float32, bfloat16 or float16. auto means the checkpoint's, or float32 "
-        "on a CPU that cannot compute in 16 bits; a quantized GGUF file on a CPU stays packed, with 8-bit activations. The "
-        "native step of a CPU computes exactly with auto; with bfloat16 it rounds activations where it has AMX.",
+        "on a CPU that cannot compute in 16 bits; a quantized GGUF file on a CPU stays packed, with 8-bit activations. "
+        "On a CPU with AMX bfloat16 rounds activations as well, and auto computes exactly.",
         one_of(DTYPES),
     )
     kv_cache_dtype: str = option(
