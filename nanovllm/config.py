@@ -107,8 +107,7 @@ class Config:
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "Size of the KV cache in bytes (units K, M, G, T are understood on the command line). It overrides "
-        "gpu_memory_utilization and cpu_memory_utilization.",
+        "Bytes of the KV cache (units K, M, G, T on the command line). It overrides the two fractions of memory.",
         POSITIVE,
     )
     num_kv_cache_blocks: int = option(
