@@ -74,6 +74,8 @@ def test_chosen_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert tile(160, 4096, 12288, blocked=True) == tile(160, 4096, 4096) == Fp8Tile(128, 2, 2)
     assert fp8_some_rows.some_rows_tile(160, 24576, 4096, split=False, blocked=False) == Fp8Tile(192, 3)
+    assert [tile(m, 4096, 4096) for m in (65, 128, 129)] == [Fp8Tile(64, 2, 2), Fp8Tile(64, 2, 2), Fp8Tile(128, 2, 2)]
+    assert tile(128, 5120, 4096) == Fp8Tile(128, 2, 2)  # twice as many programs do not fit
     assert tile(8, 4096, 4096) == tile(8, 4096, 12288, blocked=True) == tile(8, 5120, 17408) == Fp8Tile(8, 3, 4)
 
 

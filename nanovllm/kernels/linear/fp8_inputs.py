@@ -19,12 +19,14 @@ from nanovllm.kernels.launch import cdiv, launch, next_power_of_2
 from nanovllm.kernels.linear.packed import PackedWords, interpreted, scales
 from nanovllm.kernels.linear.packed_tiled import MAX_SPLITS, PackedTile
 from nanovllm.kernels.linear.tiled import _device_limits, _silu_and_mul, num_sms
-from nanovllm.kernels.select import ENOUGH_OUTPUTS, HUNDREDS_OF_ROWS
+from nanovllm.kernels.select import ENOUGH_OUTPUTS
 
 MIN_DISTANCE = 64
 LARGEST = 448.0
 COLUMNS_A_PROGRAM = 4096  # that are rounded together, at least one group
 PADDING = 256  # rows of the largest tile
+# per warp, up to so many rows: with a norm; without, for at most COLUMNS_A_PROGRAM columns; for more
+PAIRS_A_WARP = ((32, 64, 64, 64), (64, 64, 512, 256), (192, 64, 256, 512), (256, 128, 128, 512))
 
 
 def fp8_tile(m: int, num_weight_rows: int) -> PackedTile:
@@ -78,6 +80,11 @@ def _with_sums(x, value, partial_sums, column, inside, stride, SPLITS: tl.conste
     return rounded.to(tl.float32)
 
 
+@triton.jit
+def _sum_and_max(sum_1, max_1, sum_2, max_2):
+    return sum_1 + sum_2, tl.maximum(max_1, max_2)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _round_inputs_kernel(
     x,
@@ -100,11 +107,12 @@ def _round_inputs_kernel(
     PDL: tl.constexpr,
 ):
     """A program rounds NUM groups of a row, or of its norm. In the order of words, columns that are DISTANCE apart are
-    neighbours."""
+    neighbours. Codes of rows from M on are zero."""
     m = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * NUM + tl.arange(0, NUM)
     i = tl.arange(0, HALF)
-    inside = (group < K // GROUP)[:, None] & (i < GROUP // 2)[None, :]
+    stored = (group < K // GROUP)[:, None] & (i < GROUP // 2)[None, :]
+    inside = (group < tl.where(m < M, K // GROUP, 0))[:, None] & (i < GROUP // 2)[None, :]
     column = group[:, None] * GROUP + (i // DISTANCE * (2 * DISTANCE) + i % DISTANCE)[None, :]
     if norm_weight is not None:
         first_weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -120,26 +128,36 @@ def _round_inputs_kernel(
         first = _with_sums(row, first, sums, column, inside, M * K, SPLITS)
         second = _with_sums(row, second, sums, column + DISTANCE, inside, M * K, SPLITS)
     if norm_weight is not None:
-        rstd = tl.rsqrt(tl.sum(tl.sum(first * first + second * second, axis=1), axis=0) / K + eps)
-        first = (first * rstd * first_weight).to(x.dtype.element_ty).to(tl.float32)
-        second = (second * rstd * second_weight).to(x.dtype.element_ty).to(tl.float32)
-    largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
+        # one reduction gives the sum of squares and the largest product with the weight
+        squares = first * first + second * second
+        first *= first_weight
+        second *= second_weight
+        total, largest = tl.reduce((squares, tl.maximum(tl.abs(first), tl.abs(second))), 1, _sum_and_max)
+        rstd = tl.rsqrt(tl.sum(total, axis=0) / K + eps)
+        first = (first * rstd).to(x.dtype.element_ty).to(tl.float32)
+        second = (second * rstd).to(x.dtype.element_ty).to(tl.float32)
+        largest = (largest * rstd).to(x.dtype.element_ty).to(tl.float32)
+    else:
+        largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1)
     s = tl.where(largest == 0, 1.0, largest / LARGEST)
     pair = _pair(first / s[:, None], second / s[:, None], LARGEST, INTERPRETED)
-    tl.store(codes + m * (K // 2) + (group[:, None] * (GROUP // 2) + i[None, :]), pair, mask=inside)
+    tl.store(codes + m * (K // 2) + (group[:, None] * (GROUP // 2) + i[None, :]), pair, mask=stored)
     tl.store(scale + group * scale_stride + m, s, mask=group < K // GROUP)
 
 
 def _num_warps(m: int, pairs: int, *, normed: bool) -> int:
     """For a program that rounds so many pairs: the fastest at 1 to 256 rows of Qwen3-8B in a chain of layers, and at
-    16,896 rows, on an H200. Few programs are the faster the more loads each has on their way."""
-    few, some = m <= HUNDREDS_OF_ROWS // 2, m <= HUNDREDS_OF_ROWS
-    pairs_a_warp = (64 if few else 128 if some else 256) if normed else 64
-    return min(max(1, pairs // pairs_a_warp), 32 if few or normed else 16 if some else 8)
+    16,896 rows, on an H200. Few programs are the faster the more loads each has on their way; from 33 rows on those
+    without a norm find room beside the preceding attention if they are small."""
+    for most_rows, normed_pairs, small_pairs, large_pairs in PAIRS_A_WARP:
+        if m <= most_rows:
+            pairs_a_warp = normed_pairs if normed else small_pairs if pairs <= COLUMNS_A_PROGRAM // 2 else large_pairs
+            return max(1, min(pairs // pairs_a_warp, 32))
+    return min(max(1, pairs // 256), 32) if normed else min(max(1, pairs // 64), 8)
 
 
 class RoundedInputs(NamedTuple):
-    codes: Tensor  # [M, K] fp8, in the order of words; maybe more rows, which are not written
+    codes: Tensor  # [M, K] fp8, in the order of words; maybe more rows, of zeros
     # [groups, M] float32; the memory goes on for PADDING numbers after each group, which kernels may read for rows past
     # the last
     scale: Tensor
@@ -168,7 +186,7 @@ def round_inputs(
         num = min(num, max(1, COLUMNS_A_PROGRAM // (2 * half)))
     launch(
         _round_inputs_kernel,
-        (m, cdiv(groups, num)),
+        (codes.shape[0], cdiv(groups, num)),
         x,
         partial_sums,
         norm_weight,

@@ -75,6 +75,9 @@ def some_rows_tile(m: int, n: int, k: int, *, split: bool, blocked: bool) -> Fp8
     if split:
         if three_pieces and n < k and cdiv(n, 2 * W_ROWS.value) * MAX_SPLITS <= num_sms():
             return Fp8Tile(THREE_PIECES, 2, MAX_SPLITS)
+        two_tiles = TENS_OF_ROWS < m <= 2 * TENS_OF_ROWS and n >= k and not blocked
+        if two_tiles and 2 * cdiv(n, 2 * W_ROWS.value) * (MAX_SPLITS // 2) <= num_sms():
+            return Fp8Tile(TENS_OF_ROWS, 2, MAX_SPLITS // 2)
         # few rows and long inputs: smaller tiles, if each has a multiprocessor
         few = m <= FEW_ROWS and n < k and not blocked and cdiv(n, 2 * W_ROWS.value) * MAX_SPLITS <= num_sms()
         tens = SOME_ROWS < m <= TENS_OF_ROWS and not blocked
