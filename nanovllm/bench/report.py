@@ -16,6 +16,10 @@ MIB = 2**20
 Row = dict[str, Any]
 
 
+class FourDecimals(float):
+    """A number whose differences are small: the text shows four decimals of it."""
+
+
 @dataclass(frozen=True)
 class Report:
     """The result of one benchmark."""
@@ -140,6 +144,8 @@ def _title(name: str) -> str:
 def _show(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{_title(name)} {_show(part)}" for name, part in value.items())
+    if isinstance(value, FourDecimals):
+        return f"{value:.4f}"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -10,6 +10,7 @@ from nanovllm.bench import (
     compare_llamacpp,
     compare_transformers,
     latency,
+    perplexity,
     profile,
     serve,
     server_overhead,
@@ -32,6 +33,7 @@ examples:
   nanovllm bench throughput --num-seqs 16 --input-len 64:256 --output-len 64:128
   nanovllm bench throughput --model-shape qwen3-0.6b
   nanovllm bench latency --model path/to/Qwen3-0.6B --batch-sizes 1,8 --json
+  nanovllm bench perplexity --texts README.md --quantization int4
   nanovllm bench serve --base-url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200
 """
 BENCHMARKS: dict[str, ModuleType] = {
@@ -39,12 +41,14 @@ BENCHMARKS: dict[str, ModuleType] = {
     "latency": latency,
     "startup": startup,
     "profile": profile,
+    "perplexity": perplexity,
     "compare-transformers": compare_transformers,
     "compare-llamacpp": compare_llamacpp,
     "serve": serve,
     "server-overhead": server_overhead,
 }
-COMPARISONS = (compare_transformers, compare_llamacpp)  # they need weights that the other side can load too
+# the comparisons need weights that the other side can load too, and random weights have no quality
+WITHOUT_SHAPE = (compare_transformers, compare_llamacpp, perplexity)
 WITHOUT_ENGINE = (serve, server_overhead)  # benchmarks that load no model in this process
 
 
@@ -59,7 +63,7 @@ def add_arguments(parser: "Parser") -> None:
         command.set_defaults(run=partial(_run_benchmark, module))
         if module in WITHOUT_ENGINE:
             continue
-        if module not in COMPARISONS:
+        if module not in WITHOUT_SHAPE:
             _add_model_shape(command)
         add_engine_options(command)
 

@@ -110,6 +110,44 @@ def test_latency_leaves_the_first_steps_out(cli: Cli, tiny_model: Path) -> None:
     assert found["settings"]["input_len"] == 128  # the default without a GPU
 
 
+def test_perplexity(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    """The same as by transformers, over pieces that begin anew."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    files = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    files[0].write_text("The capital of Norway is Oslo. " * 3)
+    files[1].write_text("Über sieben Brücken", encoding="utf-8")
+    options = ["--texts", *files, "--piece-len", "16", "--dtype", "float32", *SMALL, "--json"]
+    (row,) = document(cli("bench", "perplexity", "--model", tiny_model, *options), "perplexity")["results"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    losses = []
+    for file in files:
+        ids = tokenizer(file.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+        for piece in ids.split(16):
+            logits = model(piece[None]).logits[0, :-1].log_softmax(-1)
+            losses.append(-logits.gather(1, piece[1:, None])[:, 0])
+    expected = torch.cat(losses)
+    assert row["tokens"] == len(expected)
+    assert row["negative_log_likelihood"] == pytest.approx(expected.mean().item(), abs=1e-4)
+    assert row["perplexity"] == pytest.approx(expected.mean().exp().item(), rel=1e-4)
+
+
+def test_perplexity_refuses(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    def error(*options: str | Path) -> str:
+        done = cli("bench", "perplexity", "--model", tiny_model, *options, *SMALL)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        return done.stderr
+
+    binary, empty = tmp_path / "binary", tmp_path / "empty"
+    binary.write_bytes(b"\xff\xfe\xfd")
+    empty.touch()
+    assert "missing" in error("--texts", tmp_path / "missing")
+    assert "can't decode" in error("--texts", binary)
+    assert "fewer than two tokens" in error("--texts", empty)
+    assert "piece_len=8192: must be from 2 to 4,095" in error("--texts", empty, "--piece-len", "8192")
+
+
 def test_startup(cli: Cli, tiny_model: Path) -> None:
     done = cli("bench", "startup", "--runs", "1", "--model", tiny_model, *SMALL, "--json")
     row, median = document(done, "startup")["results"]
