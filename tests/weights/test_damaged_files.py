@@ -1,0 +1,183 @@
+"""Files of every packed format, damaged one tensor at a time: refused by name, or they stand for the same weight."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanovllm.checkpoint.loader import load_checkpoint
+from nanovllm.checkpoint.stored import Slot
+from nanovllm.errors import CheckpointError
+from nanovllm.models.parameters import tensor_names
+from nanovllm.models.spec import ModelSpec
+from tests.helpers import open_llm
+from tests.weights import test_fp4, test_fp8, test_gpt_oss, test_groups, test_int8_inputs, test_nf4
+from tests.weights.packed_files import PackedFiles, write_packed
+
+Pack = Callable[[str, Tensor], Any]
+
+
+def but_the_head(pack: Callable[..., Any], **settings: Any) -> Pack:
+    return lambda module, weight: None if module == "lm_head" else pack(weight, **settings)
+
+
+LAYER = "model.layers.1.mlp."
+EXPERTS = f"{LAYER}experts"
+MODULES = (
+    f"{EXPERTS}.2.up_proj",
+    EXPERTS,
+    f"{LAYER}up_proj",
+)  # the first that a file has is damaged; up has gate beside
+FORMATS: dict[str, Callable[[Path], PackedFiles]] = {
+    "fp8 blocks": lambda folder: write_packed("qwen3", folder, test_fp8.pack_blocks, test_fp8.BLOCKS),
+    "fp8 rows": lambda folder: write_packed("llama", folder, test_fp8.pack_rows, test_fp8.COMPRESSED),
+    "fp8 tensor": lambda folder: write_packed("llama", folder, test_fp8.pack_whole, test_fp8.FP8),
+    "int8": lambda folder: write_packed("llama", folder, test_int8_inputs.pack, test_int8_inputs.W8A8),
+    "nvfp4": lambda folder: write_packed("llama", folder, test_fp4.pack_nv, test_fp4.NV),
+    "nvfp4 of ModelOpt": lambda folder: write_packed("llama", folder, test_fp4.pack_modelopt, test_fp4.MODELOPT),
+    "mxfp4": lambda folder: write_packed("qwen3-moe-wide", folder, test_fp4.pack_mx, test_fp4.MX),
+    "mxfp4 of gpt-oss": test_gpt_oss.write,
+    "nf4": lambda folder: write_packed("qwen3", folder, but_the_head(test_nf4.pack, nested=False), test_nf4.CONFIG),
+    "nf4 nested": lambda folder: write_packed(
+        "qwen3", folder, but_the_head(test_nf4.pack, nested=True), test_nf4.CONFIG
+    ),
+} | {
+    case: lambda folder, case=case: test_groups.write(case, folder, "qwen3")  # type: ignore[misc]
+    for case in ("awq", "gptq", "gptq ordered", "gptq 2", "gptq 8", "packed asymmetric", "packed 8", "packed ordered")
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The feed-forward part of a layer, whose weights can be loaded again from other files."""
+
+    spec: ModelSpec
+    slots: dict[str, Slot]
+    tensors: dict[str, Tensor]  # of the undamaged file
+
+    def load(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        load_checkpoint(
+            folder,
+            "auto",
+            self.slots,
+            dtype=torch.float32,
+            packing=self.spec.packing,
+            names=self.spec.file_names,
+            is_elsewhere=tensor_names(self.spec).__contains__,
+            shows_progress=False,
+        )
+
+    def weights(self) -> list[Tensor]:
+        """What all loaded weights stand for."""
+        targets: dict[int, Any] = {id(slot.target): slot.target for slot in self.slots.values()}
+        return [target.dequantized().clone() for target in targets.values()]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    files = FORMATS[request.param](tmp_path_factory.mktemp("damaged"))
+    tensors: dict[str, Tensor] = {}
+    for file in files.packed.glob("*.safetensors"):
+        tensors |= load_file(file)
+    with open_llm(files.packed, cpu_kernels="torch") as llm:
+        model = llm.llm_engine._core.executor.model
+        slots = {name: slot for name, slot in model.slots().items() if name.startswith(LAYER)}
+        yield Loaded(model.spec, slots, {name: one for name, one in tensors.items() if name.startswith(LAYER)})
+
+
+TYPES = (torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row less": lambda t: t[:-1],
+    "a row more": lambda t: torch.cat([t, t[:1]]),
+    "a column less": lambda t: t[..., :-1],
+    "a column more": lambda t: torch.cat([t, t[..., :1]], dim=-1),
+    "twice": lambda t: torch.cat([t, t]),
+    "transposed": lambda t: t.t() if t.dim() == 2 else t.flip(0).unsqueeze(0),
+    "one dimension": lambda t: t.flatten(),
+    "one dimension more": lambda t: t.unsqueeze(0),
+    "a column": lambda t: t.reshape(-1, 1),
+    "one number": lambda t: t.flatten()[0],
+    "nothing": lambda t: t.flatten()[:0],
+    "no rows": lambda t: t[:0],
+}
+NOT_OF_A_NUMBER = {"a row less", "a row more", "a column less", "a column more", "twice", "no rows", "one number"}
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "NaN": lambda t: torch.full_like(t, float("nan")),
+    "one NaN": lambda t: first_set(t, float("nan")),
+    "infinite": lambda t: first_set(t, float("inf")),
+    "zero": lambda t: torch.zeros_like(t),
+    "one zero": lambda t: first_set(t, 0.0),
+}
+
+
+def first_set(tensor: Tensor, value: float) -> Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[0] = value
+    return changed
+
+
+def damages(own: str, tensor: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    """What may happen to a tensor and can be seen; None: it is missing."""
+    yield "missing", None
+    unseen = set() if tensor.is_floating_point() else set(VALUES)
+    if tensor.dtype == torch.float8_e4m3fn:  # has no infinity
+        unseen |= {"infinite", "one zero"} | ({"zero"} if own == "weight" else set())
+    if own == "weight.absmax" or own == "weight.nested_absmax":
+        unseen |= {"one zero"}
+    if own == "weight_scale" and tensor.dim() == 2 and tensor.shape[1] == 1:  # one for all instead of one per row
+        unseen |= {"one number"}
+    for name, change in (SHAPES | VALUES).items():
+        if name not in unseen and (tensor.dim() or name not in NOT_OF_A_NUMBER):
+            yield name, change(tensor)
+    yield from ((str(dtype), tensor.to(dtype)) for dtype in TYPES if dtype != tensor.dtype)
+
+
+@torch.inference_mode()
+def test_damage_is_refused_or_changes_nothing(loaded: Loaded, tmp_path: Path) -> None:
+    loaded.load(loaded.tensors, tmp_path)
+    expected = loaded.weights()
+    module = next(one for one in MODULES if any(name.startswith(f"{one}.") for name in loaded.tensors))
+    names = [name for name in loaded.tensors if name.startswith(f"{module}.") and not name.endswith("bias")]
+    assert len(names) > 1
+    wrong = []
+    for name in names:
+        for damage, tensor in damages(name.removeprefix(f"{module}."), loaded.tensors[name]):
+            changed = {other: one for other, one in loaded.tensors.items() if other != name}
+            try:
+                loaded.load(changed if tensor is None else changed | {name: tensor}, tmp_path)
+                if not all(map(torch.equal, expected, loaded.weights())):
+                    wrong.append(f"{name}: {damage}: is read as another weight")
+            except CheckpointError as error:
+                if module not in str(error):
+                    wrong.append(f"{name}: {damage}: {error} does not name it")
+            except Exception as error:  # all of them are listed
+                wrong.append(f"{name}: {damage}: {error!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_biases_of_experts(tmp_path: Path) -> None:
+    """Whose shapes the config does not ask for; those of gate and up are in one tensor, in turn."""
+    files = test_gpt_oss.write(tmp_path)
+    tensors = load_file(files.packed / "model.safetensors")
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        full = f"{EXPERTS}.{name}"
+        for change in SHAPES.values():
+            damaged = tensors | {full: change(tensors[full]).contiguous()}
+            save_file(damaged, files.packed / "model.safetensors")
+            with pytest.raises(CheckpointError, match=rf"{EXPERTS}\..*_proj"):
+                open_llm(files.packed)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
+def test_files_that_are_cut(tmp_path: Path, kept: int) -> None:
+    files = FORMATS["packed asymmetric"](tmp_path)
+    file = files.packed / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors: damaged or incomplete"):
+        open_llm(files.packed)
