@@ -15,16 +15,9 @@ from nanovllm.checkpoint.stored import Slot
 from nanovllm.errors import CheckpointError
 from nanovllm.models.parameters import tensor_names
 from nanovllm.models.spec import ModelSpec
-from tests.helpers import open_llm
-from tests.weights import test_fp4, test_fp8, test_gpt_oss, test_groups, test_int8_inputs, test_nf4
-from tests.weights.packed_files import PackedFiles, write_packed
-
-Pack = Callable[[str, Tensor], Any]
-
-
-def but_the_head(pack: Callable[..., Any], **settings: Any) -> Pack:
-    return lambda module, weight: None if module == "lm_head" else pack(weight, **settings)
-
+from tests.helpers import model_dir, open_llm
+from tests.weights import test_gpt_oss
+from tests.weights.packed_formats import FORMATS
 
 LAYER = "model.layers.1.mlp."
 EXPERTS = f"{LAYER}experts"
@@ -33,23 +26,6 @@ MODULES = (
     EXPERTS,
     f"{LAYER}up_proj",
 )  # the first that a file has is damaged; up has gate beside
-FORMATS: dict[str, Callable[[Path], PackedFiles]] = {
-    "fp8 blocks": lambda folder: write_packed("qwen3", folder, test_fp8.pack_blocks, test_fp8.BLOCKS),
-    "fp8 rows": lambda folder: write_packed("llama", folder, test_fp8.pack_rows, test_fp8.COMPRESSED),
-    "fp8 tensor": lambda folder: write_packed("llama", folder, test_fp8.pack_whole, test_fp8.FP8),
-    "int8": lambda folder: write_packed("llama", folder, test_int8_inputs.pack, test_int8_inputs.W8A8),
-    "nvfp4": lambda folder: write_packed("llama", folder, test_fp4.pack_nv, test_fp4.NV),
-    "nvfp4 of ModelOpt": lambda folder: write_packed("llama", folder, test_fp4.pack_modelopt, test_fp4.MODELOPT),
-    "mxfp4": lambda folder: write_packed("qwen3-moe-wide", folder, test_fp4.pack_mx, test_fp4.MX),
-    "mxfp4 of gpt-oss": test_gpt_oss.write,
-    "nf4": lambda folder: write_packed("qwen3", folder, but_the_head(test_nf4.pack, nested=False), test_nf4.CONFIG),
-    "nf4 nested": lambda folder: write_packed(
-        "qwen3", folder, but_the_head(test_nf4.pack, nested=True), test_nf4.CONFIG
-    ),
-} | {
-    case: lambda folder, case=case: test_groups.write(case, folder, "qwen3")  # type: ignore[misc]
-    for case in ("awq", "gptq", "gptq ordered", "gptq 2", "gptq 8", "packed asymmetric", "packed 8", "packed ordered")
-}
 
 
 @dataclass(frozen=True)
@@ -172,6 +148,18 @@ def test_biases_of_experts(tmp_path: Path) -> None:
             save_file(damaged, files.packed / "model.safetensors")
             with pytest.raises(CheckpointError, match=rf"{EXPERTS}\..*_proj"):
                 open_llm(files.packed)
+
+
+@pytest.mark.parametrize("own", ["mlp.up_proj.weight", "input_layernorm.weight"])
+def test_integers_without_scales(tmp_path: Path, own: str) -> None:
+    """Of a checkpoint whose config does not say that it is quantized."""
+    name = f"model.layers.1.{own}"
+    (tmp_path / "config.json").write_text((model_dir("qwen3") / "config.json").read_text())
+    tensors = load_file(model_dir("qwen3") / "model.safetensors")
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    for quantization in (None, "int8"):
+        with pytest.raises(CheckpointError, match=rf"{name} holds integers \(I8\)"):
+            open_llm(tmp_path, quantization=quantization)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
