@@ -5,18 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanovllm import LLM
 from nanovllm.checkpoint.loader import load_checkpoint
 from nanovllm.checkpoint.stored import Slot
 from nanovllm.errors import CheckpointError
 from nanovllm.models.parameters import tensor_names
 from nanovllm.models.spec import ModelSpec
+from tests.checkpoint import gguf_files
 from tests.helpers import model_dir, open_llm
-from tests.weights import test_gpt_oss
+from tests.weights import test_gguf_groups, test_gpt_oss
 from tests.weights.packed_formats import FORMATS
 
 LAYER = "model.layers.1.mlp."
@@ -169,3 +174,40 @@ def test_files_that_are_cut(tmp_path: Path, kept: int) -> None:
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=r"model-1\.safetensors: damaged or incomplete"):
         open_llm(files.packed)
+
+
+GGUF_SHAPES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "a row less": lambda t: t[..., :-1, :] if t.ndim > 1 else t[:-1],
+    "twice": lambda t: np.concatenate([t, t]),
+    "half a row": lambda t: t[..., : t.shape[-1] // 2],
+    "one dimension": lambda t: t.reshape(-1),
+    "one dimension more": lambda t: t[None],
+}
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3moe"])
+def test_tensors_of_gguf_files(tmp_path: Path, arch: str) -> None:
+    """Rows of another length, another number of experts, and so on, in a file whose matrices stay packed."""
+    tensors = gguf_files.model_tensors(arch)
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith("blk.1.")}
+    for name, tensor in layer.items():
+        # as the error names it: the part of the name that both kinds of files have
+        own = {"attn_output": "o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+        kind = name.split(".")[2]
+        theirs = own.get(
+            kind, kind.removeprefix("attn_").removeprefix("ffn_").removesuffix("_inp").removesuffix("_exps")
+        )
+        for damage in (None, *GGUF_SHAPES.values()):
+            changed = {other: one for other, one in tensors.items() if other != name}
+            if damage is not None:
+                changed[name] = np.ascontiguousarray(damage(tensor))
+                if np.array_equal(changed[name].shape, tensor.shape):
+                    continue
+            writer = gguf_files.model_writer(tmp_path / "m.gguf", arch)
+            for other, one in changed.items():
+                packs = one.ndim > 1 and one.shape[-1] % 32 == 0
+                type_of = GGMLQuantizationType.Q8_0 if packs else GGMLQuantizationType.F32
+                writer.add_tensor(other, gguf.quants.quantize(one, type_of), raw_dtype=type_of)
+            gguf_files.finish(writer)
+            with pytest.raises(CheckpointError, match=rf"layers\.1\..*{theirs}"):
+                LLM(tmp_path / "m.gguf", quantization="gguf", **test_gguf_groups.OPTIONS)
