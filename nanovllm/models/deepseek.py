@@ -19,8 +19,8 @@ SOFTMAX = {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob":
 SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
 DEFAULTS: dict[str, dict[str, Any]] = {  # which files may leave out
     V2: {**SOFTMAX, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
-    V3: {**SIGMOID, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5},
-    GLM: {**SIGMOID, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
+    V3: {**SIGMOID, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1},
+    GLM: {**SIGMOID, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
 }
 KNOWN_V3 = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "attention_bias": (False,)}
 KNOWN: dict[str, dict[str, tuple[Any, ...]]] = {  # other values are refused
@@ -70,7 +70,7 @@ def _attention(raw: dict[str, Any], own: AttentionSpec) -> LatentAttentionSpec:
         rotated_size=rotated,
         plain_size=plain,
         value_size=count(raw, "v_head_dim"),
-        query_rank=None if raw.get("q_lora_rank") is None else count(raw, "q_lora_rank"),
+        query_rank=None if raw["q_lora_rank"] is None else count(raw, "q_lora_rank"),
         latent_norm_eps=LATENT_NORM_EPS,
         interleaved=bool(raw["rope_interleave"]),
     )

@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec
 from nanovllm.models.changes import change_attention
+from nanovllm.models.layer_kinds import SLIDING, attention_kinds
 from nanovllm.models.post_norm_spec import SandwichLayerSpec
 from nanovllm.models.scales import Scales
 from nanovllm.models.spec import ModelSpec, llama_shaped, read_rope
@@ -30,13 +31,12 @@ DEFAULTS: dict[str, Any] = {  # which files with a vision tower leave out
 NOT_IMPLEMENTED = ("attn_logit_softcapping", "use_bidirectional_attention")
 BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
-SLIDING = "sliding_attention"
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
     raw = DEFAULTS | text_part(raw, known=("gemma3_text",))
     check_config(raw, NOT_IMPLEMENTED)
-    kinds = layer_kinds(raw)
+    kinds = attention_kinds(raw, full_every=raw["sliding_window_pattern"])
     windows = [raw["sliding_window"] if kind == SLIDING else None for kind in kinds]
     bias, offset = bool(raw.get("attention_bias", False)), raw["norm_offset"]
     model = llama_shaped(raw, windows=windows, qk_norm=True, qkv_bias=bias, o_bias=bias)
@@ -59,12 +59,6 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
         embedding=math.sqrt(model.hidden_size), rounds_embedding=True, logits_cap=raw.get("final_logit_softcapping")
     )
     return replace(changed, layers=tuple(map(layer, changed.layers)), norm_offset=offset, scales=scales)
-
-
-def layer_kinds(raw: dict[str, Any]) -> list[str]:
-    period = raw["sliding_window_pattern"]
-    kinds = ["full_attention" if (index + 1) % period == 0 else SLIDING for index in range(raw["num_hidden_layers"])]
-    return raw.get("layer_types") or kinds
 
 
 def check_config(raw: dict[str, Any], not_implemented: Sequence[str] = ()) -> None:
