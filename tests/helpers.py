@@ -312,12 +312,10 @@ def family_of(name: str) -> Family:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def reference(name: str) -> transformers.PreTrainedModel:
-    """The model in transformers: float32, eager attention, every parameter random."""
+def config_of(name: str) -> transformers.PreTrainedConfig:
     text = name == TEXT_MODEL
     family = family_of(name)
-    config = transformers.AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         family.model_type,
         vocab_size=600 if text else VOCAB_SIZE,
         hidden_size=48 if family.head_dim == 32 else family.heads[0] * family.head_dim,
@@ -332,10 +330,16 @@ def reference(name: str) -> transformers.PreTrainedModel:
         pad_token_id=None,
         **{"num_hidden_layers": 3, "intermediate_size": 80, **family.settings},
     )
+
+
+@functools.cache
+def reference(name: str) -> transformers.PreTrainedModel:
+    """The model in transformers: float32, eager attention, every parameter random."""
+    config, family = config_of(name), family_of(name)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     set_limit(model)
-    _randomize(model, seed=family.seed, norm_offset=family.norm_offset)
+    randomize(model, seed=family.seed, norm_offset=family.norm_offset)
     return model
 
 
@@ -346,7 +350,7 @@ def set_limit(model: transformers.PreTrainedModel) -> None:
             module.limit = model.config.swiglu_limit
 
 
-def _randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: float) -> None:
+def randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: float) -> None:
     """Random weights, large enough for clear argmaxes; also norms and biases, so that a test notices a missing one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from nanovllm.layers.grouped_moe_spec import GroupedMoeSpec
 from nanovllm.layers.latent_spec import LatentAttentionSpec
 from nanovllm.layers.spec import AttentionSpec
 from nanovllm.models.changes import change_attention, with_experts
+from nanovllm.models.known_values import check_known
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
@@ -41,9 +42,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     architecture = raw["architectures"][0]
     raw = {"rope_interleave": True} | DEFAULTS[architecture] | raw
     raw |= {"head_dim": count(raw, "qk_rope_head_dim")}
-    for name, known in KNOWN[architecture].items():
-        if raw.get(name, known[0]) not in known:
-            raise CheckpointError(f"config: {name}={raw[name]!r} is not implemented for {architecture}")
+    check_known(raw, KNOWN[architecture])
     heads, kv_heads = count(raw, "num_attention_heads"), raw.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise CheckpointError(f"config: num_key_value_heads={kv_heads} must be the number of heads, {heads}")

@@ -16,8 +16,9 @@ from nanovllm.layers.shared_kv_spec import SharedKvAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.layers.value_norm_spec import ValueNormAttentionSpec
 from nanovllm.models.changes import change_attention
-from nanovllm.models.gemma3 import AFTER, BEFORE, check_config
+from nanovllm.models.gemma3 import ACTIVATION, AFTER, BEFORE
 from nanovllm.models.gemma4_layer_spec import EXPERTS, Gemma4LayerSpec
+from nanovllm.models.known_values import check_known
 from nanovllm.models.layer_kinds import FULL, SLIDING, attention_kinds
 from nanovllm.models.per_layer_spec import PerLayerSpec
 from nanovllm.models.scales import Scales
@@ -56,9 +57,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     unified = raw["architectures"][0].startswith("Gemma4Unified")
     kind = "gemma4_unified_text" if unified else "gemma4_text"
     raw = (UNIFIED_DEFAULTS if unified else DEFAULTS) | text_part(raw, known=(kind,))
-    check_config(raw)
-    if raw.get("use_bidirectional_attention") == "all":
-        raise CheckpointError("config: use_bidirectional_attention='all' is not implemented")
+    check_known(raw, ACTIVATION | {"use_bidirectional_attention": (None, False, "vision")})  # of images alone
     kinds = [*attention_kinds(raw, full_every=6)[:-1], FULL]
     windows = [raw["sliding_window"] if kind == SLIDING else None for kind in kinds]
     bias, same = bool(raw.get("attention_bias", False)), bool(raw.get("attention_k_eq_v", False))

@@ -15,11 +15,13 @@ from nanovllm.errors import CheckpointError
 from nanovllm.layers.refine import refine
 from nanovllm.layers.stored_spec import StoredMlpSpec
 from nanovllm.models.changes import change_attention
+from nanovllm.models.known_values import check_known
 from nanovllm.models.llama import spec as llama
 from nanovllm.models.scales import Scales
 from nanovllm.models.spec import ModelSpec, count
 
 HYBRID = "GraniteMoeHybridForCausalLM"
+HYBRID_KNOWN = {"num_local_experts": (0,), "position_embedding_type": ("rope",)}
 HYBRID_NAMES = FileNames(
     renamed=(
         (r"\.shared_mlp\.input_linear\.", ".mlp.gate_up_proj."),
@@ -29,6 +31,7 @@ HYBRID_NAMES = FileNames(
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
+    check_known(raw, {"normalization_function": ("rmsnorm",)})
     model = _dense_hybrid(raw) if raw["architectures"][0] == HYBRID else llama(raw)
     r, scale = float(raw.get("residual_multiplier", 1.0)), float(raw.get("attention_multiplier", 1.0))
     eps = model.norm_eps / r**2
@@ -48,9 +51,7 @@ def _dense_hybrid(raw: dict[str, Any]) -> ModelSpec:
     kinds = raw.get("layer_types", raw.get("layers_block_type")) or ["mamba"]
     if not set(kinds) <= {"attention", "full_attention"}:
         raise CheckpointError(f"config: layer_types={sorted(set(kinds))}: only attention is implemented for {HYBRID}")
-    for name, missing, known in (("num_local_experts", 8, 0), ("position_embedding_type", None, "rope")):
-        if raw.get(name, missing) != known:
-            raise CheckpointError(f"config: {name}={raw.get(name)!r}: only {known!r} is implemented for {HYBRID}")
+    check_known({"num_local_experts": 8, "position_embedding_type": None} | raw, HYBRID_KNOWN)
     model = llama({**raw, "intermediate_size": count(raw, "shared_intermediate_size"), "mlp_bias": False})
     layers = (replace(layer, feed_forward=refine(StoredMlpSpec, layer.feed_forward)) for layer in model.layers)
     return replace(model, layers=tuple(layers), file_names=HYBRID_NAMES)

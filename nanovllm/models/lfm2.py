@@ -5,15 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.checkpoint.names import FileNames
-from nanovllm.errors import CheckpointError
 from nanovllm.layers.grouped_moe_spec import GroupedMoeSpec
 from nanovllm.layers.short_conv_spec import ShortConvSpec
 from nanovllm.layers.spec import LayerSpec
 from nanovllm.models.changes import with_experts
+from nanovllm.models.known_values import check_known
 from nanovllm.models.layer_kinds import FULL, layer_kinds
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
 MOE = "Lfm2MoeForCausalLM"
+KNOWN = {"use_expert_bias": (True,), "block_use_swiglu": (True,), "use_pos_enc": (True,)}  # other values are refused
 NAMES = FileNames(
     renamed=(
         (r"\.embedding_norm\.", ".norm."),
@@ -31,6 +32,7 @@ NAMES = FileNames(
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
+    check_known(raw, KNOWN)
     raw = {"rope_theta": raw.get("theta", 1e6), "num_key_value_heads": 8, **raw, "intermediate_size": _mlp_size(raw)}
     raw["rms_norm_eps"] = raw.get("norm_eps", 1e-5)
     raw["tie_word_embeddings"] = raw.get("tie_embedding", raw.get("tie_word_embeddings", True))
@@ -53,8 +55,6 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
 
 
 def _experts(raw: dict[str, Any]) -> GroupedMoeSpec:
-    if not raw.get("use_expert_bias", True):
-        raise CheckpointError("config: use_expert_bias=False is not implemented")
     num_experts = count(raw, "num_experts")
     return GroupedMoeSpec(
         hidden_size=count(raw, "hidden_size"),

@@ -10,13 +10,13 @@ from nanovllm.models.partial_rope import check_rope_is_stated
 from nanovllm.models.spec import ModelSpec, llama_shaped
 from nanovllm.models.text_part import text_part
 
-MISTRAL = {"sliding_window": 4096, "num_key_value_heads": 8}  # what configs may leave out
-MINISTRAL3 = {"sliding_window": None, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "head_dim": 128}
+MISTRAL: dict[str, Any] = {"sliding_window": 4096, "num_key_value_heads": 8}  # what configs may leave out
+MINISTRAL3: dict[str, Any] = {"sliding_window": None, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "head_dim": 128}
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
     raw = text_part(raw, known=("mistral", "ministral3"))
-    if raw.get("model_type") == "ministral3":
+    if raw.get("model_type") == "ministral3" or raw["architectures"][0] == "Ministral3ForCausalLM":
         raw = MINISTRAL3 | raw
         check_rope_is_stated(raw)
     raw = MISTRAL | raw

@@ -7,6 +7,7 @@ from nanovllm.layers.refine import refine
 from nanovllm.layers.spec import AttentionSpec
 from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
 from nanovllm.models.changes import change_attention
+from nanovllm.models.known_values import check_known
 from nanovllm.models.layer_kinds import FULL, SLIDING, attention_kinds
 from nanovllm.models.post_norm_spec import PostNormLayerSpec
 from nanovllm.models.spec import ModelSpec, llama_shaped, read_rope
@@ -20,6 +21,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # which files may leave out
 def spec(raw: dict[str, Any]) -> ModelSpec:
     architecture = raw["architectures"][0]
     raw = DEFAULTS[architecture] | raw
+    check_known(raw, {"clip_qkv": (None,)})
     bias = bool(raw.get("attention_bias", False))
     kinds = attention_kinds(raw, full_every=4) if architecture == "Olmo3ForCausalLM" else []
     windows = [raw["sliding_window"] if kind == SLIDING else None for kind in kinds]

@@ -17,7 +17,7 @@ def without_rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 def check_rope_is_stated(raw: dict[str, Any]) -> None:
     """For families whose usual rotary positions are scaled: which scaling is meant is not guessed."""
-    if not any(name in raw for name in (*PLACES, "rope_theta")):
+    if not any(raw.get(name) for name in (*PLACES, "rope_theta")):
         raise CheckpointError(f"config: rope_parameters is missing for {raw['architectures'][0]}")
 
 

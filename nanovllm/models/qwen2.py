@@ -14,9 +14,7 @@ def layer_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
     """Qwen's way to say which layers have a sliding window: `layer_types`, or all from `max_window_layers` on."""
     num_layers = raw["num_hidden_layers"]
     window = raw["sliding_window"] if raw.get("use_sliding_window", False) else None
-    if not window:
-        return (None,) * num_layers
-    first = raw.get("max_window_layers", num_layers)
-    otherwise = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    first = raw.get("max_window_layers", 28)
+    otherwise = [SLIDING if window and layer >= first else FULL for layer in range(num_layers)]
     kinds = layer_kinds(raw, known=(SLIDING, FULL), otherwise=otherwise)
     return tuple(window if kind == SLIDING else None for kind in kinds)

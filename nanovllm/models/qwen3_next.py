@@ -10,6 +10,7 @@ from nanovllm.layers.gated_attention_spec import GatedAttentionSpec
 from nanovllm.layers.refine import refine
 from nanovllm.layers.shared_expert_spec import SharedExpertSpec
 from nanovllm.layers.spec import LayerSpec
+from nanovllm.models.known_values import check_known
 from nanovllm.models.layer_kinds import FULL, every, layer_kinds
 from nanovllm.models.partial_rope import read_partial_rope, without_rope
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
@@ -23,9 +24,7 @@ KNOWN = {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}  # 
 def spec(raw: dict[str, Any]) -> ModelSpec:
     raw = text_part(raw, known=("qwen3_5_text", "qwen3_5_moe_text"))
     raw = {"head_dim": 256, "num_key_value_heads": 4 if raw["architectures"][0] in DENSE else 2, **raw}
-    for name, known in KNOWN.items():
-        if raw.get(name, known[0]) not in known:
-            raise CheckpointError(f"config: {name}={raw[name]!r} is not implemented for {raw['architectures'][0]}")
+    check_known(raw, KNOWN)
     if not raw.get("mlp_only_layers") and raw.get("decoder_sparse_step", 1) == 1:
         raw.setdefault("intermediate_size", raw.get("moe_intermediate_size"))  # no layer has an MLP
     bias, offset = bool(raw.get("attention_bias", False)), raw.get("norm_offset", 1.0)  # 0 in GGUF files
