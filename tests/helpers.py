@@ -69,6 +69,12 @@ LONG_ROPE = {
     "short_factor": [1.0 + i / 8 for i in range(6)],
     "long_factor": [2.0 + i for i in range(6)],
 }
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 0.25,
+}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 12, "swiglu_limit": 1.5}
 SHARED_MOE = {**MOE, "shared_expert_intermediate_size": 32}
@@ -147,18 +153,7 @@ FAMILIES = {
         heads=(7, 1),
         rope={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     ),
-    "granite": Family(
-        "granite",
-        {
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.1,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 0.25,
-            "rms_norm_eps": 1e-3,
-        },
-        heads=(6, 2),
-        tied=True,
-    ),
+    "granite": Family("granite", {**GRANITE, "rms_norm_eps": 1e-3}, heads=(6, 2), tied=True),
     "granite4": Family(  # the dense models of Granite 4.0
         "granitemoehybrid",
         {
@@ -167,10 +162,7 @@ FAMILIES = {
             "shared_intermediate_size": 80,
             "position_embedding_type": "rope",
             "mamba_n_heads": 8,
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.1,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 0.25,
+            **GRANITE,
         },
         heads=(4, 2),
         tied=True,

@@ -12,7 +12,8 @@ import transformers
 from nanovllm.models.parameters import num_parameters
 from nanovllm.models.registry import parse_config
 from tests.helpers import CLEAR_MARGIN, greedy_params, open_llm, prompt_of, randomize, set_limit
-from tests.models.published import NUM_PARAMETERS, PUBLISHED, SMALL, TINY
+from tests.models.published import PUBLISHED
+from tests.models.published_sizes import NUM_PARAMETERS, SMALL, TINY
 
 PROMPTS = [prompt_of(100), prompt_of(7)]  # the first is longer than every window and original length
 NUM_TOKENS = 12
