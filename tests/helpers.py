@@ -41,6 +41,7 @@ class Family:
     old_spelling: bool = False  # rope_theta, rope_scaling and torch_dtype instead of rope_parameters and dtype
     stacked_experts: bool = False
     norm_offset: float = 0.0  # added to the stored weights of norms by the model
+    signed_norm: bool = False  # the last norm has negative weights, too: else a tied head would repeat the last token
     seed: int = 0
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
@@ -166,6 +167,7 @@ FAMILIES = {
         },
         heads=(4, 2),
         tied=True,
+        signed_norm=True,
     ),
     "smollm3": Family("smollm3", {"no_rope_layers": [1, 0, 1]}, heads=(6, 2), tied=True),
     "mistral": Family("mistral", {"sliding_window": 20}, heads=(7, 1), sharded=True, old_spelling=True),
@@ -198,7 +200,7 @@ FAMILIES = {
         },
     ),
     "gemma4": Family("gemma4_text", gemma4_settings.DENSE, **GEMMA4),
-    "gemma4-unified": Family("gemma4_unified_text", gemma4_settings.UNIFIED, **GEMMA4),
+    "gemma4-unified": Family("gemma4_unified_text", gemma4_settings.UNIFIED, signed_norm=True, **GEMMA4),
     "gemma4-e": Family("gemma4_text", gemma4_settings.PER_LAYER, **GEMMA4),
     "gemma4-moe": Family("gemma4_text", gemma4_settings.EXPERTS, **GEMMA4),
     "glm": Family("glm", {"partial_rotary_factor": 0.5}, heads=(6, 2), head_dim=16),
@@ -332,6 +334,9 @@ def reference(name: str) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     set_limit(model)
     randomize(model, seed=family.seed, norm_offset=family.norm_offset)
+    if family.signed_norm:
+        with torch.no_grad():
+            model.model.norm.weight[::2] *= -1
     return model
 
 
