@@ -15,6 +15,7 @@ DENSE: dict[str, Any] = {
     "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0,
 }
+UNIFIED: dict[str, Any] = {name: value for name, value in DENSE.items() if name != "hidden_size_per_layer_input"}
 PER_LAYER: dict[str, Any] = {
     **ALL,
     "num_hidden_layers": 5,  # the last two read the keys and values of the third and the second

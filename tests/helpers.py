@@ -41,6 +41,7 @@ class Family:
     old_spelling: bool = False  # rope_theta, rope_scaling and torch_dtype instead of rope_parameters and dtype
     stacked_experts: bool = False
     norm_offset: float = 0.0  # added to the stored weights of norms by the model
+    signed_norm: bool = False  # the last norm has negative weights, too: else a tied head would repeat the last token
     seed: int = 0
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
@@ -68,6 +69,12 @@ LONG_ROPE = {
     "partial_rotary_factor": 0.75,  # of 16
     "short_factor": [1.0 + i / 8 for i in range(6)],
     "long_factor": [2.0 + i for i in range(6)],
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 0.25,
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 12, "swiglu_limit": 1.5}
@@ -147,17 +154,20 @@ FAMILIES = {
         heads=(7, 1),
         rope={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     ),
-    "granite": Family(
-        "granite",
+    "granite": Family("granite", {**GRANITE, "rms_norm_eps": 1e-3}, heads=(6, 2), tied=True),
+    "granite4": Family(  # the dense models of Granite 4.0
+        "granitemoehybrid",
         {
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.1,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 0.25,
-            "rms_norm_eps": 1e-3,
+            "layer_types": ["full_attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+            **GRANITE,
         },
-        heads=(6, 2),
+        heads=(4, 2),
         tied=True,
+        signed_norm=True,
     ),
     "smollm3": Family("smollm3", {"no_rope_layers": [1, 0, 1]}, heads=(6, 2), tied=True),
     "mistral": Family("mistral", {"sliding_window": 20}, heads=(7, 1), sharded=True, old_spelling=True),
@@ -190,6 +200,7 @@ FAMILIES = {
         },
     ),
     "gemma4": Family("gemma4_text", gemma4_settings.DENSE, **GEMMA4),
+    "gemma4-unified": Family("gemma4_unified_text", gemma4_settings.UNIFIED, signed_norm=True, **GEMMA4),
     "gemma4-e": Family("gemma4_text", gemma4_settings.PER_LAYER, **GEMMA4),
     "gemma4-moe": Family("gemma4_text", gemma4_settings.EXPERTS, **GEMMA4),
     "glm": Family("glm", {"partial_rotary_factor": 0.5}, heads=(6, 2), head_dim=16),
@@ -295,12 +306,10 @@ def family_of(name: str) -> Family:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def reference(name: str) -> transformers.PreTrainedModel:
-    """The model in transformers: float32, eager attention, every parameter random."""
+def config_of(name: str) -> transformers.PreTrainedConfig:
     text = name == TEXT_MODEL
     family = family_of(name)
-    config = transformers.AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         family.model_type,
         vocab_size=600 if text else VOCAB_SIZE,
         hidden_size=48 if family.head_dim == 32 else family.heads[0] * family.head_dim,
@@ -315,10 +324,19 @@ def reference(name: str) -> transformers.PreTrainedModel:
         pad_token_id=None,
         **{"num_hidden_layers": 3, "intermediate_size": 80, **family.settings},
     )
+
+
+@functools.cache
+def reference(name: str) -> transformers.PreTrainedModel:
+    """The model in transformers: float32, eager attention, every parameter random."""
+    config, family = config_of(name), family_of(name)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     set_limit(model)
-    _randomize(model, seed=family.seed, norm_offset=family.norm_offset)
+    randomize(model, seed=family.seed, norm_offset=family.norm_offset)
+    if family.signed_norm:
+        with torch.no_grad():
+            model.model.norm.weight[::2] *= -1
     return model
 
 
@@ -329,7 +347,7 @@ def set_limit(model: transformers.PreTrainedModel) -> None:
             module.limit = model.config.swiglu_limit
 
 
-def _randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: float) -> None:
+def randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: float) -> None:
     """Random weights, large enough for clear argmaxes; also norms and biases, so that a test notices a missing one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

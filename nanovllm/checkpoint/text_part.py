@@ -11,7 +11,7 @@ NAMES = (  # of the text model in such files, and without the other parts
     (re.compile(r"^model\.language_model(?=\.|$)"), "model"),
 )
 OTHER_PARTS = re.compile(
-    r"^(?:model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio|visual|mtp)\."
+    r"^(?:model\.)?(vision_tower|vision_embedder|audio_tower|multi_modal_projector|embed_(?:vision|audio)|visual|mtp)\."
 )
 
 

@@ -11,6 +11,7 @@ from nanovllm.layers.grouped_moe_spec import GroupedMoeSpec
 from nanovllm.layers.latent_spec import LatentAttentionSpec
 from nanovllm.layers.spec import AttentionSpec
 from nanovllm.models.changes import change_attention, with_experts
+from nanovllm.models.known_values import check_known
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
@@ -19,8 +20,8 @@ SOFTMAX = {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob":
 SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
 DEFAULTS: dict[str, dict[str, Any]] = {  # which files may leave out
     V2: {**SOFTMAX, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
-    V3: {**SIGMOID, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5},
-    GLM: {**SIGMOID, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
+    V3: {**SIGMOID, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1},
+    GLM: {**SIGMOID, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
 }
 KNOWN_V3 = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "attention_bias": (False,)}
 KNOWN: dict[str, dict[str, tuple[Any, ...]]] = {  # other values are refused
@@ -41,9 +42,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     architecture = raw["architectures"][0]
     raw = {"rope_interleave": True} | DEFAULTS[architecture] | raw
     raw |= {"head_dim": count(raw, "qk_rope_head_dim")}
-    for name, known in KNOWN[architecture].items():
-        if raw.get(name, known[0]) not in known:
-            raise CheckpointError(f"config: {name}={raw[name]!r} is not implemented for {architecture}")
+    check_known(raw, KNOWN[architecture])
     heads, kv_heads = count(raw, "num_attention_heads"), raw.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise CheckpointError(f"config: num_key_value_heads={kv_heads} must be the number of heads, {heads}")
@@ -70,7 +69,7 @@ def _attention(raw: dict[str, Any], own: AttentionSpec) -> LatentAttentionSpec:
         rotated_size=rotated,
         plain_size=plain,
         value_size=count(raw, "v_head_dim"),
-        query_rank=None if raw.get("q_lora_rank") is None else count(raw, "q_lora_rank"),
+        query_rank=None if raw["q_lora_rank"] is None else count(raw, "q_lora_rank"),
         latent_norm_eps=LATENT_NORM_EPS,
         interleaved=bool(raw["rope_interleave"]),
     )

@@ -2,13 +2,13 @@
 layer whose weights are stored as w - 1, a GELU gate, scaled embeddings."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.errors import CheckpointError
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec
 from nanovllm.models.changes import change_attention
+from nanovllm.models.known_values import check_known
+from nanovllm.models.layer_kinds import SLIDING, attention_kinds
 from nanovllm.models.post_norm_spec import SandwichLayerSpec
 from nanovllm.models.scales import Scales
 from nanovllm.models.spec import ModelSpec, llama_shaped, read_rope
@@ -23,20 +23,19 @@ DEFAULTS: dict[str, Any] = {  # which files with a vision tower leave out
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
     "norm_offset": 1.0,  # 0 in GGUF files
 }
-NOT_IMPLEMENTED = ("attn_logit_softcapping", "use_bidirectional_attention")
+ACTIVATION = {"hidden_activation": ("gelu_pytorch_tanh",)}
+NOT_IMPLEMENTED = {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)}
 BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
-SLIDING = "sliding_attention"
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
     raw = DEFAULTS | text_part(raw, known=("gemma3_text",))
-    check_config(raw, NOT_IMPLEMENTED)
-    kinds = layer_kinds(raw)
+    check_known(raw, ACTIVATION | NOT_IMPLEMENTED)
+    kinds = attention_kinds(raw, full_every=raw.get("sliding_window_pattern", 6))
     windows = [raw["sliding_window"] if kind == SLIDING else None for kind in kinds]
     bias, offset = bool(raw.get("attention_bias", False)), raw["norm_offset"]
     model = llama_shaped(raw, windows=windows, qk_norm=True, qkv_bias=bias, o_bias=bias)
@@ -59,20 +58,6 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
         embedding=math.sqrt(model.hidden_size), rounds_embedding=True, logits_cap=raw.get("final_logit_softcapping")
     )
     return replace(changed, layers=tuple(map(layer, changed.layers)), norm_offset=offset, scales=scales)
-
-
-def layer_kinds(raw: dict[str, Any]) -> list[str]:
-    period = raw["sliding_window_pattern"]
-    kinds = ["full_attention" if (index + 1) % period == 0 else SLIDING for index in range(raw["num_hidden_layers"])]
-    return raw.get("layer_types") or kinds
-
-
-def check_config(raw: dict[str, Any], not_implemented: Sequence[str] = ()) -> None:
-    if raw["hidden_activation"] != "gelu_pytorch_tanh":
-        raise CheckpointError(f"hidden_activation={raw['hidden_activation']!r}: only gelu_pytorch_tanh is implemented")
-    for name in not_implemented:
-        if raw.get(name):
-            raise CheckpointError(f"config: {name}={raw[name]!r} is not implemented for {raw['architectures'][0]}")
 
 
 def _rope_of(raw: dict[str, Any], kind: str) -> dict[str, Any]:

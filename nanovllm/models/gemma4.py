@@ -16,8 +16,10 @@ from nanovllm.layers.shared_kv_spec import SharedKvAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from nanovllm.layers.value_norm_spec import ValueNormAttentionSpec
 from nanovllm.models.changes import change_attention
-from nanovllm.models.gemma3 import AFTER, BEFORE, SLIDING, check_config, layer_kinds
+from nanovllm.models.gemma3 import ACTIVATION, AFTER, BEFORE
 from nanovllm.models.gemma4_layer_spec import EXPERTS, Gemma4LayerSpec
+from nanovllm.models.known_values import check_known
+from nanovllm.models.layer_kinds import FULL, SLIDING, attention_kinds
 from nanovllm.models.per_layer_spec import PerLayerSpec
 from nanovllm.models.scales import Scales
 from nanovllm.models.spec import ModelSpec, count, llama_shaped, read_rope
@@ -32,10 +34,14 @@ DEFAULTS: dict[str, Any] = {  # which files may leave out
     "max_position_embeddings": 131072,
     "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 512,
-    "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
+}
+UNIFIED_DEFAULTS = DEFAULTS | {  # of 12B, whose images and sounds have no towers; it has no per-layer embeddings
+    "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
 }
 RENAMED = (
     (r"\.layer_scalar$", ".layer_scalar.weight"),
@@ -43,16 +49,16 @@ RENAMED = (
 )
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
-    raw = DEFAULTS | text_part(raw, known=("gemma4_text",))
-    check_config(raw)
-    if raw.get("use_bidirectional_attention") == "all":
-        raise CheckpointError("config: use_bidirectional_attention='all' is not implemented")
-    kinds = [*layer_kinds(raw)[:-1], "full_attention"]
+    unified = raw["architectures"][0].startswith("Gemma4Unified")
+    kind = "gemma4_unified_text" if unified else "gemma4_text"
+    raw = (UNIFIED_DEFAULTS if unified else DEFAULTS) | text_part(raw, known=(kind,))
+    check_known(raw, ACTIVATION | {"use_bidirectional_attention": (None, False, "vision")})  # of images alone
+    kinds = [*attention_kinds(raw, full_every=6)[:-1], FULL]
     windows = [raw["sliding_window"] if kind == SLIDING else None for kind in kinds]
     bias, same = bool(raw.get("attention_bias", False)), bool(raw.get("attention_k_eq_v", False))
     model = llama_shaped(raw, windows=windows, qk_norm=True, qkv_bias=bias, o_bias=bias)
@@ -60,7 +66,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     sources = _kv_sources(raw, kinds)
 
     def attention(index: int, own: AttentionSpec) -> AttentionSpec:
-        full = kinds[index] == "full_attention"
+        full = kinds[index] == FULL
         if full:
             own = replace(own, **_full_size(raw, index))
         rope = _rope(raw, ropes[kinds[index]], own.head_dim)

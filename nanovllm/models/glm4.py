@@ -11,7 +11,7 @@ from nanovllm.models.spec import ModelSpec, llama_shaped
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
-    raw = {"attention_bias": True, "head_dim": 128, "rms_norm_eps": 1.5625e-7, **raw}
+    raw = {"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7, **raw}
     model = llama_shaped(without_rope(raw), qkv_bias=bool(raw["attention_bias"]))
     model = change_storage(model, raw, rotated_share=0.5, interleaved=True)
     if model.architecture == "GlmForCausalLM":

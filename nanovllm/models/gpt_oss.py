@@ -6,16 +6,19 @@ from nanovllm.layers.moe_spec import ClampedGlu, MoeSpec
 from nanovllm.layers.refine import refine
 from nanovllm.layers.sink_spec import SinkAttentionSpec
 from nanovllm.models.changes import change_attention, with_experts
+from nanovllm.models.layer_kinds import SLIDING, attention_kinds
+from nanovllm.models.partial_rope import check_rope_is_stated
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
-KINDS = ("sliding_attention", "full_attention")
+DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8}  # which files may leave out
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
     # the published configs leave the dtype out
-    raw = {"dtype": raw.get("torch_dtype") or "bfloat16", "rms_norm_eps": 1e-5, "head_dim": 64} | raw
+    raw = {"dtype": raw.get("torch_dtype") or "bfloat16", **DEFAULTS, **raw}
+    check_rope_is_stated(raw)
     num_layers, num_experts = count(raw, "num_hidden_layers"), count(raw, "num_local_experts")
-    kinds = raw.get("layer_types") or [KINDS[index % 2] for index in range(num_layers)]
+    kinds = attention_kinds(raw, full_every=2)
     bias = bool(raw.get("attention_bias", True))
     moe = MoeSpec(
         hidden_size=count(raw, "hidden_size"),
@@ -29,7 +32,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
     )
     model = llama_shaped(
         raw,
-        windows=[raw["sliding_window"] if kind == "sliding_attention" else None for kind in kinds],
+        windows=[raw["sliding_window"] if kind == SLIDING else None for kind in kinds],
         qkv_bias=bias,
         o_bias=bias,
     )

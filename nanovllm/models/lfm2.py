@@ -5,14 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.checkpoint.names import FileNames
-from nanovllm.errors import CheckpointError
 from nanovllm.layers.grouped_moe_spec import GroupedMoeSpec
 from nanovllm.layers.short_conv_spec import ShortConvSpec
 from nanovllm.layers.spec import LayerSpec
 from nanovllm.models.changes import with_experts
+from nanovllm.models.known_values import check_known
+from nanovllm.models.layer_kinds import FULL, layer_kinds
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
 MOE = "Lfm2MoeForCausalLM"
+KNOWN = {"use_expert_bias": (True,), "block_use_swiglu": (True,), "use_pos_enc": (True,)}  # other values are refused
 NAMES = FileNames(
     renamed=(
         (r"\.embedding_norm\.", ".norm."),
@@ -30,15 +32,14 @@ NAMES = FileNames(
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
-    raw = {"rope_theta": 1e6, **raw, "rms_norm_eps": raw.get("norm_eps", 1e-5), "intermediate_size": _mlp_size(raw)}
+    check_known(raw, KNOWN)
+    raw = {"rope_theta": raw.get("theta", 1e6), "num_key_value_heads": 8, **raw, "intermediate_size": _mlp_size(raw)}
+    raw["rms_norm_eps"] = raw.get("norm_eps", 1e-5)
     raw["tie_word_embeddings"] = raw.get("tie_embedding", raw.get("tie_word_embeddings", True))
     model = llama_shaped(raw, qk_norm=True)
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        attends = raw.get("full_attn_idxs", range(model.num_layers))
-        kinds = ["full_attention" if index in attends else "conv" for index in range(model.num_layers)]
-    if len(kinds) != model.num_layers or not set(kinds) <= {"full_attention", "conv"}:
-        raise CheckpointError(f"config: layer_types={kinds} must say full_attention or conv for each layer")
+    attends = raw.get("full_attn_idxs")
+    otherwise = [FULL if attends is None or index in attends else "conv" for index in range(model.num_layers)]
+    kinds = layer_kinds(raw, known=(FULL, "conv"), otherwise=otherwise)
     conv = ShortConvSpec(
         hidden_size=model.hidden_size, kernel_size=count(raw, "conv_L_cache"), bias=bool(raw.get("conv_bias"))
     )
@@ -54,8 +55,6 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
 
 
 def _experts(raw: dict[str, Any]) -> GroupedMoeSpec:
-    if not raw.get("use_expert_bias", True):
-        raise CheckpointError("config: use_expert_bias=False is not implemented")
     num_experts = count(raw, "num_experts")
     return GroupedMoeSpec(
         hidden_size=count(raw, "hidden_size"),

@@ -7,13 +7,24 @@ from nanovllm.layers.refine import refine
 from nanovllm.layers.spec import AttentionSpec
 from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
 from nanovllm.models.changes import change_attention
+from nanovllm.models.known_values import check_known
+from nanovllm.models.layer_kinds import FULL, SLIDING, attention_kinds
 from nanovllm.models.post_norm_spec import PostNormLayerSpec
 from nanovllm.models.spec import ModelSpec, llama_shaped, read_rope
 
+DEFAULTS: dict[str, dict[str, Any]] = {  # which files may leave out
+    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+    "Olmo3ForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
+}
+
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
-    bias, kinds = bool(raw.get("attention_bias", False)), raw.get("layer_types") or []
-    windows = [raw["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    architecture = raw["architectures"][0]
+    raw = DEFAULTS[architecture] | raw
+    check_known(raw, {"clip_qkv": (None,)})
+    bias = bool(raw.get("attention_bias", False))
+    kinds = attention_kinds(raw, full_every=4) if architecture == "Olmo3ForCausalLM" else []
+    windows = [raw["sliding_window"] if kind == SLIDING else None for kind in kinds]
     model = llama_shaped(raw, qkv_bias=bias, o_bias=bias, windows=windows or None)
 
     def attention(index: int, own: AttentionSpec) -> WideNormAttentionSpec:
@@ -31,4 +42,4 @@ def _rope_of(raw: dict[str, Any], kind: str) -> dict[str, Any]:
     parameters = raw.get("rope_parameters") or {}
     if kind in parameters:
         return raw | {"rope_parameters": parameters[kind]}
-    return raw if kind == "full_attention" else raw | {"rope_scaling": None}
+    return raw if kind == FULL else raw | {"rope_scaling": None}

@@ -15,6 +15,12 @@ def without_rope(raw: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if name not in (*PLACES, SHARE)}
 
 
+def check_rope_is_stated(raw: dict[str, Any]) -> None:
+    """For families whose usual rotary positions are scaled: which scaling is meant is not guessed."""
+    if not any(raw.get(name) for name in (*PLACES, "rope_theta")):
+        raise CheckpointError(f"config: rope_parameters is missing for {raw['architectures'][0]}")
+
+
 def read_partial_rope(raw: dict[str, Any], *, head_dim: int, max_position: int, share: float) -> RopeSpec:
     """`share`: of each head, unless the config states another."""
     plain = {name: value for name, value in raw.items() if name != SHARE}

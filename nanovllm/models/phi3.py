@@ -3,12 +3,16 @@
 from typing import Any
 
 from nanovllm.models.changes import change_storage
+from nanovllm.models.known_values import check_known
 from nanovllm.models.partial_rope import without_rope
 from nanovllm.models.spec import ModelSpec, llama_shaped
+
+KNOWN = {"attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,), "full_attn_mod": (1,)}
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
     raw = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **raw}
+    check_known(raw, KNOWN)
     for place in ("rope_parameters", "rope_scaling"):
         if rope := raw.get(place):
             raw[place] = rope = {**rope, "original_max_position_embeddings": raw["original_max_position_embeddings"]}

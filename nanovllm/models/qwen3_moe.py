@@ -8,11 +8,12 @@ from nanovllm.models.spec import ModelSpec, count, llama_shaped
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
+    raw = {"num_key_value_heads": 4, **raw}
     num_layers, bias = raw["num_hidden_layers"], bool(raw.get("attention_bias", False))
     num_experts = count(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts")  # newer, older name
     step = count({"decoder_sparse_step": 1} | raw, "decoder_sparse_step")
     dense = set(raw.get("mlp_only_layers") or ())
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    window = raw["sliding_window"] if raw.get("use_sliding_window") else None
     moe = MoeSpec(
         hidden_size=count(raw, "hidden_size"),
         intermediate_size=count(raw, "moe_intermediate_size"),

@@ -10,16 +10,23 @@ from nanovllm.layers.gated_attention_spec import GatedAttentionSpec
 from nanovllm.layers.refine import refine
 from nanovllm.layers.shared_expert_spec import SharedExpertSpec
 from nanovllm.layers.spec import LayerSpec
+from nanovllm.models.known_values import check_known
+from nanovllm.models.layer_kinds import FULL, every, layer_kinds
 from nanovllm.models.partial_rope import read_partial_rope, without_rope
 from nanovllm.models.spec import ModelSpec, count, llama_shaped
 from nanovllm.models.text_part import text_part
 
-KINDS = ("linear_attention", "full_attention")
+LINEAR = "linear_attention"
+DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+KNOWN = {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}  # other values are refused
 
 
 def spec(raw: dict[str, Any]) -> ModelSpec:
-    raw = {"head_dim": 256, **text_part(raw, known=("qwen3_5_text", "qwen3_5_moe_text"))}
-    raw.setdefault("intermediate_size", raw.get("moe_intermediate_size"))  # where no layer has an MLP
+    raw = text_part(raw, known=("qwen3_5_text", "qwen3_5_moe_text"))
+    raw = {"head_dim": 256, "num_key_value_heads": 4 if raw["architectures"][0] in DENSE else 2, **raw}
+    check_known(raw, KNOWN)
+    if not raw.get("mlp_only_layers") and raw.get("decoder_sparse_step", 1) == 1:
+        raw.setdefault("intermediate_size", raw.get("moe_intermediate_size"))  # no layer has an MLP
     bias, offset = bool(raw.get("attention_bias", False)), raw.get("norm_offset", 1.0)  # 0 in GGUF files
     model = llama_shaped(without_rope(raw), qk_norm=True, qkv_bias=bias, o_bias=bias)
     rope = read_partial_rope(raw, head_dim=raw["head_dim"], max_position=model.max_position, share=0.25)
@@ -27,7 +34,7 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
 
     def layer(own: LayerSpec, kind: str, index: int) -> LayerSpec:
         changes: dict[str, Any] = {"norm_offset": offset, "feed_forward": experts.get(index, own.feed_forward)}
-        if kind == "linear_attention":
+        if kind == LINEAR:
             return replace(own, mixer=delta_net, mixer_name="linear_attn", **changes)
         return replace(own, mixer=refine(GatedAttentionSpec, own.mixer, rope=rope, qk_norm_offset=offset), **changes)
 
@@ -37,11 +44,8 @@ def spec(raw: dict[str, Any]) -> ModelSpec:
 
 
 def _kinds(raw: dict[str, Any], num_layers: int) -> list[str]:
-    interval = raw.get("full_attention_interval", 4)
-    kinds = raw.get("layer_types") or [KINDS[(index + 1) % interval == 0] for index in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= set(KINDS):
-        raise CheckpointError(f"config: layer_types={kinds} must say {' or '.join(KINDS)} for each layer")
-    return kinds
+    otherwise = every(raw.get("full_attention_interval", 4), FULL, LINEAR, num_layers)
+    return layer_kinds(raw, known=(LINEAR, FULL), otherwise=otherwise)
 
 
 def _delta_net(raw: dict[str, Any], model: ModelSpec) -> DeltaNetSpec:
@@ -62,7 +66,7 @@ def _delta_net(raw: dict[str, Any], model: ModelSpec) -> DeltaNetSpec:
 
 def _experts(raw: dict[str, Any], model: ModelSpec) -> dict[int, SharedExpertSpec]:
     """Of the layers that have experts."""
-    if not raw.get("num_experts") and not raw.get("num_local_experts"):
+    if model.architecture in DENSE or raw.get("num_experts") == 0:
         return {}
     num_experts = count(raw, "num_local_experts" if raw.get("num_local_experts") else "num_experts")
     step, dense = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())

@@ -19,14 +19,14 @@ def _family(module: str) -> Family:
     return lambda raw: import_module(f"nanovllm.models.{module}").spec(raw)
 
 
-QWEN3_5 = ("ForCausalLM", "ForConditionalGeneration", "MoeForCausalLM", "MoeForConditionalGeneration")
+ENDS = ("ForCausalLM", "ForConditionalGeneration")  # of the text model alone, and with other parts
 ARCHITECTURES = {  # of each family
     "deepseek": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    "gemma3": tuple(f"Gemma3{end}" for end in ENDS),
+    "gemma4": tuple(f"Gemma4{kind}{end}" for kind in ("", "Unified") for end in ENDS),
     "glm4": ("Glm4ForCausalLM", "GlmForCausalLM"),
     "gpt_oss": ("GptOssForCausalLM",),
-    "granite": ("GraniteForCausalLM",),
+    "granite": ("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"),
     "lfm2": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
     "llama": ("LlamaForCausalLM",),
     "mistral": ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
@@ -35,7 +35,7 @@ ARCHITECTURES = {  # of each family
     "qwen2": ("Qwen2ForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
     "qwen3_moe": ("Qwen3MoeForCausalLM",),
-    "qwen3_next": ("Qwen3NextForCausalLM", *(f"Qwen3_5{kind}" for kind in QWEN3_5)),
+    "qwen3_next": ("Qwen3NextForCausalLM", *(f"Qwen3_5{kind}{end}" for kind in ("", "Moe") for end in ENDS)),
     "smollm3": ("SmolLM3ForCausalLM",),
 }
 FAMILIES: dict[str, Family] = {name: _family(module) for module, names in ARCHITECTURES.items() for name in names}

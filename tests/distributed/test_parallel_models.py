@@ -37,6 +37,7 @@ FAMILIES = (
         "glm4",
         "gpt-oss-even",
         "granite-even",
+        "granite4",
         "lfm2-attention-last",
         "lfm2-moe-even",
         "llama",

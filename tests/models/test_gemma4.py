@@ -135,3 +135,25 @@ def test_a_published_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     save_file(renamed | {"model.language_model.layers.2.self_attn.x": torch.zeros(3)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match="1 unexpected: model.layers.2.self_attn.x"):
         open_llm(folder)
+
+
+def test_a_published_file_of_12b(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Images and sounds have projections in place of towers."""
+    folder = copy_of("gemma4-unified", tmp_path)
+    wrapper = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified"}
+    edit_config(folder, lambda raw: raw.update(text_config=dict(raw), **wrapper))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): one for name, one in tensors.items()}
+    other = ("vision_embedder.patch_dense", "embed_vision.embedding_projection", "embed_audio.embedding_projection")
+    save_file(renamed | {f"model.{name}.weight": torch.zeros(3) for name in other}, folder / "model.safetensors")
+    with caplog.at_level(logging.WARNING, logger="nanovllm"), open_llm(folder) as llm:
+        (output,) = llm.generate([prompt_of(37)], greedy_params(8), use_tqdm=False)
+    assert_greedy("gemma4-unified", prompt_of(37), output["token_ids"])
+    assert all(f"{one.partition('.')[0]} (1 tensors)" in caplog.text for one in other)
+    raw = json.loads((folder / "config.json").read_text())["text_config"]
+    for name in ("sliding_window", "max_position_embeddings"):
+        del raw[name]
+    left_out = parse_config(raw | wrapper)
+    assert (left_out.layers[0].mixer.window, left_out.max_position) == (1024, 262144)
+    with pytest.raises(CheckpointError, match="model_type='gemma4_text'; known here: gemma4_unified_text"):
+        parse_config({**wrapper, "text_config": raw | {"model_type": "gemma4_text"}})
