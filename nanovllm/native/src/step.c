@@ -71,7 +71,7 @@ Engine *engine_create(const Model *model, int num_threads) {
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
 
 /* The norm of x, into `out` or, with `adds`, added to it. */
-INLINE void norm_row(const float *x, const float *weight, int size, float eps, float *out, const int adds) {
+static void norm_row(const float *x, const float *weight, int size, float eps, float *out, int adds) {
     wide sum = wide_splat(0);
     f32x4 rest = splat(0); /* of what does not fill a vector */
     int i = 0;
@@ -99,10 +99,7 @@ typedef struct {
 static void norm_chunk(void *argument, int row) {
     const Norm *job = argument;
     const int64_t at = (int64_t)row * job->size;
-    if (job->adds)
-        norm_row(job->x + at, job->weight, job->size, job->eps, job->out + at, 1);
-    else
-        norm_row(job->x + at, job->weight, job->size, job->eps, job->out + at, 0);
+    norm_row(job->x + at, job->weight, job->size, job->eps, job->out + at, job->adds);
 }
 
 /* The tokens of a part of a step, in one layer. */
@@ -196,6 +193,7 @@ static Rows normed_rows(Engine *e, float *x, int rows, const float *weight, floa
 
 /* The product of a matrix, stored in `out` or, with mode ADD, added to it. */
 static void multiply(Engine *e, int part, const Matrix *w, const Rows *inputs, int rows, float *out, int mode) {
+    form_inputs(e, part, inputs, rows, w->columns, form_of(w));
     Product job = {.matrices = {w}, .outputs = {out}, .stride = w->rows, .num_outputs = 1, .mode = mode,
                    .in = inputs_of(inputs, rows, w->columns)};
     run_product(e, part, &job);
@@ -204,7 +202,6 @@ static void multiply(Engine *e, int part, const Matrix *w, const Rows *inputs, i
 /* Add the product of a matrix, or the norm of this product, to x. */
 static void add_product(Pass *p, int part, const Matrix *w, const Rows *inputs, const float *norm) {
     Engine *e = p->e;
-    form_inputs(e, part, inputs, p->num_rows, w->columns, form_of(w));
     multiply(e, part, w, inputs, p->num_rows, norm ? e->product : p->x, norm ? STORE : ADD);
     if (norm == NULL) return;
     Norm after = {e->product, norm, e->model.hidden, e->model.eps, p->x, 1};
@@ -282,7 +279,7 @@ static void run_experts(Pass *p) {
     Engine *e = p->e;
     const Layer *layer = p->layer;
     const Model *m = &e->model;
-    const Rows normed = normed_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, form_of(&layer->router));
+    const Rows normed = normed_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, 0);
     multiply(e, ROUTING, &layer->router, &normed, p->num_rows, e->routed, STORE);
     engine_run(e, ROUTING, route_chunk, p, p->num_rows);
     for (int expert = 0; expert < m->num_experts; expert++) {
@@ -292,7 +289,6 @@ static void run_experts(Pass *p) {
         engine_run(e, ROUTING, gather_chunk, p, count);
         form_inputs(e, ROUTING, &e->gathered, count, m->hidden, form_of(gate) | form_of(up));
         activate_rows(e, gate, up, &e->gathered, count);
-        form_inputs(e, DOWN, &e->activated, count, down->columns, form_of(down));
         multiply(e, DOWN, down, &e->activated, count, e->product, STORE);
         engine_run(e, ROUTING, add_share_chunk, p, count);
     }
@@ -361,8 +357,7 @@ void engine_logits(Engine *e, float *hidden, int num_rows, float *logits) {
     const Model *m = &e->model;
     for (int64_t first = 0; first < num_rows; first += PASS_ROWS) {
         const int count = num_rows - first < PASS_ROWS ? (int)(num_rows - first) : PASS_ROWS;
-        const Rows normed = normed_rows(e, hidden + first * m->hidden, count, m->last_norm, m->last_norm_eps,
-                                        form_of(&m->head));
+        const Rows normed = normed_rows(e, hidden + first * m->hidden, count, m->last_norm, m->last_norm_eps, 0);
         multiply(e, HEAD, &m->head, &normed, count, logits + first * m->head.rows, STORE);
     }
 }
