@@ -125,6 +125,7 @@ def test_numbers_beyond_float16_are_the_largest_in_a_kv_cache(tmp_path: Path) ->
         ("x86_64-avx512vnni", {"quantization": "int8"}, "float16"),
         ("x86_64-avx512vnni", {"dtype": "float32"}, "float32"),
         ("x86_64-avx512vnni", {"kv_cache_dtype": "bfloat16"}, "bfloat16"),
+        ("x86_64-avx512", {}, "float16"),
         ("x86_64-avx2", {}, "float32"),
         ("aarch64-dotprod", {}, "float32"),
     ],
