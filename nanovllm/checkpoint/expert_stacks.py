@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint.packed.tensor import spans
 from nanovllm.checkpoint.stored import Part, Stored
+from nanovllm.errors import CheckpointError
 
 STACK = re.compile(r"(.*\.(?:mlp|moe)\.experts)\.(gate|up|down|gate_up)_proj(\.weight|\.bias|_bias)?$")
 
@@ -32,6 +33,8 @@ def unstack_experts(
         alternate = stacked[3] in (None, "_bias") and is_known(f"{module}.0.down_proj.bias")
         num_experts, num_rows = tensor.shape[:2]
         size = num_rows // len(parts)
+        if (num_rows if is_bias or not alternate else tensor.shape[2]) % len(parts):
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, which does not divide into {stacked[2]}")
         for expert in range(num_experts):
             for index, part in enumerate(parts):
                 own: Stored = _OfStack(tensor, expert, range(index * size, (index + 1) * size))

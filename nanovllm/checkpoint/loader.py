@@ -81,11 +81,14 @@ def load_weights(
             raise CheckpointError(
                 f"{source}: {name} has shape {list(tensor.shape)}, and the config asks for {list(slot.shape)}"
             )
+        dtype = getattr(tensor, "dtype", "F32")  # only tensors of safetensors files that are not packed state one
         try:
             tensor = reorder(tensor, slot.order) if slot.order else tensor
             slot.load(Shifted(tensor, slot.offset) if slot.offset else tensor)
         except ValueError as error:
             raise CheckpointError(f"{source}: {name}: {error}") from error
+        if not dtype.startswith(("F", "BF")):  # and the weight's format did not object to it
+            raise CheckpointError(f"{source}: {name} holds integers ({dtype}), and scales for them are not known")
     if missing or unexpected:
         raise CheckpointError(
             f"{source}: the weights do not fit the config: {_account('missing', sorted(missing))}; "

@@ -69,6 +69,7 @@ class _SafetensorsTensor:
     file: _File
     name: str
     shape: tuple[int, ...]
+    dtype: str  # as the file names it: BF16, F8_E4M3, I32, ...
 
     def read(self, part: Part = ()) -> "Tensor":
         return self.file.read(self.name, part)
@@ -78,10 +79,11 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
     """Yield (name, stored tensor) for all tensors of a checkpoint."""
     for path in weight_files(folder):
         with _errors_name_file(path), _open(path) as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
+            slices = {name: tensors.get_slice(name) for name in list(tensors.keys())}
+            kinds = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
         file = _File(path)
-        for name, shape in shapes.items():
-            yield name, _SafetensorsTensor(file, name, shape)
+        for name, (shape, dtype) in kinds.items():
+            yield name, _SafetensorsTensor(file, name, shape, dtype)
 
 
 def stored_dtype(folder: Path, endings: tuple[str, ...]) -> str | None:

@@ -51,10 +51,10 @@ def parse_config(raw: dict[str, Any]) -> ModelSpec:
         hint = f" (nearest: {near[0]})" if near else ""
         raise CheckpointError(f"architecture {architecture!r} is not known{hint}; known: {', '.join(FAMILIES)}")
     packing = None
-    if raw.get("quantization_config"):
+    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
         from nanovllm.checkpoint.packed.config import read_packing
 
-        packing = read_packing(raw["quantization_config"])
+        packing = read_packing(quantization)
     try:
         return replace(FAMILIES[architecture](raw), packing=packing)
     except KeyError as error:
@@ -86,7 +86,7 @@ def describe(path: Path) -> Description:
     generation = read_json(generation_file) if generation_file.exists() else {}
     raw = read_json(path / "config.json")
     if (modelopt := path / "hf_quant_config.json").exists() and not raw.get("quantization_config"):
-        raw["quantization_config"] = {**read_json(modelopt).get("quantization", {}), "quant_method": "modelopt"}
+        raw["quantization_config"] = {**read_json(modelopt), "quant_method": "modelopt"}
     config = _with_all_eos(raw, generation)
     if config.packing is not None:
         from nanovllm.checkpoint.safetensors import stored_dtype

@@ -57,6 +57,10 @@ class Int8Form:
 
 
 Form = Fp8Form | GroupForm | Fp4Form | Int8Form
+# Which modules have a form, None = stay dense: a regular expression, or names of modules or of what contains them, also
+# without what comes before ("mlp.gate"). Names are a set: a config may list hundreds, and a checkpoint may have tens of
+# thousands of modules.
+Rule = tuple[str | frozenset[str], Form | None]
 INT4 = GroupForm(4, 128, zero=True)  # made while loading
 # The head, when linears are packed while loading: its rounding errors are errors of the logits, of which those of fp8
 # and int4 cost 30 to 50 times as much likelihood (docs/quantization.md).
@@ -68,14 +72,14 @@ class Packing:
     """How a quantized checkpoint stores its linears."""
 
     layout: str  # of its files: fp8, compressed-tensors, modelopt, awq, gptq, gptq_v2, mxfp4, bitsandbytes, gguf
-    rules: tuple[tuple[str, Form | None], ...] = ()  # pattern and form; the first pattern found in a name counts
+    rules: tuple[Rule, ...] = ()  # the first that fits a module counts
     modules: tuple[tuple[str, Form], ...] = ()  # or, where there are no rules: the form of each module that has one
 
     def form_of(self, module: str) -> Form | None:
         """`module`: such as model.layers.0.mlp.up_proj. None = not quantized."""
         if self.modules:
             return self._by_name.get(module)
-        return next((form for pattern, form in self.rules if re.search(pattern, module)), None)
+        return next((form for which, form in self.rules if _fits(which, module)), None)
 
     @cached_property
     def _by_name(self) -> dict[str, Form]:
@@ -95,3 +99,11 @@ class Packing:
                 for pattern, form in self.rules
             ),
         )
+
+
+def _fits(which: str | frozenset[str], module: str) -> bool:
+    if isinstance(which, str):
+        return re.search(which, module) is not None
+    parts = module.split(".")
+    ends = range(1, len(parts) + 1)
+    return any(".".join(parts[begin:end]) in which for end in ends for begin in range(end))

@@ -92,6 +92,12 @@ def check_greedy(files: PackedFiles, *, most: float = LOGIT_ERROR, **options: An
 
 def memory_of(llm: LLM) -> int:
     """Bytes of every tensor that the model's layers hold."""
+    model = llm.llm_engine._core.executor.model
+    return memory_of_all([model.embed_tokens, model.layers, model.norm, model.lm_head])
+
+
+def memory_of_all(things: list[Any]) -> int:
+    """Bytes of every tensor in these layers or weights."""
     seen: dict[int, int] = {}
     visited: set[int] = set()
 
@@ -111,8 +117,7 @@ def memory_of(llm: LLM) -> int:
         elif type(thing).__module__.startswith(("nanovllm.layers", "nanovllm.weights", "nanovllm.models.decoder")):
             visit(getattr(thing, "__dict__", {}))
 
-    model = llm.llm_engine._core.executor.model
-    visit([model.embed_tokens, model.layers, model.norm, model.lm_head])
+    visit(things)
     return sum(seen.values())
 
 

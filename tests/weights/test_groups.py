@@ -65,8 +65,8 @@ def pack_gptq(weight: Tensor, *, version: int = 1, bits: int = 4, **settings: An
     return stored | {"scales": q.scale.t(), "g_idx": q.groups}, q.dense
 
 
-def pack_awq(weight: Tensor, **settings: Any) -> tuple[dict[str, Tensor], Tensor]:
-    q = quantize(weight, symmetric=False, **settings)
+def pack_awq(weight: Tensor, *, symmetric: bool = False, **settings: Any) -> tuple[dict[str, Tensor], Tensor]:
+    q = quantize(weight, symmetric=symmetric, **settings)
 
     def order(values: Tensor) -> Tensor:
         return values.unflatten(1, (-1, 8))[..., AWQ_COLUMNS].flatten(1)
@@ -145,6 +145,29 @@ def write(case: str, folder: Path, name: str) -> PackedFiles:
 @pytest.mark.parametrize("case", CASES)
 def test_layouts(tmp_path: Path, case: str) -> None:
     check_greedy(write(case, tmp_path, "qwen3-moe" if case in WITH_EXPERTS else "qwen3"))
+
+
+def test_scales_may_be_negative(tmp_path: Path) -> None:
+    """As those of AutoRound, which uses all of -8 to 7."""
+
+    def packed(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if module == "lm_head":
+            return None
+        stored, dense = pack_gptq(-weight)
+        return stored | {"scales": -stored["scales"]}, -dense
+
+    check_greedy(write_packed("qwen3", tmp_path, packed, gptq_config()))
+
+
+def test_symmetric_awq(tmp_path: Path) -> None:
+    """GPTQModel's files say zero_point=False, and their zeros are all 8."""
+
+    def packed(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        return None if module == "lm_head" else pack_awq(weight, symmetric=True)
+
+    files = write_packed("qwen3", tmp_path, packed, AWQ | {"zero_point": False})
+    check_greedy(files)
+    check_plan(files)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -228,7 +251,7 @@ def unpacked(tensors: dict[str, Tensor], module: str) -> None:
         ("gptq", change(scales=None), r"up_proj: scales is missing"),
         ("gptq", change(scales=lambda t: t[:-1]), r"scales for \[80, 2\] rows and groups, and \[80, 3\] is needed"),
         ("gptq", change(scales=lambda t: t * 0), "a scale is zero"),
-        ("gptq", change(scales=lambda t: t * float("nan")), "a scale is zero, negative, infinite or NaN"),
+        ("gptq", change(scales=lambda t: t * float("nan")), "a scale is zero, infinite or NaN"),
         ("gptq", change(scales=lambda t: t.float() * 1.0001), "its scales are torch.float32, and those of other"),
         ("gptq", change(qzeros=lambda t: t[:-1]), r"zeros for \[80, 2\] rows and groups, and \[80, 3\] is needed"),
         ("gptq", change(qzeros=lambda t: t + 1), "the weight is symmetric, and a zero is not in the middle"),

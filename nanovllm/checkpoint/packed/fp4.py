@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.packed.groups import pack_nibbles, unpack_nibbles
-from nanovllm.checkpoint.packed.tensor import InMemory, check_scale, spans, take_blocks
+from nanovllm.checkpoint.packed.tensor import InMemory, check_floats, check_scale, spans, take_blocks, taken
 from nanovllm.checkpoint.reordered import Reordered
 from nanovllm.checkpoint.stored import Part, Stored
 from nanovllm.weights.forms import Fp4Form
@@ -51,21 +51,27 @@ class Fp4Tensor:
         """A part, with one scale per `group` columns."""
         rows, columns = spans(part, self.shape)
         own, halves = slice(rows.start, rows.stop), slice(columns.start // 2, columns.stop // 2)
-        codes, scale = self.codes.read((own, halves)).to(device), self.scale.read((own,)).to(device)
         size = self.form.group_size
-        expected = [len(rows), -(-self.shape[1] // size)]
+        expected = self.shape[0], -(-self.shape[1] // size)
+        if self.scale.shape != expected:
+            raise ValueError(f"its scales have shape {list(self.scale.shape)}, and {list(expected)} is needed")
+        codes, scale = self.codes.read((own, halves)).to(device), self.scale.read((own,)).to(device)
         kind = torch.float8_e4m3fn if self.form.has_unit else torch.uint8
-        if list(scale.shape) != expected or scale.dtype != kind or codes.dtype != torch.uint8:
-            found = f"{codes.dtype} numbers with {scale.dtype} scales of shape {list(scale.shape)}"
-            raise ValueError(f"{found}, and torch.uint8 with {kind} of shape {expected} is needed")
+        if scale.dtype != kind or codes.dtype != torch.uint8:
+            found = f"{codes.dtype} numbers with {scale.dtype} scales"
+            raise ValueError(f"{found}, and torch.uint8 with {kind} is needed")
         if (scale.view(torch.uint8) & 0x7F == 0x7F if self.form.has_unit else scale == E8M0_NAN).any():
             raise ValueError("a scale is NaN")
+        if codes.numel() and not scale.view(torch.uint8).any() and (codes & 0x77).any():  # 0x77: without the signs
+            raise ValueError("all scales are zero")  # one may be: too small for its type
         scale = take_blocks(scale.view(torch.uint8), (1, size), range(len(rows)), columns, (1, group)).view(kind)
         if not self.form.has_unit:
             return Fp4Pieces(codes, scale, None)
         if self.unit is None:
             raise ValueError("the scale of the whole tensor is missing")
-        unit = self.unit.read().to(device, torch.float32).flatten()
+        unit = check_floats(self.unit.read(), "scales of whole tensors").to(device, torch.float32).flatten()
+        if unit.numel() != 1:
+            raise ValueError(f"the scale of the whole tensor has {unit.numel()} numbers, and one is needed")
         check_scale(unit)
         return Fp4Pieces(codes, scale, (1 / unit if self.divides else unit).expand(len(rows)))
 
@@ -136,9 +142,13 @@ def unstack_experts(found: dict[str, Stored], form: Fp4Form) -> Iterator[tuple[s
     for stacked, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
         if f"{stacked}_blocks" not in found:
             continue
-        if f"{stacked}_scales" not in found:
-            raise ValueError(f"{stacked}_scales is missing")
-        blocks, scales = found.pop(f"{stacked}_blocks"), found.pop(f"{stacked}_scales")
+        blocks, scales = taken(found, f"{stacked}_blocks", 4), taken(found, f"{stacked}_scales", 3)
+        if blocks.shape[1] % len(names):
+            raise ValueError(f"{stacked}_blocks has {blocks.shape[1]} rows, which do not divide into gate and up")
+        if scales.shape != blocks.shape[:-1]:
+            raise ValueError(
+                f"{stacked}_scales has shape {list(scales.shape)}, and {list(blocks.shape[:-1])} is needed"
+            )
         for expert in range(blocks.shape[0]):
             for first, name in enumerate(names):
                 codes, scale = (_ExpertRows(stack, expert, first, len(names)) for stack in (blocks, scales))

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.packed.tensor import InMemory, check_scale, grid_shape, spans, spread, take_blocks
+from nanovllm.checkpoint.packed.tensor import (
+    InMemory,
+    check_floats,
+    check_scale,
+    grid_shape,
+    spans,
+    spread,
+    take_blocks,
+)
 from nanovllm.checkpoint.reordered import Reordered
 from nanovllm.checkpoint.stored import Part, Stored
 
@@ -43,7 +51,7 @@ class Fp8Tensor:
             raise ValueError(f"the weight's type is {codes.dtype}, and its scales are those of float8_e4m3fn")
         if codes.numel() and (codes.view(torch.uint8) & 0x7F).amax() == 0x7F:
             raise ValueError("a weight is NaN")
-        scale = self.scale.read().to(device, torch.float32)
+        scale = check_floats(self.scale.read(), "scales").to(device, torch.float32)
         block = self.block
         if block is None:
             block = (self.shape[0] if scale.numel() == 1 else 1, self.shape[1])

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.packed.tensor import InMemory, check_scale, spans, take_blocks
+from nanovllm.checkpoint.packed.tensor import InMemory, check_floats, check_scale, spans, take_blocks, taken
 from nanovllm.checkpoint.stored import Part, Stored
 from nanovllm.weights.forms import GroupForm
 
@@ -61,13 +61,15 @@ class GroupTensor:
         size, _ = self.form.sizes_in(self.shape[1])
         if self.shape[1] % size:
             raise ValueError(f"groups of {size} columns do not divide its {self.shape[1]} columns")
-        scale = self.scale().to(device)
+        scale = check_floats(self.scale(), "scales").to(device)
         expected = [self.shape[0], self.shape[1] // size]
         if list(scale.shape) != expected:
             raise ValueError(f"there are scales for {list(scale.shape)} rows and groups, and {expected} is needed")
-        check_scale(scale)
+        check_scale(scale, may_be_negative=True)  # as AutoRound's are
         zero = None if self.zero is None else self._zeros(self.zero().to(device), expected)
         order = None if self.group_of is None else self.group_of.read()
+        if order is not None and order.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"g_idx is {order.dtype}, and torch.int32 is needed")
         whole = Pieces(self.codes(rows, columns, device), scale[own], None if zero is None else zero[own])
         if not self.form.ordered:
             # some files have only zeros where columns are in order
@@ -179,7 +181,7 @@ def gptq(found: dict[str, Stored], form: GroupForm, *, zeros_less_one: bool) -> 
 
     `zeros_less_one`: the first version of the format stores zero - 1 in as many bits.
     """
-    weight, scales, qzeros = (_taken(found, name) for name in ("qweight", "scales", "qzeros"))
+    weight, scales, qzeros = (taken(found, name, 2) for name in ("qweight", "scales", "qzeros"))
     per_word = WORD // form.bits
 
     def codes(rows: range, columns: range, device: torch.device) -> Tensor:
@@ -197,7 +199,7 @@ def gptq(found: dict[str, Stored], form: GroupForm, *, zeros_less_one: bool) -> 
 def awq(found: dict[str, Stored], form: GroupForm) -> GroupTensor:
     """qweight [in, out / 8] and qzeros [groups, out / 8], packed along the rows in an order of their own; scales
     [groups, out]."""
-    weight, scales, qzeros = (_taken(found, name) for name in ("qweight", "scales", "qzeros"))
+    weight, scales, qzeros = (taken(found, name, 2) for name in ("qweight", "scales", "qzeros"))
 
     def in_order(words: Tensor) -> Tensor:
         return unpack(_integers(words), 4).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2)
@@ -213,10 +215,12 @@ def awq(found: dict[str, Stored], form: GroupForm) -> GroupTensor:
 def compressed(found: dict[str, Stored], form: GroupForm) -> GroupTensor:
     """weight_packed [out, in / 8], packed along the columns; weight_scale [out, groups]; weight_zero_point
     [out / 8, groups], packed along the rows."""
-    weight, scales = _taken(found, "weight_packed"), _taken(found, "weight_scale")
+    weight, scales = taken(found, "weight_packed", 2), taken(found, "weight_scale", 2)
     found.pop("weight_shape", None)
-    zeros = _taken(found, "weight_zero_point") if form.zero else None
+    zeros = taken(found, "weight_zero_point", 2) if form.zero else None
     per_word = WORD // form.bits
+    if zeros is not None and zeros.shape[0] != -(-weight.shape[0] // per_word):
+        raise ValueError(f"weight_zero_point has {zeros.shape[0]} rows of words for {weight.shape[0]} rows")
 
     def codes(rows: range, columns: range, device: torch.device) -> Tensor:
         words = weight.read((slice(rows.start, rows.stop), _words(columns, per_word)))
@@ -228,12 +232,6 @@ def compressed(found: dict[str, Stored], form: GroupForm) -> GroupTensor:
     shape = (weight.shape[0], weight.shape[1] * per_word)
     read_zero = None if zeros is None else lambda: zero(zeros)
     return GroupTensor(form, shape, codes, scales.read, read_zero, found.pop("weight_g_idx", None))
-
-
-def _taken(found: dict[str, Stored], name: str) -> Stored:
-    if name not in found:
-        raise ValueError(f"{name} is missing")
-    return found.pop(name)
 
 
 def _integers(words: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.packed.tensor import check_scale, spans
+from nanovllm.checkpoint.packed.tensor import check_floats, check_scale, spans
 from nanovllm.checkpoint.reordered import Reordered
 from nanovllm.checkpoint.stored import Part, Stored
 
@@ -34,7 +34,7 @@ class Int8Tensor:
         codes = self.weight.read(part).to(device)
         if codes.dtype != torch.int8:
             raise ValueError(f"the weight's type is {codes.dtype}, and int8 is needed")
-        scale = self.scale.read().to(device, torch.float32).flatten()
+        scale = check_floats(self.scale.read(), "scales").to(device, torch.float32).flatten()
         if scale.numel() not in (1, self.shape[0]):
             raise ValueError(f"there are scales for {scale.numel()} rows, and {self.shape[0]} are needed")
         check_scale(scale)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoint.stored import Part
+from nanovllm.checkpoint.stored import Part, Stored
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,22 @@ def spread(values: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Te
     return whole.reshape(*values.shape[:-2], rows * block[0], columns * block[1])[..., : shape[0], : shape[1]]
 
 
-def check_scale(scale: Tensor) -> None:
-    if not (torch.isfinite(scale) & (scale > 0)).all():
-        raise ValueError("a scale is zero, negative, infinite or NaN")
+def taken(found: dict[str, Stored], name: str, num_dims: int) -> Stored:
+    """The tensor of this name, which `found` loses. It must have so many dimensions."""
+    if name not in found:
+        raise ValueError(f"{name} is missing")
+    tensor = found.pop(name)
+    if len(tensor.shape) != num_dims:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, and {num_dims} dimensions are needed")
+    return tensor
+
+
+def check_floats(numbers: Tensor, what: str) -> Tensor:
+    if not numbers.is_floating_point():
+        raise ValueError(f"{what} are {numbers.dtype}, and floating point numbers are needed")
+    return numbers
+
+
+def check_scale(scale: Tensor, *, may_be_negative: bool = False) -> None:
+    if not (torch.isfinite(scale) & ((scale != 0) if may_be_negative else (scale > 0))).all():
+        raise ValueError(f"a scale is zero, {'' if may_be_negative else 'negative, '}infinite or NaN")

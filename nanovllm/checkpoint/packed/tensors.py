@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from nanovllm.checkpoint.packed import fp4, groups, nf4
 from nanovllm.checkpoint.packed.fp8 import Fp8Tensor
 from nanovllm.checkpoint.packed.int8 import Int8Tensor
+from nanovllm.checkpoint.packed.tensor import taken
 from nanovllm.checkpoint.stored import Stored
 from nanovllm.errors import CheckpointError
 from nanovllm.utils.logging import get_logger
 from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form, Packing
 
 # Scales of activations and of the KV cache, which are computed here for every token
-UNUSED = re.compile(r"\.(input_scale|activation_scale|input_zero_point|input_global_scale|output_scale|[qkv]_scale)$")
+UNUSED = re.compile(
+    r"\.(input_scale|activation_scale|input_zero_point|input_global_scale|output_scale|([qkv]|kv)_scale)$"
+)
 SCALES = ("weight_scale_inv", "weight_scale")
 
 
@@ -77,14 +80,15 @@ def _packed_weight(found: dict[str, Stored], layout: str, form: Form) -> Stored 
                 return groups.awq(found, form)
             return groups.gptq(found, form, zeros_less_one=layout == "gptq")
         return groups.compressed(found, form) if "weight_packed" in found else None
-    scale = next((name for name in SCALES if name in found), None)
-    codes = next((name for name in ("weight_packed", "weight") if name in found), None)
-    if scale is None or codes is None:
+    scale_name = next((name for name in SCALES if name in found), None)
+    name = next((name for name in ("weight_packed", "weight") if name in found), None)
+    if scale_name is None or name is None:
         return None
+    codes, scale = taken(found, name, 2), found.pop(scale_name)
     if isinstance(form, Fp8Form):
-        return Fp8Tensor(found.pop(codes), found.pop(scale), form.block)
+        return Fp8Tensor(codes, scale, form.block)
     if isinstance(form, Int8Form):
-        return Int8Tensor(found.pop(codes), found.pop(scale))
+        return Int8Tensor(codes, scale)
     divisor, factor = found.pop("weight_global_scale", None), found.pop("weight_scale_2", None)
     divides = divisor is not None
-    return fp4.Fp4Tensor(form, found.pop(codes), found.pop(scale), divisor if divides else factor, divides)
+    return fp4.Fp4Tensor(form, codes, scale, divisor if divides else factor, divides)
