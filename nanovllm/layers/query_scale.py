@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
 
 
+def query_factors(spec: "ScaledQueryAttentionSpec", spans: Tensor) -> Tensor:
+    """`spans`: how many times the original length fits before a position."""
+    return 1 + spec.beta * torch.log1p(spans.float())
+
+
 class ScaledQueryAttention(Attention):
     def __init__(self, spec: "ScaledQueryAttentionSpec", context: BuildContext) -> None:
         super().__init__(spec, context)
         self._length = spec.original_length
-        spans = torch.arange(spec.max_position // spec.original_length + 1)
-        factors = 1 + spec.beta * torch.log1p(spans.float())
+        factors = query_factors(spec, torch.arange(spec.max_position // spec.original_length + 1))
         self._factors = factors.to(context.device, context.dtype)[:, None, None]  # [spans of that length, 1, 1]
 
     def mix(self, x: Residual, state: LayerCache, step: Step, *, norm: RMSNorm) -> Tensor:

@@ -6,7 +6,11 @@ from typing import Any
 from nanovllm.attention.select import ropes_of
 from nanovllm.config import Config
 from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, Weight
+from nanovllm.layers.stored_spec import StoredAttentionSpec, StoredMlpSpec
+from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
+from nanovllm.models.post_norm_spec import PostNormLayerSpec, SandwichLayerSpec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
 from nanovllm.native.cpu import multiplies_bfloat16, this_cpu
@@ -14,20 +18,30 @@ from nanovllm.weights.forms import HEAD, INT4, Form, GroupForm, Int8Form
 
 # The fields of specs that the step knows, or that do not concern it. Where another one is not at its default, the model
 # has something that was added since.
+LAYER = {
+    *("hidden_size", "mixer", "feed_forward", "norm_eps", "norm_offset", "mixer_name", "feed_forward_name"),
+    "norm_names",
+}
+ATTENTION = {
+    *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rope", "window", "scale"),
+    *("qkv_bias", "o_bias", "qk_norm_eps", "qk_norm_offset"),
+}
+MLP = {"hidden_size", "intermediate_size", "bias", "activation"}
 KNOWN: dict[type, set[str]] = {
     ModelSpec: {
         *("architecture", "vocab_size", "hidden_size", "layers", "norm_eps", "max_position", "tie_word_embeddings"),
-        *("dtype", "eos_token_ids", "packing"),
+        *("dtype", "eos_token_ids", "norm_offset", "scales", "packing", "file_names"),
     },
-    LayerSpec: {
-        *("hidden_size", "mixer", "feed_forward", "norm_eps", "mixer_name", "feed_forward_name", "norm_names"),
-    },
-    AttentionSpec: {
-        *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rope", "window", "scale"),
-        *("qkv_bias", "o_bias", "qk_norm_eps"),
-    },
-    RopeSpec: {"theta", "scaling"},
-    MlpSpec: {"hidden_size", "intermediate_size", "bias"},
+    LayerSpec: LAYER,
+    PostNormLayerSpec: LAYER,
+    SandwichLayerSpec: LAYER | {"after_names"},
+    AttentionSpec: ATTENTION,
+    ScaledQueryAttentionSpec: ATTENTION | {"beta", "original_length", "max_position"},
+    StoredAttentionSpec: ATTENTION | {"as_one", "interleaved"},
+    WideNormAttentionSpec: ATTENTION | {"wide_norm_eps"},
+    RopeSpec: {"theta", "scaling", "rotated_dim"},
+    MlpSpec: MLP,
+    StoredMlpSpec: MLP,
     MoeSpec: {
         *("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token", "norm_topk_prob", "router_name"),
     },
@@ -65,6 +79,17 @@ def cache_dtype(config: Config, model: ModelSpec) -> str:
     return "float16" if widens and rounds and keeps_packed(config) else "float32"
 
 
+def norms_of(layer: LayerSpec) -> dict[str, str]:
+    """The norms of a layer, by their fields in src/step.h: as checkpoints name them."""
+    after = ("after_attention", "after_ffn")
+    if isinstance(layer, PostNormLayerSpec):
+        return dict(zip(after, layer.norm_names, strict=True))
+    found = dict(zip(("input_norm", "ffn_norm"), layer.norm_names, strict=True))
+    if isinstance(layer, SandwichLayerSpec):
+        found |= zip(after, layer.after_names, strict=True)
+    return found
+
+
 def _option_against(config: Config, model: ModelSpec) -> str | None:
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         return "the model is divided over several devices"
@@ -97,7 +122,9 @@ def _shape_against(config: Config, model: ModelSpec, max_model_len: int) -> str 
     feed_forwards = [layer.feed_forward for layer in model.layers]
     kinds = {replace(mixer, rope=mixers[0].rope, window=None) for mixer in mixers}
     experts = {each for each in feed_forwards if isinstance(each, MoeSpec)}
-    if len(kinds) > 1 or len(experts) > 1 or len({layer.norm_eps for layer in model.layers}) > 1:
+    activations = {part.activation for part in feed_forwards if isinstance(part, MlpSpec | MoeSpec)}
+    epsilons = {layer.norm_eps for layer in model.layers}
+    if any(len(found) > 1 for found in (kinds, experts, activations, epsilons)):
         return "its layers differ from one another"
     mixer = mixers[0]
     if mixer.head_dim % 16:

@@ -1,7 +1,7 @@
 """The weights of the native step: each tensor as its file holds it, and its description for C (src/products.h)."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from nanovllm.checkpoint.packed.groups import Pieces, quantize_groups
 from nanovllm.checkpoint.packed.int8 import Int8Tensor
 from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.checkpoint.stored import Index, Part, Slot, Stored, Target
-from nanovllm.layers.spec import Weight, norm_weight
+from nanovllm.layers.spec import TensorPart, Weight, norm_weight
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
 from nanovllm.weights.forms import Form, GroupForm
@@ -54,14 +54,14 @@ class NativeWeight:
         self.shape: tuple[int, ...] = ()
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
-        self.shape = tuple(tensor.shape)
+        self.shape = part_shape(tensor, part)
         if self._makes is not None:
-            tensor = made(self._makes, tensor.read(part))
+            tensor, part = made(self._makes, tensor.read(part)), ()
         if self._packs and isinstance(tensor, Int8Tensor):
-            self._keep_rows(*tensor.pieces((), CPU))
+            self._keep_rows(*tensor.pieces(part, CPU))
             return
         if self._packs and len(self.shape) == 2 and isinstance(getattr(tensor, "form", None), GroupForm):
-            self._keep_groups(tensor)
+            self._keep_groups(tensor, part)
             return
         data = tensor.read(part)
         if len(self.shape) == 2:
@@ -95,13 +95,13 @@ class NativeWeight:
         padded = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[0] % TILE))
         return padded.unflatten(0, (-1, self._library.rows_of_strip())).transpose(1, 2).contiguous()
 
-    def _keep_groups(self, tensor: Any) -> None:
+    def _keep_groups(self, tensor: Any, part: Part) -> None:
         form: GroupForm = tensor.form
         sizes = form.sizes_in(self.shape[1])
         if getattr(tensor, "type_name", None) in IN_STRIP_ORDER:
-            scale, minimum = self._store_blocks(tensor.blocks(())[0], form)
+            scale, minimum = self._store_blocks(tensor.blocks(part)[0], form)
         else:
-            scale, minimum = self._store_pieces(tensor.pieces((), sizes, CPU), form, sizes)
+            scale, minimum = self._store_pieces(tensor.pieces(part, sizes, CPU), form, sizes)
         if form.bits == 4 and minimum is None:
             minimum = 8 * scale  # 8 stands for 0
             if not torch.isfinite(minimum).all():
@@ -159,19 +159,50 @@ class NativeWeight:
         )
 
 
+class Divided:
+    """Weights that a checkpoint has as one tensor; implements `Target`. Index (i,) is the weight number i."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+
+    def load(self, index: Index, tensor: Stored, part: Part) -> None:
+        number = index[0]
+        assert isinstance(number, int)
+        self._targets[number].load((), tensor, part)
+
+
+def named_parts(prefix: str, weight: Weight) -> list[tuple[str, TensorPart]]:
+    """The parts of a weight, each with a name: its tensor's, and a number where one tensor has several."""
+    parts = list(weight.parts(0, 1))
+    tensors = [part.name for part in parts]
+    numbers = [f"[{tensors[:i].count(name)}]" if tensors.count(name) > 1 else "" for i, name in enumerate(tensors)]
+    return [(prefix + part.name + number, part) for part, number in zip(parts, numbers, strict=True)]
+
+
 def native_slots(spec: ModelSpec, target_of: Callable[[str, Weight], Target]) -> dict[str, Slot]:
-    """Where every tensor of a checkpoint goes, by its Hugging Face name. `target_of`: from this name and the weight."""
-    weights = [("", spec.embedding_weight()), ("model.norm.", norm_weight(spec.hidden_size))]
+    """Where every tensor of a checkpoint goes, by its Hugging Face name. `target_of`: from a part's name and weight."""
+    last_norm = norm_weight(spec.hidden_size, spec.norm_offset)
+    weights = [("", spec.embedding_weight()), ("model.norm.", last_norm)]
     if not spec.tie_word_embeddings:
         weights.append(("", spec.head_weight()))
     for index, layer in enumerate(spec.layers):
         weights += [(f"model.layers.{index}.{prefix}", weight) for prefix, weight in layer.weights()]
     found: dict[str, Slot] = {}
     for prefix, weight in weights:
-        for one in weight.parts(0, 1):
-            target = target_of(prefix + one.name, weight)
-            found[prefix + one.name] = Slot(target, one.shape, (((), one.part),), one.order, weight.offset)
+        held: dict[str, list[tuple[Target, TensorPart]]] = {}
+        for name, part in named_parts(prefix, weight):
+            held.setdefault(prefix + part.name, []).append((target_of(name, weight), part))
+        for name, parts in held.items():
+            targets, own = [target for target, _ in parts], parts[0][1]
+            places = tuple(((number,), part.part) for number, (_, part) in enumerate(parts))
+            target = targets[0] if len(targets) == 1 else Divided(targets)
+            found[name] = Slot(target, own.shape, places, own.order, weight.offset)
     return found
+
+
+def part_shape(tensor: Stored, part: Part) -> tuple[int, ...]:
+    sizes = [len(range(*own.indices(size))) for own, size in zip(part, tensor.shape, strict=False)]
+    return (*sizes, *tensor.shape[len(sizes) :])
 
 
 def made(form: Form, weight: Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,10 +14,14 @@ from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention
 from nanovllm.attention.sdpa import zeros
 from nanovllm.checkpoint.stored import Slot
 from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.layers.query_scale import query_factors
+from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.layers.step import Step
+from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
 from nanovllm.models.shard import Shard
-from nanovllm.native.weights import DENSE, Matrix, NativeWeight, native_slots, pointer
+from nanovllm.native.support import norms_of
+from nanovllm.native.weights import DENSE, Matrix, NativeWeight, named_parts, native_slots, pointer
 from nanovllm.weights.forms import Form
 
 PARTS = ("embedding", "norms", "q, k, v", "rotation", "attention", "output", "routing", "gate, up", "down", "head")
@@ -28,7 +32,8 @@ class Layer(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down", "router")),
         ("experts", POINTER),
-        *((name, POINTER) for name in ("input_norm", "ffn_norm", "q_norm", "k_norm", "rotary", "keys", "values")),
+        *((name, POINTER) for name in ("input_norm", "ffn_norm", "after_attention", "after_ffn", "q_norm", "k_norm")),
+        *((name, POINTER) for name in ("rotary", "keys", "values")),
         *((name, INT) for name in ("window", "group")),
     )
 
@@ -40,8 +45,9 @@ class Model(ctypes.Structure):
             (name, INT)
             for name in ("head_dim", "block_size", "num_experts", "experts_per_token", "kv_type", "normalize_shares")
         ),
-        ("num_parts", INT),
-        *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "scale")),
+        *((name, INT) for name in ("num_parts", "uses_gelu", "norms_all_heads")),
+        *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "scale", "embedding_scale")),
+        ("query_scales", POINTER),
         ("layers", POINTER),
         ("embedding", Matrix),
         ("head", Matrix),
@@ -112,6 +118,8 @@ class NativeModel:
         self._library, self._num_threads = declare(library), num_threads
         self._packs, self._makes, self._kv_dtype, self._rounds_inputs = packs, makes, kv_dtype, rounds_inputs
         self._rotary, self._block_size = rotary, block_size
+        self._most_positions = min(map(len, rotary.values()))
+        self._query_scales = torch.empty(0)  # of each position, or none
         self._weights: dict[str, NativeWeight] = {}  # by name in checkpoints
         self._layers = (Layer * self.spec.num_layers)()
         self._experts: list[ctypes.Array[Matrix]] = []  # of each layer
@@ -134,7 +142,11 @@ class NativeModel:
     def finish_loading(self) -> None:
         """Describe the weights to C, and start its threads."""
         spec, first = self.spec, self.spec.layers[0]
-        assert isinstance(first.mixer, AttentionSpec)
+        mixer = first.mixer
+        assert isinstance(mixer, AttentionSpec)
+        head_norm_eps = mixer.wide_norm_eps if isinstance(mixer, WideNormAttentionSpec) else mixer.qk_norm_eps
+        if isinstance(mixer, ScaledQueryAttentionSpec):
+            self._query_scales = query_factors(mixer, torch.arange(self._most_positions) // mixer.original_length)
         feed_forwards = cast(list[MlpSpec | MoeSpec], [layer.feed_forward for layer in spec.layers])
         experts = next((each for each in feed_forwards if isinstance(each, MoeSpec)), None)
         for index in range(spec.num_layers):
@@ -144,19 +156,23 @@ class NativeModel:
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
             intermediate=max(each.intermediate_size for each in feed_forwards),
-            num_heads=first.mixer.num_heads,
-            num_kv_heads=first.mixer.num_kv_heads,
-            head_dim=first.mixer.head_dim,
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
             block_size=self._block_size,
             num_experts=experts.num_experts if experts else 0,
             experts_per_token=experts.num_experts_per_token if experts else 0,
             kv_type=DENSE[self._kv_dtype],
             normalize_shares=bool(experts and experts.norm_topk_prob),
             num_parts=1 if self._rounds_inputs else 3,
+            uses_gelu=feed_forwards[0].activation == "gelu",
+            norms_all_heads=isinstance(mixer, WideNormAttentionSpec),
             eps=first.norm_eps,
-            head_norm_eps=first.mixer.qk_norm_eps or 0.0,
+            head_norm_eps=head_norm_eps or 0.0,
             last_norm_eps=spec.norm_eps,
-            scale=first.mixer.score_scale,
+            scale=mixer.score_scale,
+            embedding_scale=self._embedding_scale(),
+            query_scales=pointer(self._query_scales) if len(self._query_scales) else None,
             layers=ctypes.addressof(self._layers),
             embedding=embedding.matrix(),
             head=(embedding if spec.tie_word_embeddings else self._weights["lm_head.weight"]).matrix(),
@@ -167,27 +183,46 @@ class NativeModel:
             raise MemoryError("no memory for the activations of the native step")
         self.close = weakref.finalize(self, self._library.engine_destroy, self._engine)
 
+    def _embedding_scale(self) -> float:
+        """The factor of embedded tokens; transformers rounds it to the dtype in which it computes."""
+        scales = self.spec.scales
+        if scales is None:
+            return 1.0
+        dtype = torch.bfloat16 if self._rounds_inputs and scales.rounds_embedding else torch.float32
+        return float(scales.embedded(torch.ones((), dtype=dtype)))
+
     def _describe_layer(self, index: int) -> None:
         layer, prefix = self._layers[index], f"model.layers.{index}"
         spec = self.spec.layers[index]
         assert isinstance(spec.mixer, AttentionSpec)
         layer.rotary = pointer(self._rotary[spec.mixer.rope])
         layer.window, layer.group = spec.mixer.window or 0, self._windows.index(spec.mixer.window)
-        mixer, feed_forward = f"{prefix}.{spec.mixer_name}", f"{prefix}.{spec.feed_forward_name}"
-        modules = {name: f"{mixer}.{name}_proj" for name in ("q", "k", "v", "o")}
+        mixer, feed_forward = f"{prefix}.{spec.mixer_name}.", f"{prefix}.{spec.feed_forward_name}."
+        attention = spec.mixer.weights()
+        self._describe(layer, mixer, attention, "qkv_", ("q", "k", "v"))
+        self._describe(layer, mixer, attention, "o_", ("o",))
+        weights = cast(MlpSpec | MoeSpec, spec.feed_forward).weights()
         if isinstance(spec.feed_forward, MoeSpec):
-            modules["router"] = f"{feed_forward}.{spec.feed_forward.router_name}"
-            layer.experts = self._describe_experts(f"{feed_forward}.experts", spec.feed_forward.num_experts)
+            layer.router = self._weights[feed_forward + weights["router"].names[0]].matrix()
+            layer.experts = self._describe_experts(f"{feed_forward}experts", spec.feed_forward.num_experts)
         else:
-            modules |= {name: f"{feed_forward}.{name}_proj" for name in ("gate", "up", "down")}
-        for name, module in modules.items():
-            weight = self._weights[f"{module}.weight"]
-            setattr(layer, name, weight.matrix(self._weights.get(f"{module}.bias")))
-        norms = dict(zip(("input_norm", "ffn_norm"), (f"{prefix}.{name}" for name in spec.norm_names), strict=True))
-        norms |= {name: f"{mixer}.{name}" for name in ("q_norm", "k_norm")}
-        for name, module in norms.items():
-            norm = self._weights.get(f"{module}.weight")
-            setattr(layer, name, None if norm is None else pointer(norm.data))
+            self._describe(layer, feed_forward, weights, "gate_up_", ("gate", "up"))
+            self._describe(layer, feed_forward, weights, "down_", ("down",))
+        norms = {field: f"{prefix}.{name}.weight" for field, name in norms_of(spec).items()}
+        norms |= {field: mixer + attention[field].names[0] for field in ("q_norm", "k_norm") if field in attention}
+        for field, name in norms.items():
+            setattr(layer, field, pointer(self._weights[name].data))
+
+    def _describe(
+        self, layer: Layer, prefix: str, weights: Mapping[str, Weight], kind: str, fields: Sequence[str]
+    ) -> None:
+        """The matrices of a linear, and their biases."""
+        names = [name for name, _ in named_parts(prefix, weights[f"{kind}weight"])]
+        biases: Sequence[str | None] = (None,) * len(names)
+        if f"{kind}bias" in weights:
+            biases = [name for name, _ in named_parts(prefix, weights[f"{kind}bias"])]
+        for field, name, bias in zip(fields, names, biases, strict=True):
+            setattr(layer, field, self._weights[name].matrix(None if bias is None else self._weights[bias]))
 
     def _describe_experts(self, prefix: str, num_experts: int) -> int:
         """The address of their matrices."""
@@ -240,7 +275,7 @@ class NativeModel:
             logits=pointer(logits) if samples_all else None,
         )
         self._library.engine_step(self._engine, arguments)
-        self._computed = (hidden, logits) if samples_all else None
+        self._computed = (hidden, self._scaled(logits)) if samples_all else None
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:  # [num_rows, hidden] -> [num_rows, vocab]
@@ -249,7 +284,10 @@ class NativeModel:
         hidden = hidden.contiguous()
         logits = torch.empty(len(hidden), self.spec.vocab_size)
         self._library.engine_logits(self._engine, pointer(hidden), len(hidden), pointer(logits))
-        return logits
+        return self._scaled(logits)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits if self.spec.scales is None else self.spec.scales.scaled_logits(logits)
 
     def seconds(self) -> dict[str, float]:
         """How long each part of the steps took since the last call."""
@@ -267,7 +305,7 @@ class NativeModel:
         self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, tables: np.ndarray, kept: np.ndarray
     ) -> None:
         """Every index that C follows. All are the engine's own; one that is wrong must not become a wrong address."""
-        most_positions = min(*map(len, self._rotary.values()), tables.shape[2] * self._block_size)
+        most_positions = min(self._most_positions, tables.shape[2] * self._block_size)
         check_range("token id", tokens, self.spec.vocab_size)
         check_range("position", positions, most_positions)
         check_range("sequence", sequences, tables.shape[1])

@@ -1,5 +1,6 @@
 """Bytes of the native step's weights, from the headers of a checkpoint and, for its dtype, one row of each matrix."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nanovllm.models.parameters import tensor_names
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
 from nanovllm.native.support import FORMS_MADE, form_made, keeps_packed
-from nanovllm.native.weights import DENSE, IN_STRIP_ORDER, TILE, native_slots
+from nanovllm.native.weights import DENSE, IN_STRIP_ORDER, TILE, native_slots, part_shape
 from nanovllm.weights.forms import Form, GroupForm, Int8Form
 
 
@@ -26,10 +27,11 @@ class CountedWeight:
         self.num_bytes = 0
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
-        if len(tensor.shape) != 2:
-            self.num_bytes = torch.Size(tensor.shape).numel() * 4
+        shape = part_shape(tensor, part)
+        if len(shape) != 2:
+            self.num_bytes = math.prod(shape) * 4
             return
-        rows, columns = tensor.shape
+        rows, columns = shape
         form = self._form_of(tensor)
         if form is None:
             self.num_bytes = _up_to(rows, TILE) * columns * _item_bytes(tensor)

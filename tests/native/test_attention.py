@@ -66,18 +66,19 @@ def attend(
 
 
 @pytest.mark.parametrize("dtype", DENSE)
-@pytest.mark.parametrize("group", [1, 3, 4])
-def test_tokens_that_are_computed_together_have_the_same_bits(dtype: torch.dtype, group: int) -> None:
+@pytest.mark.parametrize(("group", "window"), [(1, 0), (3, 0), (4, 0), (1, 3), (3, 17), (4, 100)])
+def test_tokens_that_are_computed_together_have_the_same_bits(dtype: torch.dtype, group: int, window: int) -> None:
     generator = torch.Generator().manual_seed(group)
     length, num_tokens = 150, 45  # through the end of a segment, from and to the middle of 8 tokens
     keys, values = (torch.randn(10, KV_HEADS, BLOCK, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
     queries = torch.randn(num_tokens, group * KV_HEADS, HEAD_DIM, generator=generator)
     table = torch.arange(10, dtype=torch.int32)
-    alone = attend(queries, keys, values, table, length)
+    alone = attend(queries, keys, values, table, length, window)
     for together in (2, 3, 8):
-        assert torch.equal(attend(queries, keys, values, table, length, together=together), alone)
+        assert torch.equal(attend(queries, keys, values, table, length, window, together), alone)
     for token in (0, 22, 44):  # one whose neighbours are not there at all
-        only = attend(queries[token : token + 1], keys, values, table, length - num_tokens + token + 1)
+        end = length - num_tokens + token + 1
+        only = attend(queries[token : token + 1], keys, values, table, end, window)
         assert torch.equal(only[0], alone[token])
 
 

@@ -30,7 +30,7 @@ def x86(flags: str) -> str:
         ("aarch64", arm(V1, A72), None),
         ("aarch64", arm(A72), None),
         ("x86_64", x86(HASWELL), "x86_64-avx2"),
-        ("x86_64", x86(SKYLAKE_X), "x86_64-avx2"),
+        ("x86_64", x86(SKYLAKE_X), "x86_64-avx512"),
         ("x86_64", x86(ICE_LAKE), "x86_64-avx512vnni"),
         ("x86_64", x86(SANDY_BRIDGE), None),
         ("x86_64", "", None),

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no native li
 SUPPORTED = [
     *("llama", "llama-old-rope3", "llama-dynamic", "llama-bias", "mistral", "mistral-full", "qwen2", "qwen2-sliding"),
     *("qwen2-upper-layers-slide", "qwen3", "smollm3", "qwen3-moe", "qwen3-moe-stacked"),
+    *("gemma3", "granite", "granite4", "ministral3", "olmo2", "olmo3", "glm", "glm4", "phi3", "phi4-mini"),
 ]
 PROMPTS = [prompt_of(45), prompt_of(1), prompt_of(33), prompt_of(16)]
 PACKED_PROMPTS = [prompt_of(length, vocab_size=VOCAB) for length in (45, 1, 33, 16)]
@@ -124,6 +125,7 @@ def test_numbers_beyond_float16_are_the_largest_in_a_kv_cache(tmp_path: Path) ->
         ("x86_64-avx512vnni", {"quantization": "int8"}, "float16"),
         ("x86_64-avx512vnni", {"dtype": "float32"}, "float32"),
         ("x86_64-avx512vnni", {"kv_cache_dtype": "bfloat16"}, "bfloat16"),
+        ("x86_64-avx512", {}, "float16"),
         ("x86_64-avx2", {}, "float32"),
         ("aarch64-dotprod", {}, "float32"),
     ],
@@ -218,32 +220,45 @@ def test_the_default_model(default_model_path: Path) -> None:
 # --- one order of additions -------------------------------------------------------------------------------------------
 
 
-def batches(path: Path | None, **options: Any) -> list[Any]:
+def batches(model: str | Path, **options: Any) -> list[Any]:
     """The scores of the prompts, together and one by one."""
-    opened = open_llm("qwen3", cpu_kernels="native", **options) if path is None else open_packed(path, **options)
-    prompts = PROMPTS if path is None else PACKED_PROMPTS
+    packed = isinstance(model, Path)
+    opened = open_packed(model, **options) if packed else open_llm(model, cpu_kernels="native", **options)
+    prompts = PACKED_PROMPTS if packed else PROMPTS
     with opened as llm:
         together = scores(llm, prompts)
         assert [scores(llm, [prompt])[0] for prompt in prompts] == together
         return together
 
 
-@pytest.mark.parametrize(("packed", "kv_dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
-def test_results_do_not_depend_on_the_batch(packed: bool, kv_dtype: str, packed_file: Path) -> None:
-    path, kept = packed_file if packed else None, {"kv_cache_dtype": kv_dtype}
-    whole = batches(path, enable_prefix_caching=False, **kept)
-    assert batches(path, max_num_batched_tokens=7, max_num_seqs=4, enable_prefix_caching=False, **kept) == whole
-    assert batches(path, max_num_batched_tokens=16, max_num_seqs=4, num_kv_cache_blocks=8, **kept) == whole  # preempts
+def check_batches(model: str | Path, **options: Any) -> None:
+    """The same alone, together, in chunks of prompts, and preempted."""
+    whole = batches(model, enable_prefix_caching=False, **options)
+    assert batches(model, max_num_batched_tokens=7, max_num_seqs=4, enable_prefix_caching=False, **options) == whole
+    assert batches(model, max_num_batched_tokens=16, max_num_seqs=4, num_kv_cache_blocks=8, **options) == whole
 
 
-def test_long_prompts_in_several_segments() -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "ministral3", "olmo3", "phi3"])
+def test_results_do_not_depend_on_the_batch(family: str) -> None:
+    check_batches(family)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_results_of_packed_weights_do_not_depend_on_the_batch(kv_dtype: str, packed_file: Path) -> None:
+    check_batches(packed_file, kv_cache_dtype=kv_dtype)
+
+
+@pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral-full", 150)])
+def test_long_prompts_in_several_segments(family: str, window: int | None, tmp_path: Path) -> None:
     """Attention reads 128 positions at a time, and a step has parts of 256 tokens."""
     prompt, small = prompt_of(480), {"max_model_len": 512}
-    with open_llm("llama", cpu_kernels="native", **small) as native:
+    model = copy_of(family, tmp_path)
+    edit_config(model, lambda config: config.update(sliding_window=window))
+    with open_llm(model, cpu_kernels="native", **small) as native:
         whole = scores(native, [prompt])
-    with open_llm("llama", cpu_kernels="native", max_num_batched_tokens=90, **small) as chunked:
+    with open_llm(model, cpu_kernels="native", max_num_batched_tokens=90, **small) as chunked:
         assert scores(chunked, [prompt]) == whole
-    with open_llm("llama", cpu_kernels="torch", **small) as plain:
+    with open_llm(model, cpu_kernels="torch", **small) as plain:
         np.testing.assert_allclose(whole[0][1], scores(plain, [prompt])[0][1], atol=1e-4)
 
 
@@ -308,10 +323,10 @@ def test_two_engines_at_the_same_time() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("gemma3", {}, "norm_offset"),
+        ("gemma4", {}, "Gemma4LayerSpec"),
         ("gpt-oss", {}, "SinkAttentionSpec"),
-        ("granite", {}, "scales"),
-        ("olmo3", {}, "PostNormLayerSpec"),
+        ("lfm2", {}, "ShortConvSpec"),
+        ("deepseek-v2", {}, "LatentAttentionSpec"),
         ("llama", {"quantization": "fp8"}, "quantization='fp8'"),
         ("llama", {"quantization": "int8", "dtype": "float32"}, "round activations to 8 bits"),
         ("llama", {"attention_backend": "sdpa"}, "own attention"),

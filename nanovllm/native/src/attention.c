@@ -148,10 +148,15 @@ static int next_queries(int left) {
     return left < (3 * IN_REGISTERS + 1) / 2 ? (left + 1) / 2 : IN_REGISTERS;
 }
 
+/* The positions that a query attends to, from those of a part on. */
+typedef struct {
+    int begin, end;
+} Seen;
+
 /* Add positions `first` to `count` - 1 of those from `at` on, at most PART in one block, to the weighted values, the
- * largest scores and the sums of queries. A query attends to positions before its `end`; others have weights of 0. */
-INLINE void add_part(const Attention *a, int num, const float *const queries[], const State states[], const int ends[],
-                     Spot at, Spot next, int first, int count, const int type) {
+ * largest scores and the sums of queries. Positions that a query does not attend to have weights of 0. */
+INLINE void add_part(const Attention *a, int num, const float *const queries[], const State states[],
+                     const Seen seen[], Spot at, Spot next, int first, int count, const int type) {
     enum { WIDTH = VECTORS * LANES };
     float weights[MOST_QUERIES][PART], decay[(MOST_QUERIES + LANES - 1) / LANES * LANES];
     for (int q = 0, here; q < num; q += here) {
@@ -169,14 +174,13 @@ INLINE void add_part(const Attention *a, int num, const float *const queries[], 
     }
     for (int q = 0; q < num; q++) {
         const float before = *states[q].largest;
-        *states[q].largest = largest_score(weights[q], first, ends[q] < count ? ends[q] : count, before);
+        *states[q].largest = largest_score(weights[q], seen[q].begin, seen[q].end, before);
         decay[q] = before - *states[q].largest;
     }
     for (int q = 0; q < num; q += LANES) wide_store(decay + q, exponential(wide_load(decay + q)));
     for (int q = 0; q < num; q++) {
         const wide sum = wide_load(states[q].sums) * wide_splat(decay[q]);
-        const int end = ends[q] < count ? ends[q] : count;
-        wide_store(states[q].sums, weights_of(weights[q], first, end, *states[q].largest, sum));
+        wide_store(states[q].sums, weights_of(weights[q], seen[q].begin, seen[q].end, *states[q].largest, sum));
     }
     for (int q = 0, here; q < num; q += here) {
         here = next_queries(num - q);
@@ -191,6 +195,12 @@ INLINE void add_part(const Attention *a, int num, const float *const queries[], 
     }
 }
 
+/* Which of `count` positions from `position` on a token attends to. */
+static Seen seen_of(const Attention *a, int token, int position, int count) {
+    const int end = a->positions[token] + 1 - position, begin = a->window ? end - a->window : 0;
+    return (Seen){begin < 0 ? 0 : begin < count ? begin : count, end < count ? end : count};
+}
+
 /* The same for the queries of tokens for one KV head. */
 static void add_positions(const Attention *a, int token, int num_tokens, int kv_head, int segment, int position,
                           Spot at, Spot next, int first_position, int count) {
@@ -199,17 +209,17 @@ static void add_positions(const Attention *a, int token, int num_tokens, int kv_
         const int left = num_tokens * heads - first, num = left < MOST_QUERIES ? left : MOST_QUERIES;
         const float *queries[MOST_QUERIES];
         State states[MOST_QUERIES];
-        int ends[MOST_QUERIES];
+        Seen seen[MOST_QUERIES];
         for (int q = 0, own = token + first / heads, h = first % heads; q < num; q++, h++) {
             if (h == heads) h = 0, own++;
             queries[q] = a->queries + own * a->query_stride + (int64_t)(kv_head * heads + h) * a->head_dim;
             states[q] = state_of(a, own, segment, kv_head * heads + h);
-            ends[q] = a->positions[own] + 1 - position;
+            seen[q] = seen_of(a, own, position, count);
         }
         switch (a->type) {
-            case FLOAT32: add_part(a, num, queries, states, ends, at, next, first_position, count, FLOAT32); break;
-            case BFLOAT16: add_part(a, num, queries, states, ends, at, next, first_position, count, BFLOAT16); break;
-            default: add_part(a, num, queries, states, ends, at, next, first_position, count, FLOAT16);
+            case FLOAT32: add_part(a, num, queries, states, seen, at, next, first_position, count, FLOAT32); break;
+            case BFLOAT16: add_part(a, num, queries, states, seen, at, next, first_position, count, BFLOAT16); break;
+            default: add_part(a, num, queries, states, seen, at, next, first_position, count, FLOAT16);
         }
     }
 }
@@ -226,7 +236,7 @@ void attend_segment(const Attention *a, int token, int num_tokens, int kv_head, 
     const int heads = a->num_heads / a->num_kv_heads, dim = a->head_dim, size = a->block_size;
     const int last = a->positions[token + num_tokens - 1] + 1, first = segment * SEGMENT;
     const int end = first + SEGMENT < last ? first + SEGMENT : last;
-    const int begin = a->window && last - a->window > first ? last - a->window : first;
+    const int seen = a->window ? a->positions[token] + 1 - a->window : 0, begin = seen > first ? seen : first;
     const int32_t *blocks = a->tables[token] + a->table_offset;
     for (int q = 0; q < num_tokens * heads; q++) {
         const State state = state_of(a, token + q / heads, segment, kv_head * heads + q % heads);

@@ -29,7 +29,7 @@ typedef struct {
  * segments. */
 int tokens_together(const Attention *a, int token, int end);
 
-/* What the queries of these tokens, one with a window, for one KV head gather from one segment of positions, into
+/* What the queries of these tokens for one KV head gather from one segment of positions, into
  * `partial`. The order of additions does not depend on `num_tokens`. */
 void attend_segment(const Attention *a, int token, int num_tokens, int kv_head, int segment);
 

@@ -29,12 +29,12 @@ struct Engine {
     void *blocks[MOST_BLOCKS];       /* all memory below */
     float *residual, *last;          /* [PASS_ROWS][hidden]: of all tokens, and of those that are wanted */
     float *qkv;                      /* [PASS_ROWS][q | k | v] */
+    float *product;                  /* [PASS_ROWS][hidden]: what a norm or a share is applied to before it is added */
     Rows normed, mixed, activated;
     float *partial, *largest;        /* of attention */
     float *routed, *shares;          /* [PASS_ROWS][num_experts] logits of the router, [PASS_ROWS][experts_per_token] */
     int32_t *chosen;                 /* [PASS_ROWS][experts_per_token] */
     Rows gathered;                   /* the inputs of one expert */
-    float *expert_output;            /* [PASS_ROWS][hidden] */
     int32_t expert_rows[PASS_ROWS];
     float expert_shares[PASS_ROWS];
     int32_t first_segments[PASS_ROWS];
@@ -49,9 +49,9 @@ void engine_run(Engine *e, int part, void (*work)(void *, int), void *argument, 
 /* Bring rows into the `forms` in which matrices read them. */
 void form_inputs(Engine *e, int part, const Rows *rows, int count, int columns, int forms);
 
-enum { STORE, ADD, GATE };
+enum { STORE, ADD, GATE_SILU, GATE_GELU };
 
-/* y[i] = x W[i]^T, which is stored. With ADD it is added to y, and with GATE y[0] = silu(x W[0]^T) * (x W[1]^T). */
+/* y[i] = x W[i]^T, which is stored. With ADD it is added to y, and with a gate y[0] = silu(x W[0]^T) * (x W[1]^T), or gelu. */
 typedef struct {
     const Matrix *matrices[MOST_OUTPUTS];
     float *outputs[MOST_OUTPUTS];

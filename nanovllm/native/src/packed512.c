@@ -1,10 +1,16 @@
 /* Products with packed weights and vectors of 512 bits: 16 rows of W at a time. A few rows of x are multiplied by the
- * byte products of AVX512-VNNI, more on the matrix unit (AMX) where there is one; both add in the same order. */
+ * byte products of AVX512, with or without VNNI, more on the matrix unit (AMX) where there is one; all add in the same
+ * order. */
 #include "packed.h"
 
 #if defined(__AVX512F__)
 
 enum { AHEAD = 8192 }; /* bytes */
+#if defined(__AVX512VNNI__)
+enum { ADDED = 128 }; /* to codes of 8 bits, because the instruction multiplies unsigned ones of W */
+#else
+enum { ADDED = 0 };
+#endif
 
 INLINE Scale scale_of(wide scale) { return (Scale){scale, scale * wide_splat(-12582912.0f)}; }
 
@@ -38,8 +44,34 @@ INLINE __m512i four_codes(const int8_t *codes) {
     return _mm512_set1_epi32(four);
 }
 
-/* The products of a strip with `count` rows of x from row `row` of LANES on. The instruction multiplies unsigned codes
- * of W: those of 8 bits are increased by 128, for which `zeros` make up. */
+/* `zero` plus the products of codes of W, of 4 * `num` columns, with those of a row of x. `zero` makes up for
+ * what was ADDED to those of W. */
+INLINE wide dot_codes(const __m512i *w, const int num, const int8_t *x, int32_t zero, const int type) {
+    __m512i sum = _mm512_set1_epi32(zero);
+#if defined(__AVX512VNNI__)
+    (void)type;
+#pragma GCC unroll 8
+    for (int i = 0; i < num; i++) sum = _mm512_dpbusd_epi32(sum, w[i], four_codes(x + 4 * i));
+#else
+    const __m512i ones = _mm512_set1_epi16(1);
+    __m512i pairs = _mm512_setzero_si512(); /* sums of 16 bits: up to 16 products of 4-bit codes, or 2 of 8 bits */
+#pragma GCC unroll 8
+    for (int i = 0; i < num; i++) {
+        const __m512i four = four_codes(x + 4 * i);
+        if (type == INT4) {
+            pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16(w[i], four));
+        } else { /* the sign of w goes to x */
+            const __m512i other = _mm512_mask_sub_epi8(four, _mm512_movepi8_mask(w[i]), ones ^ ones, four);
+            const __m512i two = _mm512_maddubs_epi16(_mm512_abs_epi8(w[i]), other);
+            sum = _mm512_add_epi32(sum, _mm512_madd_epi16(two, ones));
+        }
+    }
+    if (type == INT4) sum = _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, ones));
+#endif
+    return (wide)sum;
+}
+
+/* The products of a strip with `count` rows of x from row `row` of LANES on. */
 INLINE void few_rows(const int count, const Matrix *w, int strip, const Rounded *x, int row, float y[][TILE],
                      const int type, const int has_minima, const int half_scales) {
     Reader reader = reader_of(w, strip, type);
@@ -52,23 +84,21 @@ INLINE void few_rows(const int count, const Matrix *w, int strip, const Rounded 
         read_codes(&reader, type, part);
         read_scales(&reader, w, type, has_minima, half_scales, scale, &minimum);
 #pragma GCC unroll 8
-        for (int i = 0; type != INT4 && i < 8; i++) part[i] = _mm512_xor_si512(part[i], _mm512_set1_epi8(-128));
+        for (int i = 0; ADDED && type != INT4 && i < 8; i++) part[i] = _mm512_xor_si512(part[i], _mm512_set1_epi8(-128));
 #pragma GCC unroll 8
         for (int m = 0; m < count; m++) {
+            const int8_t *codes = x->codes[row + m];
             const wide x_scale = wide_splat(x->scales[row + m]);
-            const int32_t zero = x->zeros[0][row + m], last_zero = x->zeros[1][row + m];
-            const int32_t first_zero = type == INT8 ? zero : zero - last_zero + INT_ZERO;
-            __m512i dot = _mm512_set1_epi32(type == INT4 ? INT_ZERO : first_zero);
+            const int32_t zero = type == INT4 ? INT_ZERO : x->zeros[0][row + m], last_zero = x->zeros[1][row + m];
             if (has_minima) sum[m] = wide_multiply_add(sum[m], minimum, wide_splat(x->minus_sums[row + m]));
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                dot = _mm512_dpbusd_epi32(dot, part[i], four_codes(x->codes[row + m] + 4 * i));
-                if (type == INT8_BY_16 && i == 3) {
-                    sum[m] = wide_multiply_add(sum[m], scaled((wide)dot, &scale[0]), x_scale);
-                    dot = _mm512_set1_epi32(last_zero);
-                }
+            if (type == INT8_BY_16) {
+                const wide first = dot_codes(part, 4, codes, zero - last_zero + INT_ZERO, type);
+                const wide last = dot_codes(part + 4, 4, codes + 16, last_zero, type);
+                sum[m] = wide_multiply_add(sum[m], scaled(first, &scale[0]), x_scale);
+                sum[m] = wide_multiply_add(sum[m], scaled(last, &scale[1]), x_scale);
+            } else {
+                sum[m] = wide_multiply_add(sum[m], scaled(dot_codes(part, 8, codes, zero, type), &scale[0]), x_scale);
             }
-            sum[m] = wide_multiply_add(sum[m], scaled((wide)dot, &scale[type == INT8_BY_16]), x_scale);
         }
     }
 #pragma GCC unroll 8
@@ -123,8 +153,8 @@ void round_row(const float *x, int columns, Rounded *rounded, int row) {
         _mm_storeu_si128((__m128i *)rounded->codes[row], _mm512_cvtepi32_epi8(codes[0]));
         _mm_storeu_si128((__m128i *)(rounded->codes[row] + 16), _mm512_cvtepi32_epi8(codes[1]));
         rounded->scales[row] = size / 127.0f;
-        rounded->zeros[0][row] = INT_ZERO - 128 * (sums[0] + sums[1]);
-        rounded->zeros[1][row] = INT_ZERO - 128 * sums[1];
+        rounded->zeros[0][row] = INT_ZERO - ADDED * (sums[0] + sums[1]);
+        rounded->zeros[1][row] = INT_ZERO - ADDED * sums[1];
         rounded->minus_sums[row] = -rounded->scales[row] * (float)(sums[0] + sums[1]);
     }
 }

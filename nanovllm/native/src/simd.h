@@ -70,12 +70,8 @@ INLINE void store_halves(uint16_t *p, f32x4 x) {
 INLINE s32x4 dot_bytes(s32x4 sum, s8x16 w, __m128i x) {
     /* the instructions multiply unsigned with signed bytes: the sign of w goes to x */
     __m128i size = _mm_abs_epi8((__m128i)w), other = _mm_sign_epi8(x, (__m128i)w);
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    return (s32x4)_mm_dpbusd_epi32((__m128i)sum, size, other);
-#else
     __m128i pairs = _mm_maddubs_epi16(size, other); /* at most 2 * 128 * 127, which 16 bits hold */
     return sum + (s32x4)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
-#endif
 }
 #define DOT_LANE(sum, w, x, lane) dot_bytes(sum, w, _mm_shuffle_epi32((__m128i)(x), (lane) * 0x55))
 typedef const float *Lanes; /* in memory: a load fills a vector with one number */

@@ -47,6 +47,7 @@ Engine *engine_create(const Model *model, int num_threads) {
     e->num_threads = num_threads;
     e->residual = reserve_floats(e, PASS_ROWS, m->hidden);
     e->last = reserve_floats(e, PASS_ROWS, m->hidden);
+    e->product = reserve_floats(e, PASS_ROWS, m->hidden);
     e->qkv = reserve_floats(e, PASS_ROWS, qkv_size(m));
     e->partial = reserve_floats(e, PASS_SEGMENTS * m->num_heads, m->head_dim + LANES);
     e->largest = reserve_floats(e, PASS_SEGMENTS, m->num_heads);
@@ -58,7 +59,6 @@ Engine *engine_create(const Model *model, int num_threads) {
         e->shares = reserve_floats(e, PASS_ROWS, m->experts_per_token);
         e->chosen = reserve(e, PASS_ROWS * m->experts_per_token * (int64_t)sizeof(int32_t));
         e->gathered = reserve_rows(e, m->hidden);
-        e->expert_output = reserve_floats(e, PASS_ROWS, m->hidden);
     }
     e->pool = pool_create(num_threads);
     int made = e->pool != NULL;
@@ -70,16 +70,22 @@ Engine *engine_create(const Model *model, int num_threads) {
 
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
 
-static void norm_row(const float *x, const float *weight, int size, float eps, float *out) {
+/* The norm of x, into `out` or, with `adds`, added to it. */
+static void norm_row(const float *x, const float *weight, int size, float eps, float *out, int adds) {
     wide sum = wide_splat(0);
     f32x4 rest = splat(0); /* of what does not fill a vector */
     int i = 0;
     for (; i + LANES <= size; i += LANES) sum = wide_multiply_add(sum, wide_load(x + i), wide_load(x + i));
     for (; i < size; i += 4) rest = multiply_add(rest, load(x + i), load(x + i));
     const float scale = 1.0f / sqrtf((wide_sum_of(sum) + sum_of(rest)) / (float)size + eps);
-    for (i = 0; i + LANES <= size; i += LANES)
-        wide_store(out + i, wide_load(x + i) * wide_splat(scale) * wide_load(weight + i));
-    for (; i < size; i += 4) store(out + i, load(x + i) * splat(scale) * load(weight + i));
+    for (i = 0; i + LANES <= size; i += LANES) {
+        const wide normed = wide_load(x + i) * wide_splat(scale) * wide_load(weight + i);
+        wide_store(out + i, adds ? wide_load(out + i) + normed : normed);
+    }
+    for (; i < size; i += 4) {
+        const f32x4 normed = load(x + i) * splat(scale) * load(weight + i);
+        store(out + i, adds ? load(out + i) + normed : normed);
+    }
 }
 
 /* A job for each row: the norm of x. */
@@ -87,12 +93,13 @@ typedef struct {
     const float *x, *weight;
     int size;
     float eps, *out;
+    int adds;
 } Norm;
 
 static void norm_chunk(void *argument, int row) {
     const Norm *job = argument;
     const int64_t at = (int64_t)row * job->size;
-    norm_row(job->x + at, job->weight, job->size, job->eps, job->out + at);
+    norm_row(job->x + at, job->weight, job->size, job->eps, job->out + at, job->adds);
 }
 
 /* The tokens of a part of a step, in one layer. */
@@ -110,7 +117,9 @@ typedef struct {
 static void embed_chunk(void *argument, int row) {
     const Pass *p = argument;
     const Model *m = &p->e->model;
-    matrix_row(&m->embedding, p->tokens[row], p->e->residual + (int64_t)row * m->hidden);
+    float *x = p->e->residual + (int64_t)row * m->hidden;
+    matrix_row(&m->embedding, p->tokens[row], x);
+    for (int i = 0; m->embedding_scale != 1 && i < m->hidden; i++) x[i] *= m->embedding_scale;
 }
 
 static void rotate(float *x, const float *table, int head_dim) {
@@ -122,36 +131,42 @@ static void rotate(float *x, const float *table, int head_dim) {
     }
 }
 
-/* Norm and rotate the queries and keys of a token, and store its key and value. */
+/* Norm `count` heads of queries or keys: each by itself, or all as one. */
+static void norm_heads(const Model *m, float *heads, int count, const float *weight) {
+    const int all = count * m->head_dim, size = m->norms_all_heads ? all : m->head_dim;
+    for (int i = 0; weight && i < all; i += size)
+        norm_row(heads + i, weight, size, m->head_norm_eps, heads + i, 0);
+}
+
+/* Norm, scale and rotate the queries and keys of a token, and store its key and value. */
 static void rotate_chunk(void *argument, int token) {
     const Pass *p = argument;
     const Model *m = &p->e->model;
+    const Layer *layer = p->layer;
     const int dim = m->head_dim, position = p->positions[token];
-    float *heads = p->e->qkv + token * qkv_size(m);
-    for (int h = 0; h < m->num_heads + m->num_kv_heads; h++) {
-        const float *norm = h < m->num_heads ? p->layer->q_norm : p->layer->k_norm;
-        if (norm) norm_row(heads + h * dim, norm, dim, m->head_norm_eps, heads + h * dim);
-        rotate(heads + h * dim, p->layer->rotary + (int64_t)position * dim, dim);
-    }
-    const float *key = heads + m->num_heads * dim, *value = key + m->num_kv_heads * dim;
+    float *heads = p->e->qkv + token * qkv_size(m), *keys = heads + m->num_heads * dim;
+    norm_heads(m, heads, m->num_heads, layer->q_norm);
+    norm_heads(m, keys, m->num_kv_heads, layer->k_norm);
+    for (int i = 0; m->query_scales && i < m->num_heads * dim; i++) heads[i] *= m->query_scales[position];
+    for (int h = 0; h < m->num_heads + m->num_kv_heads; h++)
+        rotate(heads + h * dim, layer->rotary + (int64_t)position * dim, dim);
+    const float *values = keys + m->num_kv_heads * dim;
     const int64_t block = (p->attention.tables[token] + p->attention.table_offset)[position / m->block_size];
     for (int h = 0; h < m->num_kv_heads; h++) {
         const int64_t at = (block * m->num_kv_heads + h) * m->block_size * dim, offset = position % m->block_size;
         for (int d = 0; d < dim; d += 4) {
-            store_apart(p->layer->keys, at + d * m->block_size + offset, m->block_size, load(key + h * dim + d),
-                        m->kv_type);
-            store_as(p->layer->values, at + offset * dim + d, load(value + h * dim + d), m->kv_type);
+            const f32x4 key = load(keys + h * dim + d), value = load(values + h * dim + d);
+            store_apart(layer->keys, at + d * m->block_size + offset, m->block_size, key, m->kv_type);
+            store_as(layer->values, at + offset * dim + d, value, m->kv_type);
         }
     }
 }
 
 static void attend_chunk(void *argument, int chunk) {
     const Pass *p = argument;
-    const int kv_heads = p->e->model.num_kv_heads, together = p->layer->window ? 1 : MOST_TOKENS;
+    const int kv_heads = p->e->model.num_kv_heads;
     const AttentionJob *job = &p->e->jobs[chunk / kv_heads];
-    for (int t = 0; t < job->num_tokens; t += together)
-        attend_segment(&p->attention, job->token + t, job->num_tokens < together ? job->num_tokens : together,
-                       chunk % kv_heads, job->segment);
+    attend_segment(&p->attention, job->token, job->num_tokens, chunk % kv_heads, job->segment);
 }
 
 static void merge_chunk(void *argument, int row) {
@@ -164,31 +179,49 @@ static void merge_chunk(void *argument, int row) {
                (size_t)m->hidden * sizeof(float));
 }
 
-static void norm_rows(Engine *e, const float *x, int rows, const float *weight, float eps, int forms) {
-    Norm norm = {x, weight, e->model.hidden, eps, e->normed.x};
-    engine_run(e, NORMS, norm_chunk, &norm, rows);
-    form_inputs(e, NORMS, &e->normed, rows, e->model.hidden, forms);
+/* The norm of x, or x itself where there is no norm: what matrices of these `forms` read. */
+static Rows normed_rows(Engine *e, float *x, int rows, const float *weight, float eps, int forms) {
+    Rows found = e->normed;
+    Norm norm = {x, weight, e->model.hidden, eps, found.x, 0};
+    if (weight)
+        engine_run(e, NORMS, norm_chunk, &norm, rows);
+    else
+        found.x = x;
+    form_inputs(e, NORMS, &found, rows, e->model.hidden, forms);
+    return found;
 }
 
-/* down(silu(gate(x)) * up(x)), into `out`, with mode STORE or ADD. `weights`: gate, up, down. */
-static void gated_product(Pass *p, const Matrix *const weights[3], const Rows *inputs, int rows, float *out, int mode) {
+/* The product of a matrix, stored in `out` or, with mode ADD, added to it. */
+static void multiply(Engine *e, int part, const Matrix *w, const Rows *inputs, int rows, float *out, int mode) {
+    form_inputs(e, part, inputs, rows, w->columns, form_of(w));
+    Product job = {.matrices = {w}, .outputs = {out}, .stride = w->rows, .num_outputs = 1, .mode = mode,
+                   .in = inputs_of(inputs, rows, w->columns)};
+    run_product(e, part, &job);
+}
+
+/* Add the product of a matrix, or the norm of this product, to x. */
+static void add_product(Pass *p, int part, const Matrix *w, const Rows *inputs, const float *norm) {
     Engine *e = p->e;
-    const int hidden = e->model.hidden, width = weights[2]->columns;
-    Product gate = {.matrices = {weights[0], weights[1]}, .outputs = {e->activated.x}, .stride = width,
-                    .num_outputs = 1, .mode = GATE, .in = inputs_of(inputs, rows, hidden)};
-    run_product(e, GATE_UP, &gate);
-    form_inputs(e, DOWN, &e->activated, rows, width, form_of(weights[2]));
-    Product down = {.matrices = {weights[2]}, .outputs = {out}, .stride = hidden, .num_outputs = 1, .mode = mode,
-                    .in = inputs_of(&e->activated, rows, width)};
-    run_product(e, DOWN, &down);
+    multiply(e, part, w, inputs, p->num_rows, norm ? e->product : p->x, norm ? STORE : ADD);
+    if (norm == NULL) return;
+    Norm after = {e->product, norm, e->model.hidden, e->model.eps, p->x, 1};
+    engine_run(e, NORMS, norm_chunk, &after, p->num_rows);
+}
+
+/* activation(gate(x)) * up(x), in `activated` */
+static void activate_rows(Engine *e, const Matrix *gate, const Matrix *up, const Rows *inputs, int rows) {
+    Product job = {.matrices = {gate, up}, .outputs = {e->activated.x}, .stride = gate->rows, .num_outputs = 1,
+                   .mode = e->model.uses_gelu ? GATE_GELU : GATE_SILU, .in = inputs_of(inputs, rows, gate->columns)};
+    run_product(e, GATE_UP, &job);
 }
 
 static void run_mlp(Pass *p) {
+    Engine *e = p->e;
     const Layer *layer = p->layer;
-    const Matrix *const weights[] = {&layer->gate, &layer->up, &layer->down};
     const int forms = form_of(&layer->gate) | form_of(&layer->up);
-    norm_rows(p->e, p->x, p->num_rows, layer->ffn_norm, p->e->model.eps, forms);
-    gated_product(p, weights, &p->e->normed, p->num_rows, p->x, ADD);
+    const Rows normed = normed_rows(e, p->x, p->num_rows, layer->ffn_norm, e->model.eps, forms);
+    activate_rows(e, &layer->gate, &layer->up, &normed, p->num_rows);
+    add_product(p, DOWN, &layer->down, &e->activated, layer->after_ffn);
 }
 
 /* --- a mixture of experts ----------------------------------------------------------------------------------------- */
@@ -223,7 +256,7 @@ static void gather_chunk(void *argument, int index) {
 static void add_share_chunk(void *argument, int index) {
     const Pass *p = argument;
     const int64_t size = p->e->model.hidden;
-    const float *from = p->e->expert_output + index * size;
+    const float *from = p->e->product + index * size;
     float *to = p->x + p->e->expert_rows[index] * size;
     const f32x4 share = splat(p->e->expert_shares[index]);
     for (int i = 0; i < size; i += 4) store(to + i, multiply_add(load(to + i), load(from + i), share));
@@ -246,18 +279,17 @@ static void run_experts(Pass *p) {
     Engine *e = p->e;
     const Layer *layer = p->layer;
     const Model *m = &e->model;
-    norm_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, form_of(&layer->router));
-    Product router = {.matrices = {&layer->router}, .outputs = {e->routed}, .stride = m->num_experts,
-                      .num_outputs = 1, .in = inputs_of(&e->normed, p->num_rows, m->hidden)};
-    run_product(e, ROUTING, &router);
+    const Rows normed = normed_rows(e, p->x, p->num_rows, layer->ffn_norm, m->eps, 0);
+    multiply(e, ROUTING, &layer->router, &normed, p->num_rows, e->routed, STORE);
     engine_run(e, ROUTING, route_chunk, p, p->num_rows);
     for (int expert = 0; expert < m->num_experts; expert++) {
         const int count = rows_of_expert(p, expert);
         if (count == 0) continue;
-        const Matrix *first = layer->experts + 3 * expert, *const weights[] = {first, first + 1, first + 2};
+        const Matrix *gate = layer->experts + 3 * expert, *up = gate + 1, *down = gate + 2;
         engine_run(e, ROUTING, gather_chunk, p, count);
-        form_inputs(e, ROUTING, &e->gathered, count, m->hidden, form_of(weights[0]) | form_of(weights[1]));
-        gated_product(p, weights, &e->gathered, count, e->expert_output, STORE);
+        form_inputs(e, ROUTING, &e->gathered, count, m->hidden, form_of(gate) | form_of(up));
+        activate_rows(e, gate, up, &e->gathered, count);
+        multiply(e, DOWN, down, &e->activated, count, e->product, STORE);
         engine_run(e, ROUTING, add_share_chunk, p, count);
     }
 }
@@ -269,10 +301,10 @@ static void run_layer(Pass *p) {
     const int heads = m->num_heads * m->head_dim, keys = m->num_kv_heads * m->head_dim;
     const int forms = form_of(&layer->q) | form_of(&layer->k) | form_of(&layer->v);
 
-    norm_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, forms);
+    const Rows normed = normed_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, forms);
     Product qkv = {.matrices = {&layer->q, &layer->k, &layer->v}, .stride = qkv_size(m), .num_outputs = 3,
                    .outputs = {e->qkv, e->qkv + heads, e->qkv + heads + keys},
-                   .in = inputs_of(&e->normed, p->num_tokens, m->hidden)};
+                   .in = inputs_of(&normed, p->num_tokens, m->hidden)};
     run_product(e, QKV, &qkv);
     p->attention.keys = layer->keys;
     p->attention.values = layer->values;
@@ -282,11 +314,7 @@ static void run_layer(Pass *p) {
     if (p->num_rows == 0) return;
     engine_run(e, ATTENTION, attend_chunk, p, p->num_jobs * m->num_kv_heads);
     engine_run(e, ATTENTION, merge_chunk, p, p->num_rows);
-    form_inputs(e, ATTENTION, &e->mixed, p->num_rows, heads, form_of(&layer->o));
-    Product o = {.matrices = {&layer->o}, .outputs = {p->x}, .stride = m->hidden, .num_outputs = 1, .mode = ADD,
-                 .in = inputs_of(&e->mixed, p->num_rows, heads)};
-    run_product(e, OUTPUT, &o);
-
+    add_product(p, OUTPUT, &layer->o, &e->mixed, layer->after_attention);
     if (layer->experts)
         run_experts(p);
     else
@@ -325,14 +353,12 @@ static int begin_pass(Pass *p, const Step *step, int first) {
     return count;
 }
 
-void engine_logits(Engine *e, const float *hidden, int num_rows, float *logits) {
+void engine_logits(Engine *e, float *hidden, int num_rows, float *logits) {
     const Model *m = &e->model;
-    for (int first = 0; first < num_rows; first += PASS_ROWS) {
-        const int count = num_rows - first < PASS_ROWS ? num_rows - first : PASS_ROWS;
-        norm_rows(e, hidden + (int64_t)first * m->hidden, count, m->last_norm, m->last_norm_eps, form_of(&m->head));
-        Product head = {.matrices = {&m->head}, .outputs = {logits + (int64_t)first * m->head.rows},
-                        .stride = m->head.rows, .num_outputs = 1, .in = inputs_of(&e->normed, count, m->hidden)};
-        run_product(e, HEAD, &head);
+    for (int64_t first = 0; first < num_rows; first += PASS_ROWS) {
+        const int count = num_rows - first < PASS_ROWS ? (int)(num_rows - first) : PASS_ROWS;
+        const Rows normed = normed_rows(e, hidden + first * m->hidden, count, m->last_norm, m->last_norm_eps, 0);
+        multiply(e, HEAD, &m->head, &normed, count, logits + first * m->head.rows, STORE);
     }
 }
 

@@ -7,8 +7,9 @@ typedef struct {
     Matrix q, k, v, o, gate, up, down;
     Matrix router;                      /* of a mixture of experts, which has no gate, up and down of its own */
     const Matrix *experts;              /* [expert][gate, up, down]; NULL = no mixture */
-    const float *input_norm, *ffn_norm; /* [hidden] */
-    const float *q_norm, *k_norm;       /* [head_dim]; NULL = none */
+    const float *input_norm, *ffn_norm; /* [hidden], before a part of the layer; NULL = none */
+    const float *after_attention, *after_ffn; /* [hidden], norms of what a part gives; NULL = none */
+    const float *q_norm, *k_norm;       /* [head_dim] or of all heads; NULL = none */
     const float *rotary;                /* [position][head_dim]: cosines, then sines */
     void *keys, *values;                /* as attention.h says, of the type kv_type */
     int32_t window, group;              /* window: 0 = none; group: whose block tables it reads */
@@ -20,7 +21,10 @@ typedef struct {
     int32_t kv_type;                        /* see floats.h */
     int32_t normalize_shares;               /* whether the shares of a token's experts add up to 1 */
     int32_t num_parts;                      /* see split_row */
-    float eps, head_norm_eps, last_norm_eps, scale;
+    int32_t uses_gelu;                      /* in place of silu */
+    int32_t norms_all_heads;                /* q_norm spans all query heads, k_norm all KV heads */
+    float eps, head_norm_eps, last_norm_eps, scale, embedding_scale;
+    const float *query_scales;              /* [position]; NULL = none */
     const Layer *layers;
     Matrix embedding, head;
     const float *last_norm; /* [hidden] */
@@ -44,5 +48,5 @@ enum { EMBEDDING, NORMS, QKV, ROTATION, ATTENTION, OUTPUT, ROUTING, GATE_UP, DOW
 Engine *engine_create(const Model *model, int num_threads); /* NULL = no memory or threads */
 void engine_destroy(Engine *engine);
 void engine_step(Engine *engine, const Step *step);
-void engine_logits(Engine *engine, const float *hidden, int num_rows, float *logits);
+void engine_logits(Engine *engine, float *hidden, int num_rows, float *logits);
 void engine_seconds(Engine *engine, double seconds[NUM_PARTS]); /* of each part since the last call */

@@ -46,17 +46,20 @@ void form_inputs(Engine *e, int part, const Rows *rows, int count, int columns, 
     if (forms) engine_run(e, part, form_chunk, &job, (count + LANES - 1) / LANES * chunks_per_rows(&job));
 }
 
-/* y = silu(y) * up, of one tile */
-static void activate(float y[TILE], const float up[TILE]) {
+/* y = silu(y) * up, of one tile, or gelu(y) * up: with tanh, y times the logistic function of a polynomial */
+INLINE void activate(float y[TILE], const float up[TILE], const int gelu) {
     for (int i = 0; i < TILE; i += LANES) {
-        const wide gate = wide_load(y + i), size = exponential(-wide_absolute(gate)); /* e^-|x| cannot overflow */
+        const wide x = wide_load(y + i), one = wide_splat(1);
+        const wide gate = gelu ? x * wide_splat(1.5957691216f) * (one + wide_splat(0.044715f) * x * x) : x;
+        const wide size = exponential(-wide_absolute(gate)); /* e^-|x| cannot overflow */
         const swide positive = gate > wide_splat(0);
-        const wide one = wide_splat(1), top = (wide)(((swide)one & positive) | ((swide)size & ~positive));
-        wide_store(y + i, gate * top / (one + size) * wide_load(up + i));
+        const wide top = (wide)(((swide)one & positive) | ((swide)size & ~positive));
+        wide_store(y + i, x * top / (one + size) * wide_load(up + i));
     }
 }
 
-/* How a product is divided: num_tiles of all outputs, with GATE of the first matrix. */
+/* How a product is divided: num_tiles of all outputs, with a gate of the first matrix. */
+
 typedef struct {
     const Product *product;
     int num_tiles, tiles_per_chunk, chunks_per_rows;
@@ -68,7 +71,8 @@ static void finish_tile(const Product *job, int which, int tile, int first, int 
     const int width = rows - at < TILE ? rows - at : TILE;
     for (int m = 0; m < count; m++) {
         float *out = job->outputs[which] + (first + m) * job->stride + at;
-        if (job->mode == GATE) activate(y[m], up[m]);
+        if (job->mode == GATE_SILU) activate(y[m], up[m], 0);
+        if (job->mode == GATE_GELU) activate(y[m], up[m], 1);
         for (int r = 0; width == TILE && r < TILE; r += LANES)
             wide_store(out + r, job->mode == ADD ? wide_load(out + r) + wide_load(y[m] + r) : wide_load(y[m] + r));
         for (int r = 0; width < TILE && r < width; r++) out[r] = job->mode == ADD ? out[r] + y[m][r] : y[m][r];
@@ -87,6 +91,7 @@ static int place_of(const Product *job, int index, Place *place) {
 static void product_chunk(void *argument, int chunk) {
     const ProductChunks *all = argument;
     const Product *job = all->product;
+    const int gated = job->mode >= GATE_SILU;
     const int first = chunk / all->chunks_per_rows * MOST_ROWS, left_rows = job->in.rows - first;
     const int count = left_rows < MOST_ROWS ? left_rows : MOST_ROWS;
     const int begin = chunk % all->chunks_per_rows * all->tiles_per_chunk, left = all->num_tiles - begin;
@@ -101,12 +106,12 @@ static void product_chunk(void *argument, int chunk) {
         for (; i < end && num < MOST_TILES; i++) {
             which[num] = place_of(job, i, &places[num]);
             num++;
-            if (job->mode == GATE) places[num] = (Place){job->matrices[1], places[num - 1].tile}, num++;
+            if (gated) places[num] = (Place){job->matrices[1], places[num - 1].tile}, num++;
         }
         place_of(job, i < all->num_tiles ? i : 0, &next);
         product_tiles(places, num, next, &job->in, first, count, &panels, y);
-        for (int k = 0; k < num; k += job->mode == GATE ? 2 : 1)
-            finish_tile(job, which[k], places[k].tile, first, count, y[k], job->mode == GATE ? y[k + 1] : NULL);
+        for (int k = 0; k < num; k += gated ? 2 : 1)
+            finish_tile(job, which[k], places[k].tile, first, count, y[k], gated ? y[k + 1] : NULL);
     }
     end_products();
 }
@@ -114,8 +119,8 @@ static void product_chunk(void *argument, int chunk) {
 void run_product(Engine *e, int part, const Product *job) {
     int tiles = 0;
     for (int i = 0; i < job->num_outputs; i++) tiles += num_tiles(job->matrices[i]);
-    /* dense512.c computes two tiles at a time, which GATE has anyway */
-    const int step = LANES == 16 && job->mode != GATE && !is_packed(job->matrices[0]) ? MOST_TILES : 1;
+    /* dense512.c computes two tiles at a time, which a gate has anyway */
+    const int step = LANES == 16 && job->mode < GATE_SILU && !is_packed(job->matrices[0]) ? MOST_TILES : 1;
     const int share = tiles / (e->num_threads * PRODUCT_CHUNKS), per_chunk = share > step ? share / step * step : step;
     ProductChunks all = {job, tiles, per_chunk, (tiles + per_chunk - 1) / per_chunk};
     engine_run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + MOST_ROWS - 1) / MOST_ROWS));
