@@ -417,6 +417,16 @@ def select_linear(case: LinearCase) -> LinearKernel | None:
     return None
 
 
+def joins_layers(o: LinearCase, gate_up: LinearCase, down: LinearCase, qkv: LinearCase) -> bool:
+    """Whether `packed_layer` computes all that is between two attentions: with its programs, rows of 4,096 items."""
+    for case in (o, gate_up, down, qkv):
+        served = case.rows <= EIGHT_ROWS and case.format == "int4_groups" and case.group == SUMMED_GROUP
+        if not served or not _packed_at_once(case) or not case.bfloat16 or case.bias or not case.whole:
+            return False
+    whole_tiles = not any(size % WIDE_INPUTS for size in (o.inputs, down.inputs, qkv.outputs))
+    return whole_tiles and o.outputs == down.outputs == WIDE_AT_ONCE
+
+
 def delta_net_serves(key_dim: int, value_dim: int) -> bool:
     """Whether our kernels compute a gated delta net with heads of these sizes, whose states they keep in registers."""
     return max(key_dim, value_dim) <= LARGEST_DELTA_NET_HEAD
@@ -468,6 +478,7 @@ SLOW_TO_COMPILE = (
     "_decode_kernel",
     "_cut_kernel",
     "_packed_wide_kernel",
+    "_packed_layer_kernel",
     "_packed_at_once_kernel",
     "_packed_wide_experts_kernel",
     "_latent_decode_hopper_kernel",
@@ -486,5 +497,5 @@ def linear_symbols() -> list[str]:
     experts = {"_experts_kernel", "_fp8_experts_kernel", "_packed_experts_kernel", "_row_kernel"}
     experts |= {"_packed_expert_rows_kernel", "_packed_wide_experts_kernel"}
     experts |= {"_route_rows_kernel", "_route_tokens_kernel"}
-    latent = {"_absorb_kernel", "_project_kernel"}
-    return sorted({kernel.symbol for kernel in LINEAR_KERNELS if kernel.symbol} | experts | latent)
+    others = {"_absorb_kernel", "_project_kernel", "_packed_layer_kernel"}
+    return sorted({kernel.symbol for kernel in LINEAR_KERNELS if kernel.symbol} | experts | others)

@@ -1,0 +1,606 @@
+"""All that a layer computes between two attentions as one kernel, for 1 to 8 rows and packed 4-bit weights on Hopper.
+
+Four products, each of which needs the whole result of the one before it: o, gate and up, down, and q, k and v of the
+next layer. As launches of their own they leave memory idle at every change: the last words must be unpacked, results
+be written and read, before the next words are asked for. Here one program per multiprocessor computes its rows of all
+four. A warp of its own requests words in the order of their use, as far ahead as shared memory has room, past the
+points where programs wait for each other: weights do not depend on results.
+
+Programs wait for each other with a counter in global memory, so all of them must run at the same time. There are no
+more than multiprocessors, and what was launched before ends without them.
+
+A number q of 4 bits is placed in a bfloat16 whose exponent's bits are zero: it is then q * 2^-133 (or 16 times as much
+for every second pair of a word), without a shift for two of four pairs, and without something to be subtracted. Inputs
+are multiplied with a power of two that brings the products back to usual sizes.
+
+Every row of a weight is multiplied by one program in a fixed order: results are always the same. The sum of squares of
+a norm is the sum of the programs' own, and scales the product after it.
+
+Written in Gluon, as many_rows.py. Gluon has no interpreter: tests without a GPU only compile the kernel.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm.kernels.launch import launch
+from nanovllm.kernels.linear.few_rows import _replaced
+from nanovllm.kernels.linear.many_rows import _async_load, _barrier
+from nanovllm.kernels.linear.packed import PackedWords, items_of, times2
+from nanovllm.kernels.linear.tiled import num_sms
+
+MAX_ROWS = 8
+ROWS = gl.constexpr(MAX_ROWS)
+WARPS = gl.constexpr(8)  # that divide K: each has a span of 256 columns of a piece
+COLUMNS = 2048
+PIECE = gl.constexpr(COLUMNS)
+NUM_PROGRAMS = 128
+PROGRAMS = gl.constexpr(NUM_PROGRAMS)
+STAGES = 6  # that shared memory has room for, of two units: 16 rows of a piece
+UNDER_WAY = gl.constexpr(2)  # stages requested and not yet there: with more, programs would wait longer for each other
+REGISTERS = 144  # of a thread; attention may start beside these programs
+PRODUCER_REGISTERS = gl.constexpr(24)
+UP = gl.constexpr(96)  # inputs are multiplied with 2^96, those of every second pair with 2^92,
+DOWN = gl.constexpr(2.0 ** (133 - 96))  # and sums with this
+EVEN = gl.constexpr((127 + 96) << 7)  # 2^96 and 2^92 as bfloat16
+ODD = gl.constexpr((127 + 92) << 7)
+
+
+@gluon.constexpr_function
+def _tile_layout(rows: int):
+    """[warps, rows, 32 words]: thread 4 r + l has words 8 l to 8 l + 7 of rows r and r + 8. As halves of eight words,
+    those of two rows are in other banks."""
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], *([[0, 8, 0]] if rows == 16 else [])]
+    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0], [4, 0, 0]], [], [8, rows, 32])
+
+
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [WARPS.value, 1, 1], [1, 16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 4))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
+OF_ROWS = gl.constexpr(gl.SliceLayout(2, MMA.value))
+W_TILE = gl.constexpr(_tile_layout(16))
+X_TILE = gl.constexpr(_tile_layout(8))
+# [16 rows, warps], which permuted is OF_ROWS
+STORED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[0, 1], [0, 2], [0, 4]], [], [16, WARPS.value]
+    )
+)
+# sums of all warps: a thread adds those of a place of two tiles
+PARTIAL = gl.constexpr(gl.BlockedLayout([WARPS.value, 1, 1, 2], [1, 16, 2, 1], [1, 1, 4, 2], [0, 1, 2, 3]))
+SUM = gl.constexpr(gl.SliceLayout(0, PARTIAL.value))
+
+
+@gluon.jit
+def _in_mma_order(tile, ITEM: gl.constexpr):
+    """[warps, rows, 32 words] as [warps, rows, 64 items]: words 0 and 1 of a thread belong to one instruction, 2 and 3
+    to the next, so that registers need not be moved."""
+    EIGHTS: gl.constexpr = tile.shape[1] // 8
+    tile = gl.permute(gl.reshape(tile, [WARPS, EIGHTS, 8, 4, 2, 4]), [3, 2, 0, 1, 4, 5])
+    items = gl.reshape(items_of(tile, ITEM), [4, 8, WARPS, EIGHTS, 2, 2, 2, 2])
+    return gl.reshape(gl.permute(items, [2, 3, 1, 4, 6, 0, 5, 7]), [WARPS, EIGHTS * 8, 64])
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _all_programs(counter, goal):
+    """Wait until `counter` has reached `goal`: every program adds one after its results."""
+    _barrier()
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred %p<2>;
+        .reg .u32 %t;
+        .reg .u64 %v;
+        mov.u32 $0, 0;
+        mov.u32 %t, %tid.x;
+        setp.ne.u32 %p0, %t, 0;
+        @%p0 bra ALL_CAME;
+        red.release.gpu.global.add.u64 [$1], 1;
+        NOT_ALL_CAME:
+        ld.acquire.gpu.global.u64 %v, [$1];
+        setp.lt.u64 %p1, %v, $2;
+        @%p1 bra NOT_ALL_CAME;
+        ALL_CAME:
+        }""",
+        "=r,l,l",
+        [counter, goal],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    _barrier()
+
+
+@gluon.jit
+def _next(slot, phase, STAGES: gl.constexpr):
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+# --- the warp that loads ----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load_unit(linear, ring, slot, unit: gl.constexpr, row, piece):
+    words, scale, zero = linear
+    ws, ss, zs, full, _ = ring
+    _async_load(words, [piece * WARPS, row, 0], full.index(slot), ws.index(slot * 2 + unit))
+    _async_load(scale, [row, piece * WARPS], full.index(slot), ss.index(slot * 2 + unit))
+    if zero is not None:
+        _async_load(zero, [row, piece * WARPS], full.index(slot), zs.index(slot * 2 + unit))
+
+
+@gluon.jit
+def _load_linear(
+    linear, ring, slot, phase, BLOCKS: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr, UP_ROWS: gl.constexpr
+):
+    """This program's words of one linear. UP_ROWS: the distance from a gate row to its up row."""
+    words, scale, zero = linear
+    ws, ss, zs, full, empty = ring
+    BYTES: gl.constexpr = 2 * (16 * 1024 + 16 * 32 + (0 if zero is None else 16 * 16))
+    WIDTH: gl.constexpr = 16 if UP_ROWS > 0 else 16 * TILES
+    DISTANCE: gl.constexpr = UP_ROWS if UP_ROWS > 0 else 16
+    for block in range(BLOCKS):
+        row = (gl.program_id(0) * BLOCKS + block) * WIDTH
+        for stage in range(PIECES * TILES // 2):
+            mbarrier.wait(empty.index(slot), phase ^ 1)  # returns at once for a new barrier and parity 1
+            wraps = slot < UNDER_WAY
+            earlier = slot - UNDER_WAY + gl.where(wraps, full.shape[0], 0)
+            mbarrier.wait(full.index(earlier), gl.where(wraps, phase ^ 1, phase))
+            mbarrier.expect(full.index(slot), BYTES)
+            for unit in gl.static_range(2):
+                index = stage * 2 + unit
+                _load_unit(linear, ring, slot, unit, row + index % TILES * DISTANCE, index // TILES)
+            slot, phase = _next(slot, phase, full.shape[0])
+    return slot, phase
+
+
+@gluon.jit
+def _produce(
+    linears, ring, O_PIECES: gl.constexpr, PIECES: gl.constexpr, INNER_BLOCKS: gl.constexpr, QKV_TILES: gl.constexpr
+):
+    o, gate_up, down, qkv = linears
+    INNER: gl.constexpr = INNER_BLOCKS * PROGRAMS * 16
+    slot = 0
+    phase = 0
+    slot, phase = _load_linear(o, ring, slot, phase, 1, O_PIECES, 2, 0)
+    slot, phase = _load_linear(gate_up, ring, slot, phase, INNER_BLOCKS, PIECES, 2, INNER)
+    slot, phase = _load_linear(down, ring, slot, phase, 1, INNER // PIECE, 2, 0)
+    if QKV_TILES > 0:
+        _load_linear(qkv, ring, slot, phase, 1, PIECES, QKV_TILES, 0)
+
+
+# --- the warps that multiply ------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _inputs(x, stride, M, piece):
+    """A warp's span of x in words of two items, [warps, 8 rows, 32 words] for each pair; zeros past the last row."""
+    m = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, X_TILE)))
+    inside = gl.expand_dims(gl.expand_dims(m < M, 0), 2)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, X_TILE)))
+    word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, X_TILE)))
+    pointers = x.to(gl.pointer_type(gl.int32), bitcast=True)
+    pointers += gl.expand_dims(gl.expand_dims(m * (stride // 2), 0), 2)
+    pointers += gl.expand_dims(gl.expand_dims(warp * 128, 1), 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
+    found = ()  # type: tuple
+    for pair in gl.static_range(4):
+        # not from L1, which does not see what other programs have written
+        from_pair = pointers + (piece * (WARPS * 128) + pair * 32)
+        found += (gl.load(from_pair, mask=inside, other=0, cache_modifier=".cg"),)
+    return found
+
+
+@gluon.jit
+def _right(words, ITEM: gl.constexpr):
+    b = gl.permute(_in_mma_order(words, ITEM), [0, 2, 1])
+    return gl.convert_layout(b, RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _scaled(words, PAIR: gl.constexpr, ITEM: gl.constexpr):
+    factor = gl.full(words.shape, (EVEN if PAIR % 2 == 0 else ODD) * 65537, gl.int32, words.type.layout)
+    return times2(words, factor, ITEM)
+
+
+@gluon.jit
+def _totals(bs, ITEM: gl.constexpr):
+    """For both groups of a span, the sum of their inputs in every row of a tile."""
+    nothing = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
+    found = ()  # type: tuple
+    for group in gl.static_range(2):
+        even = mma_v2(gl.full([WARPS, 16, 64], 1, gl.int16, LEFT).to(ITEM, bitcast=True), bs[2 * group], nothing)
+        odd = mma_v2(gl.full([WARPS, 16, 64], 16, gl.int16, LEFT).to(ITEM, bitcast=True), bs[2 * group + 1], nothing)
+        found += (even + odd,)
+    return found
+
+
+@gluon.jit
+def _numbers(words, PAIR: gl.constexpr, ITEM: gl.constexpr):
+    """Pair PAIR of each word as a left operand, times 2^-133, or 2^-129 if it is an odd one."""
+    words = words if PAIR < 2 else words >> 8
+    words = words & (0x000F000F if PAIR % 2 == 0 else 0x00F000F0)
+    return gl.convert_layout(_in_mma_order(words, ITEM), LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _of_rows(shared):
+    """Scales or zeros of both groups of a span, [warps, 16 rows]. Permuted here: Triton (3.6) would not, in memory."""
+    found = gl.permute(shared.load(STORED).to(gl.int32), [1, 0])
+    return gl.convert_layout(found, OF_ROWS, assert_trivial=True)
+
+
+@gluon.jit
+def _unit(ring, slot, unit: gl.constexpr):
+    """The words, scales and zeros of unit 0 or 1 of a stage."""
+    ws, ss, zs, full, empty = ring
+    found = (ws.index(slot * 2 + unit).load(W_TILE), _of_rows(ss.index(slot * 2 + unit)))  # type: tuple
+    if zs.dtype == gl.int16:
+        found += (_of_rows(zs.index(slot * 2 + unit)),)
+    return found
+
+
+@gluon.jit
+def _first_unit(ring, slot, phase, pred):
+    """Of a stage, when it is there; anything if not `pred`."""
+    mbarrier.wait(ring[3].index(slot), phase, pred=pred)
+    return _unit(ring, slot, 0)
+
+
+@gluon.jit
+def _release(ring, slot, phase):
+    """Give a stage back when all warps have used it. Gives the next one."""
+    _barrier()
+    mbarrier.arrive(ring[4].index(slot), count=1)
+    return _next(slot, phase, ring[3].shape[0])
+
+
+@gluon.jit
+def _product(unit, inputs, y, ITEM: gl.constexpr, SCALE: gl.constexpr):
+    bs, totals = inputs
+    nothing = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
+    for group in gl.static_range(2):
+        # two sums: a product does not wait for the one before it
+        even = mma_v2(_numbers(unit[0], 2 * group, ITEM), bs[2 * group], nothing)
+        odd = mma_v2(_numbers(unit[0], 2 * group + 1, ITEM), bs[2 * group + 1], nothing)
+        sums = even + odd
+        if len(unit) == 3:
+            bits = ((unit[2] >> (8 * group)) & 255) | 0x4B000000  # 2^23 + zero
+            sums -= totals[group] * gl.expand_dims(bits.to(gl.float32, bitcast=True) - 8388608.0, 2)
+        else:
+            sums -= totals[group] * 8.0
+        factor = (unit[1] >> (16 * group)).to(gl.int16).to(SCALE, bitcast=True).to(gl.float32)
+        y += sums * gl.expand_dims(factor, 2)
+    return y
+
+
+@gluon.jit
+def _summed(ys, FIRST: gl.constexpr):
+    """Tiles FIRST and the next of a product, [16 rows, 8, 2]: the sum over warps. A last tile is taken twice."""
+    both = gl.join(ys[FIRST], ys[min(FIRST + 1, len(ys) - 1)])
+    return gl.sum(gl.convert_layout(both, PARTIAL), axis=0) * DOWN
+
+
+@gluon.jit
+def _place(first, stride, DISTANCE: gl.constexpr):
+    """[16 rows, 8, 2] offsets of a result, whose second tile is DISTANCE after the first."""
+    n = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, SUM)))
+    m = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUM)))
+    tile = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, SUM)))
+    place = gl.expand_dims(gl.expand_dims(first + n, 1), 2) + gl.expand_dims(gl.expand_dims(m * stride, 0), 2)
+    return place + gl.expand_dims(gl.expand_dims(tile * DISTANCE, 0), 1)
+
+
+@gluon.jit
+def _is_row(M):
+    m = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUM)))
+    return gl.expand_dims(gl.expand_dims(m < M, 0), 2)
+
+
+@gluon.jit
+def _add(ys, before, out, squares, place, M):
+    """Add the products to the residual; leaves the sum of squares of this program's columns. Gives the new residual."""
+    rounded = (_summed(ys, 0) + before).to(out.dtype.element_ty)
+    gl.store(out + place, rounded, mask=_is_row(M))
+    after = rounded.to(gl.float32)
+    total = gl.sum(gl.sum(after * after, axis=2), axis=0)
+    m = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUM)))
+    gl.store(squares + gl.program_id(0) * ROWS + m, total)
+    return after
+
+
+@gluon.jit
+def _factors(squares, N: gl.constexpr, eps):
+    """[1, 8]: what the rows are multiplied with to be normed."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
+    program = gl.expand_dims(gl.arange(0, PROGRAMS, gl.SliceLayout(1, LAYOUT)), 1)
+    m = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
+    total = gl.sum(gl.load(squares + program * ROWS + m, cache_modifier=".cg"), axis=0)
+    found = gl.rsqrt(gl.convert_layout(total, gl.SliceLayout(0, gl.SliceLayout(2, SUM))) / N + eps)
+    return gl.expand_dims(found, 0)
+
+
+@gluon.jit
+def _gains(norm_weight, PIECES: gl.constexpr):
+    """What a norm's rows are multiplied with."""
+    found = ()  # type: tuple
+    for piece in gl.static_range(PIECES):
+        words = _inputs(norm_weight, 0, ROWS, piece)
+        of_piece = ()  # type: tuple
+        for pair in gl.static_range(4):
+            of_piece += (_scaled(words[pair], pair, norm_weight.dtype.element_ty),)
+        found += (of_piece,)
+    return found
+
+
+@gluon.jit
+def _resident(x, stride, gains, M, PIECES: gl.constexpr, ITEM: gl.constexpr):
+    """All right operands of a short linear, and the totals of their groups. `gains`: multiplied with, or None."""
+    bs = ()  # type: tuple
+    totals = ()  # type: tuple
+    words = ()  # type: tuple
+    for piece in gl.static_range(PIECES):
+        words += (_inputs(x, stride, M, piece),)
+    for piece in gl.static_range(PIECES):
+        of_piece = ()  # type: tuple
+        for pair in gl.static_range(4):
+            found = words[piece][pair]
+            found = _scaled(found, pair, ITEM) if gains is None else times2(found, gains[piece][pair], ITEM)
+            of_piece += (_right(found, ITEM),)
+        bs += (of_piece,)
+        totals += (_totals(of_piece, ITEM),)
+    return bs, totals
+
+
+@gluon.jit
+def _short(ring, slot, phase, unit, inputs, more, TILES: gl.constexpr, ITEM: gl.constexpr, SCALE: gl.constexpr):
+    """The next TILES * 16 rows of a weight times resident inputs. While a unit is multiplied, the next one is read from
+    shared memory, after the last one only if there are `more`."""
+    bs, totals = inputs
+    ys = ()  # type: tuple
+    for _ in gl.static_range(TILES):
+        ys += (gl.zeros([WARPS, 16, ROWS], gl.float32, MMA),)
+    for index in gl.static_range(len(bs) * TILES):
+        if index % 2 == 0:
+            coming = _unit(ring, slot, 1)
+        else:
+            after, its_phase = _next(slot, phase, ring[3].shape[0])
+            coming = _first_unit(ring, after, its_phase, more if index + 1 == len(bs) * TILES else True)
+        y = _product(unit, (bs[index // TILES], totals[index // TILES]), ys[index % TILES], ITEM, SCALE)
+        ys = _replaced(ys, index % TILES, y)
+        if index % 2 == 1:
+            slot, phase = _release(ring, slot, phase)
+        unit = coming
+    return ys, unit, slot, phase
+
+
+@gluon.jit
+def _long(ring, slot, phase, x, stride, M, PIECES: gl.constexpr, ITEM: gl.constexpr, SCALE: gl.constexpr):
+    """As `_short` for two tiles, with inputs that are read for each piece, and have been scaled."""
+    first = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
+    second = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
+    coming = _inputs(x, stride, M, 0)
+    later = _inputs(x, stride, M, 1)
+    unit = _first_unit(ring, slot, phase, True)
+    for piece in range(PIECES):
+        bs = ()  # type: tuple
+        for pair in gl.static_range(4):
+            bs += (_right(coming[pair], ITEM),)
+        coming = later
+        later = _inputs(x, stride, M, gl.minimum(piece + 2, PIECES - 1))
+        other = _unit(ring, slot, 1)
+        inputs = bs, _totals(bs, ITEM)
+        first = _product(unit, inputs, first, ITEM, SCALE)
+        after, its_phase = _next(slot, phase, ring[3].shape[0])
+        unit = _first_unit(ring, after, its_phase, piece + 1 < PIECES)
+        second = _product(other, inputs, second, ITEM, SCALE)
+        slot, phase = _release(ring, slot, phase)
+    return (first, second), slot, phase
+
+
+@gluon.jit
+def _consume(
+    ring, tensors, M, eps, O_PIECES: gl.constexpr, PIECES: gl.constexpr, INNER_BLOCKS: gl.constexpr,
+    QKV_TILES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    x, residual, hidden, out, squares, counter, ffn_norm, next_norm = tensors
+    ITEM: gl.constexpr = x.dtype.element_ty
+    N: gl.constexpr = PIECES * PIECE
+    INNER: gl.constexpr = INNER_BLOCKS * PROGRAMS * 16
+    program = gl.program_id(0)
+    place = _place(program * 32, N, 16)
+    if PDL:
+        gdc_wait()
+    goal = gl.load(counter)
+    goal -= goal % PROGRAMS
+
+    slot = 0
+    phase = 0
+
+    # o
+    inputs = _resident(x, O_PIECES * PIECE, None, M, O_PIECES, ITEM)
+    before = gl.load(residual + place, mask=_is_row(M), other=0.0, cache_modifier=".cg").to(gl.float32)
+    unit = _first_unit(ring, slot, phase, True)
+    ys, unit, slot, phase = _short(ring, slot, phase, unit, inputs, False, 2, ITEM, SCALE)
+    gains = _gains(ffn_norm, PIECES)
+    before = _add(ys, before, residual, squares, place, M)
+    _all_programs(counter, goal + PROGRAMS)
+
+    # gate and up
+    unit = _first_unit(ring, slot, phase, True)
+    inputs = _resident(residual, N, gains, M, PIECES, ITEM)
+    factors = gl.expand_dims(_factors(squares, N, eps), 2)
+    for block in range(INNER_BLOCKS):
+        more = block + 1 < INNER_BLOCKS
+        both, unit, slot, phase = _short(ring, slot, phase, unit, inputs, more, 2, ITEM, SCALE)
+        gate, up = gl.split(_summed(both, 0) * factors)
+        column = (program * INNER_BLOCKS + block) * 16
+        power = (127 + UP - column // 64 % 2 * 4) << 23  # the scale of these inputs of `down`
+        y = (gate / (1 + gl.exp(-gate)) * up).to(ITEM).to(gl.float32) * power.to(gl.float32, bitcast=True)
+        m = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, y.type.layout)), 0)
+        n = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, y.type.layout)), 1)
+        gl.store(hidden + (m * INNER + n + column), y.to(ITEM), mask=m < M)
+    _all_programs(counter, goal + 2 * PROGRAMS)
+
+    # down
+    ys, slot, phase = _long(ring, slot, phase, hidden, INNER, M, INNER // PIECE, ITEM, SCALE)
+    squares += PROGRAMS * ROWS
+    _add(ys, before, residual, squares, place, M)
+
+    # q, k and v
+    if QKV_TILES > 0:
+        gains = _gains(next_norm, PIECES)
+        _all_programs(counter, goal + 3 * PROGRAMS)
+        unit = _first_unit(ring, slot, phase, True)
+        inputs = _resident(residual, N, gains, M, PIECES, ITEM)
+        factors = gl.expand_dims(_factors(squares, N, eps), 2)
+        heads, unit, slot, phase = _short(ring, slot, phase, unit, inputs, False, QKV_TILES, ITEM, SCALE)
+        for tile in gl.static_range(0, QKV_TILES, 2):
+            first = (program * QKV_TILES + tile) * 16
+            place = _place(first, PROGRAMS * QKV_TILES * 16, 16 if tile + 1 < QKV_TILES else 0)
+            gl.store(out + place, (_summed(heads, tile) * factors).to(ITEM), mask=_is_row(M))
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _packed_layer_kernel(
+    o_words, o_scale, o_zero,
+    gate_up_words, gate_up_scale, gate_up_zero,
+    down_words, down_scale, down_zero,
+    qkv_words, qkv_scale, qkv_zero,
+    x, residual, hidden, out, squares, counter, ffn_norm, next_norm,
+    M,
+    eps,
+    O_PIECES: gl.constexpr,  # of the columns of `o`
+    PIECES: gl.constexpr,  # of the rows of the residual
+    INNER_BLOCKS: gl.constexpr,  # of sixteen gate rows and up rows, for each program
+    QKV_TILES: gl.constexpr,  # of sixteen rows of q, k and v, for each program; 0: without
+    STAGES: gl.constexpr,
+    SCALE: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    ws = gl.allocate_shared_memory(gl.int32, [2 * STAGES] + o_words.block_shape, o_words.layout)
+    ss = gl.allocate_shared_memory(gl.int32, [2 * STAGES] + o_scale.block_shape, o_scale.layout)
+    zs = ss  # not used
+    if o_zero is not None:
+        zs = gl.allocate_shared_memory(gl.int16, [2 * STAGES] + o_zero.block_shape, o_zero.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    fence_async_shared()
+    _barrier()
+    if PDL:
+        gdc_launch_dependents()
+    ring = ws, ss, zs, full, empty
+    linears = (
+        (o_words, o_scale, o_zero),
+        (gate_up_words, gate_up_scale, gate_up_zero),
+        (down_words, down_scale, down_zero),
+        (qkv_words, qkv_scale, qkv_zero),
+    )
+    tensors = x, residual, hidden, out, squares, counter, ffn_norm, next_norm
+    gl.warp_specialize(
+        [
+            (_consume, (ring, tensors, M, eps, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES, SCALE, PDL)),
+            (_produce, (linears, ring, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )
+
+
+class LayerWeights(NamedTuple):
+    o: PackedWords
+    gate_up: PackedWords
+    down: PackedWords
+    qkv: PackedWords | None = None  # of the next layer
+
+
+def enough_programs() -> bool:
+    """Whether all programs of a launch run at the same time."""
+    return num_sms() >= NUM_PROGRAMS
+
+
+def packed_layer_serves(weights: LayerWeights) -> bool:
+    scales = {one.scale.dtype for one in weights if one is not None}
+    zeros = {None if one.zero is None else one.zero.dtype for one in weights if one is not None}
+    return len(scales) == len(zeros) == 1 and scales <= {torch.float16, torch.bfloat16} and zeros <= {None, torch.uint8}
+
+
+def _descriptors(weight: PackedWords | None) -> tuple[TensorDescriptor | None, ...]:
+    if weight is None:
+        return None, None, None
+    n, words = weight.words.shape
+    groups = weight.scale.shape[1]
+    words_layout, plain = gl.NVMMASharedLayout(128, 32, rank=3), gl.NVMMASharedLayout(0, 32, rank=2)
+    shape, strides = [words // 32, n, 32], [32, words, 1]
+    scale, half = weight.scale.view(torch.int32), [groups // 2, 1]
+    found = [
+        TensorDescriptor(weight.words, shape, strides, [8, 16, 32], words_layout),
+        TensorDescriptor(scale, [n, groups // 2], half, [16, 8], plain),
+        None,
+    ]
+    if weight.zero is not None:
+        narrow = gl.NVMMASharedLayout(0, 16, rank=2)
+        found[2] = TensorDescriptor(weight.zero.view(torch.int16), [n, groups // 2], half, [16, 8], narrow)
+    return tuple(found)
+
+
+def packed_layer(
+    x: Tensor,  # [M, K of o] bfloat16, M <= MAX_ROWS
+    residual: Tensor,  # [M, hidden], updated in place
+    weights: LayerWeights,
+    ffn_norm: Tensor,  # [hidden]
+    next_norm: Tensor | None,
+    eps: float,
+    counter: Tensor,  # [1] int64, zero at first
+    *,
+    pdl: bool = False,
+) -> Tensor | None:  # [M, q, k and v of the next layer]
+    m, n = residual.shape
+    o, gate_up, down, qkv = weights
+    inner = down.shape[1]
+    hidden = x.new_empty(m, inner)
+    squares = torch.empty(2, NUM_PROGRAMS, MAX_ROWS, dtype=torch.float32, device=x.device)
+    out = None if qkv is None else x.new_empty(m, qkv.shape[0])
+    assert m <= MAX_ROWS and x.is_contiguous() and residual.is_contiguous()
+    launch(
+        _packed_layer_kernel,
+        (NUM_PROGRAMS,),
+        *_descriptors(o),
+        *_descriptors(gate_up),
+        *_descriptors(down),
+        *_descriptors(qkv),
+        x,
+        residual,
+        hidden,
+        out,
+        squares,
+        counter,
+        ffn_norm,
+        next_norm,
+        m,
+        eps,
+        O_PIECES=o.shape[1] // COLUMNS,
+        PIECES=n // COLUMNS,
+        INNER_BLOCKS=inner // (16 * NUM_PROGRAMS),
+        QKV_TILES=0 if qkv is None else qkv.shape[0] // (16 * NUM_PROGRAMS),
+        STAGES=STAGES,
+        SCALE=gl.float16 if o.scale.dtype == torch.float16 else gl.bfloat16,
+        PDL=pdl,
+        num_warps=WARPS.value,
+        pdl=pdl,
+        maxnreg=REGISTERS,
+    )
+    return out

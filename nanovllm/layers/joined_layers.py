@@ -1,0 +1,83 @@
+"""Steps of a few rows in which everything between two attentions is one kernel (kernels/linear/packed_layer.py).
+
+For models whose layers are attention and a gated feed-forward with packed 4-bit weights, on one GPU.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.linear.choose import linear_case
+from nanovllm.kernels.linear.packed_layer import (
+    MAX_ROWS,
+    LayerWeights,
+    enough_programs,
+    packed_layer,
+    packed_layer_serves,
+)
+from nanovllm.kernels.select import joins_layers
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.context import BuildContext
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.mlp import MLP
+from nanovllm.layers.residual import Residual
+from nanovllm.layers.step import Step
+
+
+class JoinedLayers:
+    def __init__(self, layers: list[Any], context: BuildContext) -> None:
+        self._layers, self._context = layers, context
+        self._serves: bool | None = None  # known when the first step comes: weights are loaded then
+        # on which the programs of a launch wait for each other; launches of a stream come one after the other
+        self._counter = torch.zeros(1, dtype=torch.int64, device=context.device)
+
+    def __call__(self, x: Tensor, layers: list[tuple[Any, Any]], step: Step) -> Tensor | None:
+        """Embedded tokens, [num_tokens, hidden], through these (layer, state); None if the kernel does not serve them.
+        x may be overwritten."""
+        if x.shape[0] > MAX_ROWS or not layers:
+            return None
+        if self._serves is None:
+            self._serves = enough_programs() and all(map(self._served, self._layers))
+        if not self._serves:
+            return None
+        first = layers[0][0]
+        qkv: Tensor | None = first.mixer.qkv_proj(Residual(x), norm=first.input_norm)
+        for index, (layer, state) in enumerate(layers):
+            assert qkv is not None
+            mixed = layer.mixer.attend(qkv, state, step)
+            linears = [layer.mixer.o_proj, layer.feed_forward.gate_up_proj, layer.feed_forward.down_proj]
+            following = layers[index + 1][0] if index + 1 < len(layers) else None
+            if following is not None:
+                linears.append(following.mixer.qkv_proj)
+            weights = LayerWeights(*map(_words, linears))
+            norm = None if following is None else following.input_norm.weight
+            eps, pdl = layer.ffn_norm.eps, self._context.pdl
+            qkv = packed_layer(mixed, x, weights, layer.ffn_norm.weight, norm, eps, self._counter, pdl=pdl)
+        return x
+
+    def _served(self, layer: Any) -> bool:
+        mixer, feed_forward, context = layer.mixer, layer.feed_forward, self._context
+        if type(mixer) is not Attention or type(feed_forward) is not MLP or feed_forward.activation != "silu":
+            return False
+        linears = mixer.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj, mixer.qkv_proj
+        cases = [
+            linear_case(
+                linear.weight,
+                linear.bias,
+                rows=MAX_ROWS,
+                gated=linear is feed_forward.gate_up_proj,
+                added=linear in (mixer.o_proj, feed_forward.down_proj),
+                whole=context.group.size == 1,
+                dtype=context.dtype,
+                deterministic=context.deterministic,
+                gluon=context.gluon,
+            )
+            for linear in linears
+        ]
+        alike = layer.ffn_norm.fuses and layer.input_norm.eps == layer.ffn_norm.eps
+        return alike and joins_layers(*cases) and packed_layer_serves(LayerWeights(*map(_words, linears)))
+
+
+def _words(linear: Linear) -> Any:
+    return linear.weight.kernel_arguments()["weight"]
