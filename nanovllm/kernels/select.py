@@ -418,13 +418,12 @@ def select_linear(case: LinearCase) -> LinearKernel | None:
 
 
 def joins_layers(o: LinearCase, gate_up: LinearCase, down: LinearCase, qkv: LinearCase) -> bool:
-    """Whether `packed_layer` computes all that is between two attentions: with its programs, rows of 4,096 items."""
+    """Whether `packed_layer` computes all that is between two attentions: for the sizes of Qwen3-8B, as measured."""
     for case in (o, gate_up, down, qkv):
         served = case.rows <= EIGHT_ROWS and case.format == "int4_groups" and case.group == SUMMED_GROUP
         if not served or not _packed_at_once(case) or not case.bfloat16 or case.bias or not case.whole:
             return False
-    whole_tiles = not any(size % WIDE_INPUTS for size in (o.inputs, down.inputs, qkv.outputs))
-    return whole_tiles and o.outputs == down.outputs == WIDE_AT_ONCE
+    return [(one.outputs, one.inputs) for one in (o, down, qkv)] == [(4096, 4096), (4096, 12288), (6144, 4096)]
 
 
 def delta_net_serves(key_dim: int, value_dim: int) -> bool:

@@ -75,6 +75,7 @@ def test_which_layers_it_computes() -> None:
         {"group": 64},
         {"format": "int8_groups"},
         {"outputs": 5120},
+        {"inputs": 8192},
     ):
         assert not joins_layers(*qwen3_8b(**change)), change
 
@@ -90,20 +91,19 @@ def reference(x: Tensor, residual: Tensor, weights: list[PackedWords], norms: li
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize(("heads", "inner", "qkv"), [(4096, 12288, 6144), (2048, 2048, 2048), (8192, 14336, 10240)])
-def test_against_torch(heads: int, inner: int, qkv: int, zero: bool) -> None:
+def test_against_torch(zero: bool) -> None:
     """Also many times in a graph, with programmatic dependent launch: every result is the same."""
     if not gluon_usable():
         pytest.skip("needs a GPU of the kind the kernel is written for")
     from nanovllm.kernels.linear.packed_layer import LayerWeights, packed_layer
 
-    torch.manual_seed(inner)
-    shapes = (4096, heads), (2 * inner, 4096), (4096, inner), (qkv, 4096)
+    torch.manual_seed(0)
+    shapes = (4096, 4096), (24576, 4096), (4096, 12288), (6144, 4096)
     weights = [random_packed(n, k, kind="int4", group=128, zero=zero) for n, k in shapes]
     norms = [torch.rand(4096, device="cuda").bfloat16() + 0.5 for _ in range(2)]
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")
     for m in (1, 3, 8):
-        x, before = (torch.randn(m, k, device="cuda").bfloat16() for k in (heads, 4096))
+        x, before = (torch.randn(m, 4096, device="cuda").bfloat16() for _ in range(2))
 
         def run(weights: list[PackedWords], x: Tensor = x, before: Tensor = before) -> tuple[Tensor, Tensor | None]:
             residual, norm = before.clone(), norms[1] if len(weights) == 4 else None

@@ -7,7 +7,8 @@ four. A warp of its own requests words in the order of their use, as far ahead a
 points where programs wait for each other: weights do not depend on results.
 
 Programs wait for each other with a counter in global memory, so all of them must run at the same time. There are no
-more than multiprocessors, and what was launched before ends without them.
+more than multiprocessors, and what was launched before ends without them. Only a second kernel of this kind, launched
+at the same time by another engine in this process, could hold multiprocessors and wait, too.
 
 A number q of 4 bits is placed in a bfloat16 whose exponent's bits are zero: it is then q * 2^-133 (or 16 times as much
 for every second pair of a word), without a shift for two of four pairs, and without something to be subtracted. Inputs
@@ -25,20 +26,33 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import launch
 from nanovllm.kernels.linear.few_rows import _replaced
+from nanovllm.kernels.linear.layer_products import (
+    DOWN,
+    MAX_ROWS,
+    MMA,
+    ROWS,
+    UP,
+    WARPS,
+    first_unit,
+    inputs_of,
+    next_stage,
+    product,
+    release,
+    right_operand,
+    scaled,
+    totals_of,
+    unit_of,
+)
 from nanovllm.kernels.linear.many_rows import _async_load, _barrier
-from nanovllm.kernels.linear.packed import PackedWords, items_of, times2
+from nanovllm.kernels.linear.packed import PackedWords, times2
 from nanovllm.kernels.linear.tiled import num_sms
 
-MAX_ROWS = 8
-ROWS = gl.constexpr(MAX_ROWS)
-WARPS = gl.constexpr(8)  # that divide K: each has a span of 256 columns of a piece
 COLUMNS = 2048
 PIECE = gl.constexpr(COLUMNS)
 NUM_PROGRAMS = 128
@@ -47,46 +61,9 @@ STAGES = 6  # that shared memory has room for, of two units: 16 rows of a piece
 UNDER_WAY = gl.constexpr(2)  # stages requested and not yet there: with more, programs would wait longer for each other
 REGISTERS = 144  # of a thread; attention may start beside these programs
 PRODUCER_REGISTERS = gl.constexpr(24)
-UP = gl.constexpr(96)  # inputs are multiplied with 2^96, those of every second pair with 2^92,
-DOWN = gl.constexpr(2.0 ** (133 - 96))  # and sums with this
-EVEN = gl.constexpr((127 + 96) << 7)  # 2^96 and 2^92 as bfloat16
-ODD = gl.constexpr((127 + 92) << 7)
-
-
-@gluon.constexpr_function
-def _tile_layout(rows: int):
-    """[warps, rows, 32 words]: thread 4 r + l has words 8 l to 8 l + 7 of rows r and r + 8. As halves of eight words,
-    those of two rows are in other banks."""
-    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], *([[0, 8, 0]] if rows == 16 else [])]
-    lanes = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0], [4, 0, 0]], [], [8, rows, 32])
-
-
-MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [WARPS.value, 1, 1], [1, 16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 4))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
-OF_ROWS = gl.constexpr(gl.SliceLayout(2, MMA.value))
-W_TILE = gl.constexpr(_tile_layout(16))
-X_TILE = gl.constexpr(_tile_layout(8))
-# [16 rows, warps], which permuted is OF_ROWS
-STORED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[0, 1], [0, 2], [0, 4]], [], [16, WARPS.value]
-    )
-)
 # sums of all warps: a thread adds those of a place of two tiles
 PARTIAL = gl.constexpr(gl.BlockedLayout([WARPS.value, 1, 1, 2], [1, 16, 2, 1], [1, 1, 4, 2], [0, 1, 2, 3]))
 SUM = gl.constexpr(gl.SliceLayout(0, PARTIAL.value))
-
-
-@gluon.jit
-def _in_mma_order(tile, ITEM: gl.constexpr):
-    """[warps, rows, 32 words] as [warps, rows, 64 items]: words 0 and 1 of a thread belong to one instruction, 2 and 3
-    to the next, so that registers need not be moved."""
-    EIGHTS: gl.constexpr = tile.shape[1] // 8
-    tile = gl.permute(gl.reshape(tile, [WARPS, EIGHTS, 8, 4, 2, 4]), [3, 2, 0, 1, 4, 5])
-    items = gl.reshape(items_of(tile, ITEM), [4, 8, WARPS, EIGHTS, 2, 2, 2, 2])
-    return gl.reshape(gl.permute(items, [2, 3, 1, 4, 6, 0, 5, 7]), [WARPS, EIGHTS * 8, 64])
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
@@ -119,12 +96,6 @@ def _all_programs(counter, goal):
         pack=1,
     )
     _barrier()
-
-
-@gluon.jit
-def _next(slot, phase, STAGES: gl.constexpr):
-    last = slot == STAGES - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 
 
 # --- the warp that loads ----------------------------------------------------------------------------------------------
@@ -161,7 +132,7 @@ def _load_linear(
             for unit in gl.static_range(2):
                 index = stage * 2 + unit
                 _load_unit(linear, ring, slot, unit, row + index % TILES * DISTANCE, index // TILES)
-            slot, phase = _next(slot, phase, full.shape[0])
+            slot, phase = next_stage(slot, phase, full.shape[0])
     return slot, phase
 
 
@@ -181,107 +152,6 @@ def _produce(
 
 
 # --- the warps that multiply ------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _inputs(x, stride, M, piece):
-    """A warp's span of x in words of two items, [warps, 8 rows, 32 words] for each pair; zeros past the last row."""
-    m = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, X_TILE)))
-    inside = gl.expand_dims(gl.expand_dims(m < M, 0), 2)
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, X_TILE)))
-    word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, X_TILE)))
-    pointers = x.to(gl.pointer_type(gl.int32), bitcast=True)
-    pointers += gl.expand_dims(gl.expand_dims(m * (stride // 2), 0), 2)
-    pointers += gl.expand_dims(gl.expand_dims(warp * 128, 1), 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
-    found = ()  # type: tuple
-    for pair in gl.static_range(4):
-        # not from L1, which does not see what other programs have written
-        from_pair = pointers + (piece * (WARPS * 128) + pair * 32)
-        found += (gl.load(from_pair, mask=inside, other=0, cache_modifier=".cg"),)
-    return found
-
-
-@gluon.jit
-def _right(words, ITEM: gl.constexpr):
-    b = gl.permute(_in_mma_order(words, ITEM), [0, 2, 1])
-    return gl.convert_layout(b, RIGHT, assert_trivial=True)
-
-
-@gluon.jit
-def _scaled(words, PAIR: gl.constexpr, ITEM: gl.constexpr):
-    factor = gl.full(words.shape, (EVEN if PAIR % 2 == 0 else ODD) * 65537, gl.int32, words.type.layout)
-    return times2(words, factor, ITEM)
-
-
-@gluon.jit
-def _totals(bs, ITEM: gl.constexpr):
-    """For both groups of a span, the sum of their inputs in every row of a tile."""
-    nothing = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
-    found = ()  # type: tuple
-    for group in gl.static_range(2):
-        even = mma_v2(gl.full([WARPS, 16, 64], 1, gl.int16, LEFT).to(ITEM, bitcast=True), bs[2 * group], nothing)
-        odd = mma_v2(gl.full([WARPS, 16, 64], 16, gl.int16, LEFT).to(ITEM, bitcast=True), bs[2 * group + 1], nothing)
-        found += (even + odd,)
-    return found
-
-
-@gluon.jit
-def _numbers(words, PAIR: gl.constexpr, ITEM: gl.constexpr):
-    """Pair PAIR of each word as a left operand, times 2^-133, or 2^-129 if it is an odd one."""
-    words = words if PAIR < 2 else words >> 8
-    words = words & (0x000F000F if PAIR % 2 == 0 else 0x00F000F0)
-    return gl.convert_layout(_in_mma_order(words, ITEM), LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def _of_rows(shared):
-    """Scales or zeros of both groups of a span, [warps, 16 rows]. Permuted here: Triton (3.6) would not, in memory."""
-    found = gl.permute(shared.load(STORED).to(gl.int32), [1, 0])
-    return gl.convert_layout(found, OF_ROWS, assert_trivial=True)
-
-
-@gluon.jit
-def _unit(ring, slot, unit: gl.constexpr):
-    """The words, scales and zeros of unit 0 or 1 of a stage."""
-    ws, ss, zs, full, empty = ring
-    found = (ws.index(slot * 2 + unit).load(W_TILE), _of_rows(ss.index(slot * 2 + unit)))  # type: tuple
-    if zs.dtype == gl.int16:
-        found += (_of_rows(zs.index(slot * 2 + unit)),)
-    return found
-
-
-@gluon.jit
-def _first_unit(ring, slot, phase, pred):
-    """Of a stage, when it is there; anything if not `pred`."""
-    mbarrier.wait(ring[3].index(slot), phase, pred=pred)
-    return _unit(ring, slot, 0)
-
-
-@gluon.jit
-def _release(ring, slot, phase):
-    """Give a stage back when all warps have used it. Gives the next one."""
-    _barrier()
-    mbarrier.arrive(ring[4].index(slot), count=1)
-    return _next(slot, phase, ring[3].shape[0])
-
-
-@gluon.jit
-def _product(unit, inputs, y, ITEM: gl.constexpr, SCALE: gl.constexpr):
-    bs, totals = inputs
-    nothing = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
-    for group in gl.static_range(2):
-        # two sums: a product does not wait for the one before it
-        even = mma_v2(_numbers(unit[0], 2 * group, ITEM), bs[2 * group], nothing)
-        odd = mma_v2(_numbers(unit[0], 2 * group + 1, ITEM), bs[2 * group + 1], nothing)
-        sums = even + odd
-        if len(unit) == 3:
-            bits = ((unit[2] >> (8 * group)) & 255) | 0x4B000000  # 2^23 + zero
-            sums -= totals[group] * gl.expand_dims(bits.to(gl.float32, bitcast=True) - 8388608.0, 2)
-        else:
-            sums -= totals[group] * 8.0
-        factor = (unit[1] >> (16 * group)).to(gl.int16).to(SCALE, bitcast=True).to(gl.float32)
-        y += sums * gl.expand_dims(factor, 2)
-    return y
 
 
 @gluon.jit
@@ -335,10 +205,10 @@ def _gains(norm_weight, PIECES: gl.constexpr):
     """What a norm's rows are multiplied with."""
     found = ()  # type: tuple
     for piece in gl.static_range(PIECES):
-        words = _inputs(norm_weight, 0, ROWS, piece)
+        words = inputs_of(norm_weight, 0, ROWS, piece)
         of_piece = ()  # type: tuple
         for pair in gl.static_range(4):
-            of_piece += (_scaled(words[pair], pair, norm_weight.dtype.element_ty),)
+            of_piece += (scaled(words[pair], pair, norm_weight.dtype.element_ty),)
         found += (of_piece,)
     return found
 
@@ -350,20 +220,20 @@ def _resident(x, stride, gains, M, PIECES: gl.constexpr, ITEM: gl.constexpr):
     totals = ()  # type: tuple
     words = ()  # type: tuple
     for piece in gl.static_range(PIECES):
-        words += (_inputs(x, stride, M, piece),)
+        words += (inputs_of(x, stride, M, piece),)
     for piece in gl.static_range(PIECES):
         of_piece = ()  # type: tuple
         for pair in gl.static_range(4):
             found = words[piece][pair]
-            found = _scaled(found, pair, ITEM) if gains is None else times2(found, gains[piece][pair], ITEM)
-            of_piece += (_right(found, ITEM),)
+            found = scaled(found, pair, ITEM) if gains is None else times2(found, gains[piece][pair], ITEM)
+            of_piece += (right_operand(found, ITEM),)
         bs += (of_piece,)
-        totals += (_totals(of_piece, ITEM),)
+        totals += (totals_of(of_piece, ITEM),)
     return bs, totals
 
 
 @gluon.jit
-def _short(ring, slot, phase, unit, inputs, more, TILES: gl.constexpr, ITEM: gl.constexpr, SCALE: gl.constexpr):
+def _short(ring, slot, phase, unit, inputs, more, TILES: gl.constexpr, ITEM: gl.constexpr):
     """The next TILES * 16 rows of a weight times resident inputs. While a unit is multiplied, the next one is read from
     shared memory, after the last one only if there are `more`."""
     bs, totals = inputs
@@ -372,46 +242,46 @@ def _short(ring, slot, phase, unit, inputs, more, TILES: gl.constexpr, ITEM: gl.
         ys += (gl.zeros([WARPS, 16, ROWS], gl.float32, MMA),)
     for index in gl.static_range(len(bs) * TILES):
         if index % 2 == 0:
-            coming = _unit(ring, slot, 1)
+            coming = unit_of(ring, slot, 1)
         else:
-            after, its_phase = _next(slot, phase, ring[3].shape[0])
-            coming = _first_unit(ring, after, its_phase, more if index + 1 == len(bs) * TILES else True)
-        y = _product(unit, (bs[index // TILES], totals[index // TILES]), ys[index % TILES], ITEM, SCALE)
+            after, its_phase = next_stage(slot, phase, ring[3].shape[0])
+            coming = first_unit(ring, after, its_phase, more if index + 1 == len(bs) * TILES else True)
+        y = product(unit, (bs[index // TILES], totals[index // TILES]), ys[index % TILES], ITEM)
         ys = _replaced(ys, index % TILES, y)
         if index % 2 == 1:
-            slot, phase = _release(ring, slot, phase)
+            slot, phase = release(ring, slot, phase)
         unit = coming
     return ys, unit, slot, phase
 
 
 @gluon.jit
-def _long(ring, slot, phase, x, stride, M, PIECES: gl.constexpr, ITEM: gl.constexpr, SCALE: gl.constexpr):
+def _long(ring, slot, phase, x, stride, M, PIECES: gl.constexpr, ITEM: gl.constexpr):
     """As `_short` for two tiles, with inputs that are read for each piece, and have been scaled."""
     first = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
     second = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
-    coming = _inputs(x, stride, M, 0)
-    later = _inputs(x, stride, M, 1)
-    unit = _first_unit(ring, slot, phase, True)
+    coming = inputs_of(x, stride, M, 0)
+    later = inputs_of(x, stride, M, 1)
+    unit = first_unit(ring, slot, phase, True)
     for piece in range(PIECES):
         bs = ()  # type: tuple
         for pair in gl.static_range(4):
-            bs += (_right(coming[pair], ITEM),)
+            bs += (right_operand(coming[pair], ITEM),)
         coming = later
-        later = _inputs(x, stride, M, gl.minimum(piece + 2, PIECES - 1))
-        other = _unit(ring, slot, 1)
-        inputs = bs, _totals(bs, ITEM)
-        first = _product(unit, inputs, first, ITEM, SCALE)
-        after, its_phase = _next(slot, phase, ring[3].shape[0])
-        unit = _first_unit(ring, after, its_phase, piece + 1 < PIECES)
-        second = _product(other, inputs, second, ITEM, SCALE)
-        slot, phase = _release(ring, slot, phase)
+        later = inputs_of(x, stride, M, gl.minimum(piece + 2, PIECES - 1))
+        other = unit_of(ring, slot, 1)
+        inputs = bs, totals_of(bs, ITEM)
+        first = product(unit, inputs, first, ITEM)
+        after, its_phase = next_stage(slot, phase, ring[3].shape[0])
+        unit = first_unit(ring, after, its_phase, piece + 1 < PIECES)
+        second = product(other, inputs, second, ITEM)
+        slot, phase = release(ring, slot, phase)
     return (first, second), slot, phase
 
 
 @gluon.jit
 def _consume(
     ring, tensors, M, eps, O_PIECES: gl.constexpr, PIECES: gl.constexpr, INNER_BLOCKS: gl.constexpr,
-    QKV_TILES: gl.constexpr, SCALE: gl.constexpr, PDL: gl.constexpr,
+    QKV_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     x, residual, hidden, out, squares, counter, ffn_norm, next_norm = tensors
     ITEM: gl.constexpr = x.dtype.element_ty
@@ -430,19 +300,19 @@ def _consume(
     # o
     inputs = _resident(x, O_PIECES * PIECE, None, M, O_PIECES, ITEM)
     before = gl.load(residual + place, mask=_is_row(M), other=0.0, cache_modifier=".cg").to(gl.float32)
-    unit = _first_unit(ring, slot, phase, True)
-    ys, unit, slot, phase = _short(ring, slot, phase, unit, inputs, False, 2, ITEM, SCALE)
+    unit = first_unit(ring, slot, phase, True)
+    ys, unit, slot, phase = _short(ring, slot, phase, unit, inputs, False, 2, ITEM)
     gains = _gains(ffn_norm, PIECES)
     before = _add(ys, before, residual, squares, place, M)
     _all_programs(counter, goal + PROGRAMS)
 
     # gate and up
-    unit = _first_unit(ring, slot, phase, True)
+    unit = first_unit(ring, slot, phase, True)
     inputs = _resident(residual, N, gains, M, PIECES, ITEM)
     factors = gl.expand_dims(_factors(squares, N, eps), 2)
     for block in range(INNER_BLOCKS):
         more = block + 1 < INNER_BLOCKS
-        both, unit, slot, phase = _short(ring, slot, phase, unit, inputs, more, 2, ITEM, SCALE)
+        both, unit, slot, phase = _short(ring, slot, phase, unit, inputs, more, 2, ITEM)
         gate, up = gl.split(_summed(both, 0) * factors)
         column = (program * INNER_BLOCKS + block) * 16
         power = (127 + UP - column // 64 % 2 * 4) << 23  # the scale of these inputs of `down`
@@ -453,7 +323,7 @@ def _consume(
     _all_programs(counter, goal + 2 * PROGRAMS)
 
     # down
-    ys, slot, phase = _long(ring, slot, phase, hidden, INNER, M, INNER // PIECE, ITEM, SCALE)
+    ys, slot, phase = _long(ring, slot, phase, hidden, INNER, M, INNER // PIECE, ITEM)
     squares += PROGRAMS * ROWS
     _add(ys, before, residual, squares, place, M)
 
@@ -461,10 +331,10 @@ def _consume(
     if QKV_TILES > 0:
         gains = _gains(next_norm, PIECES)
         _all_programs(counter, goal + 3 * PROGRAMS)
-        unit = _first_unit(ring, slot, phase, True)
+        unit = first_unit(ring, slot, phase, True)
         inputs = _resident(residual, N, gains, M, PIECES, ITEM)
         factors = gl.expand_dims(_factors(squares, N, eps), 2)
-        heads, unit, slot, phase = _short(ring, slot, phase, unit, inputs, False, QKV_TILES, ITEM, SCALE)
+        heads, unit, slot, phase = _short(ring, slot, phase, unit, inputs, False, QKV_TILES, ITEM)
         for tile in gl.static_range(0, QKV_TILES, 2):
             first = (program * QKV_TILES + tile) * 16
             place = _place(first, PROGRAMS * QKV_TILES * 16, 16 if tile + 1 < QKV_TILES else 0)
@@ -485,7 +355,6 @@ def _packed_layer_kernel(
     INNER_BLOCKS: gl.constexpr,  # of sixteen gate rows and up rows, for each program
     QKV_TILES: gl.constexpr,  # of sixteen rows of q, k and v, for each program; 0: without
     STAGES: gl.constexpr,
-    SCALE: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     ws = gl.allocate_shared_memory(gl.int32, [2 * STAGES] + o_words.block_shape, o_words.layout)
@@ -512,7 +381,7 @@ def _packed_layer_kernel(
     tensors = x, residual, hidden, out, squares, counter, ffn_norm, next_norm
     gl.warp_specialize(
         [
-            (_consume, (ring, tensors, M, eps, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES, SCALE, PDL)),
+            (_consume, (ring, tensors, M, eps, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES, PDL)),
             (_produce, (linears, ring, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES)),
         ],
         [1],
@@ -533,9 +402,8 @@ def enough_programs() -> bool:
 
 
 def packed_layer_serves(weights: LayerWeights) -> bool:
-    scales = {one.scale.dtype for one in weights if one is not None}
-    zeros = {None if one.zero is None else one.zero.dtype for one in weights if one is not None}
-    return len(scales) == len(zeros) == 1 and scales <= {torch.float16, torch.bfloat16} and zeros <= {None, torch.uint8}
+    types = {(one.scale.dtype, None if one.zero is None else one.zero.dtype) for one in weights if one is not None}
+    return types in ({(torch.float16, None)}, {(torch.float16, torch.uint8)})
 
 
 def _descriptors(weight: PackedWords | None) -> tuple[TensorDescriptor | None, ...]:
@@ -597,7 +465,6 @@ def packed_layer(
         INNER_BLOCKS=inner // (16 * NUM_PROGRAMS),
         QKV_TILES=0 if qkv is None else qkv.shape[0] // (16 * NUM_PROGRAMS),
         STAGES=STAGES,
-        SCALE=gl.float16 if o.scale.dtype == torch.float16 else gl.bfloat16,
         PDL=pdl,
         num_warps=WARPS.value,
         pdl=pdl,
