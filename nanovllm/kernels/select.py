@@ -418,12 +418,14 @@ def select_linear(case: LinearCase) -> LinearKernel | None:
 
 
 def joins_layers(o: LinearCase, gate_up: LinearCase, down: LinearCase, qkv: LinearCase) -> bool:
-    """Whether `packed_layer` computes all that is between two attentions: for the sizes of Qwen3-8B, as measured."""
+    """Whether `packed_layer` computes all that is between two attentions: for Qwen3-8B and Llama-3.1-8B, whose sizes
+    divide evenly among its programs. Only the first was measured."""
     for case in (o, gate_up, down, qkv):
         served = case.rows <= EIGHT_ROWS and case.format == "int4_groups" and case.group == SUMMED_GROUP
         if not served or not _packed_at_once(case) or not case.bfloat16 or case.bias or not case.whole:
             return False
-    return [(one.outputs, one.inputs) for one in (o, down, qkv)] == [(4096, 4096), (4096, 12288), (6144, 4096)]
+    same = [(one.outputs, one.inputs) for one in (o, qkv)] == [(4096, 4096), (6144, 4096)]
+    return same and down.outputs == 4096 and down.inputs in (12288, 14336)
 
 
 def delta_net_serves(key_dim: int, value_dim: int) -> bool:

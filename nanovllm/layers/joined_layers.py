@@ -10,18 +10,20 @@ from torch import Tensor
 
 from nanovllm.kernels.linear.choose import linear_case
 from nanovllm.kernels.linear.packed_layer import (
+    COUNTERS,
     MAX_ROWS,
     LayerWeights,
     enough_programs,
     packed_layer,
     packed_layer_serves,
 )
-from nanovllm.kernels.select import joins_layers
+from nanovllm.kernels.select import LinearCase, joins_layers
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import BuildContext
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.residual import Residual
+from nanovllm.layers.split_k_residual import SplitKResidual
 from nanovllm.layers.step import Step
 
 
@@ -30,7 +32,7 @@ class JoinedLayers:
         self._layers, self._context = layers, context
         self._serves: bool | None = None  # known when the first step comes: weights are loaded then
         # on which the programs of a launch wait for each other; launches of a stream come one after the other
-        self._counter = torch.zeros(1, dtype=torch.int64, device=context.device)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int64, device=context.device)
 
     def __call__(self, x: Tensor, layers: list[tuple[Any, Any]], step: Step) -> Tensor | None:
         """Embedded tokens, [num_tokens, hidden], through these (layer, state); None if the kernel does not serve them.
@@ -38,7 +40,9 @@ class JoinedLayers:
         if x.shape[0] > MAX_ROWS or not layers:
             return None
         if self._serves is None:
-            self._serves = enough_programs() and all(map(self._served, self._layers))
+            self._serves = enough_programs() and self._all_served()
+            if self._serves:
+                self._launch_linears()
         if not self._serves:
             return None
         first = layers[0][0]
@@ -53,15 +57,39 @@ class JoinedLayers:
             weights = LayerWeights(*map(_words, linears))
             norm = None if following is None else following.input_norm.weight
             eps, pdl = layer.ffn_norm.eps, self._context.pdl
-            qkv = packed_layer(mixed, x, weights, layer.ffn_norm.weight, norm, eps, self._counter, pdl=pdl)
+            qkv = packed_layer(mixed, x, weights, layer.ffn_norm.weight, norm, eps, self._counters, pdl=pdl)
         return x
 
-    def _served(self, layer: Any) -> bool:
+    def _launch_linears(self) -> None:
+        """Launch what two layers do without this kernel, but for attention: steps with prompts still end so, because
+        their last layer computes only the rows that are sampled. The first decode step is one that only compiles
+        kernels ahead of time; were these not among them, the first prompt would wait for them."""
+        layer, linear = self._layers[-1], self._layers[-1].mixer.o_proj
+        for rows in (1, MAX_ROWS):
+            options: Any = {"dtype": self._context.dtype, "device": self._context.device}
+            mixed = torch.zeros(rows, linear.weight.shape[1], **options)
+            x: Residual = SplitKResidual(torch.zeros(rows, linear.weight.shape[0], **options), pdl=self._context.pdl)
+            for projects in (True, False):
+                x = layer.feed_forward(linear(mixed, add_to=x), norm=layer.ffn_norm)
+                if projects:
+                    layer.mixer.qkv_proj(x, norm=layer.input_norm)
+            _ = x.rows  # adds up
+
+    def _all_served(self) -> bool:
+        """All layers must have the same sizes: each launch adds as much to each counter as the one before."""
+        found = list(map(self._cases, self._layers))
+        if found[0] is None or any(cases != found[0] for cases in found) or not joins_layers(*found[0]):
+            return False
+        return packed_layer_serves(_words(linear) for layer in self._layers for linear in _linears(layer))
+
+    def _cases(self, layer: Any) -> tuple[LinearCase, ...] | None:
+        """Of o, gate and up, down, and q, k and v; None for a layer that computes something else."""
         mixer, feed_forward, context = layer.mixer, layer.feed_forward, self._context
         if type(mixer) is not Attention or type(feed_forward) is not MLP or feed_forward.activation != "silu":
-            return False
-        linears = mixer.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj, mixer.qkv_proj
-        cases = [
+            return None
+        if not layer.ffn_norm.fuses or not layer.input_norm.eps == layer.ffn_norm.eps == self._layers[0].ffn_norm.eps:
+            return None
+        return tuple(
             linear_case(
                 linear.weight,
                 linear.bias,
@@ -73,10 +101,13 @@ class JoinedLayers:
                 deterministic=context.deterministic,
                 gluon=context.gluon,
             )
-            for linear in linears
-        ]
-        alike = layer.ffn_norm.fuses and layer.input_norm.eps == layer.ffn_norm.eps
-        return alike and joins_layers(*cases) and packed_layer_serves(LayerWeights(*map(_words, linears)))
+            for linear in _linears(layer)
+        )
+
+
+def _linears(layer: Any) -> tuple[Linear, ...]:
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    return mixer.o_proj, feed_forward.gate_up_proj, feed_forward.down_proj, mixer.qkv_proj
 
 
 def _words(linear: Linear) -> Any:

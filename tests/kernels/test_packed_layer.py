@@ -1,5 +1,8 @@
 """All between two attentions in one kernel: compared to plain torch on a Hopper GPU; elsewhere only compiled."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.compile_ahead import Job
 from nanovllm.kernels.features import gluon_usable
+from nanovllm.kernels.launch import record_launches
 from nanovllm.kernels.linear.packed import PackedWords, dequantize_reference
-from nanovllm.kernels.select import LinearCase, joins_layers
+from nanovllm.kernels.select import SLOW_TO_COMPILE, LinearCase, compiled_sizes, joins_layers
 from tests.kernels.hopper import compile_for_hopper
 from tests.kernels.packed_weights import random_packed
 
@@ -19,18 +24,23 @@ COMPILE = """
 from nanovllm.kernels.linear import packed_layer
 from nanovllm.kernels.linear.packed import PackedWords
 
-packed_layer.launch = compile
+def cooperative(*args, **options):
+    assert options["launch_cooperative_grid"], "programs wait for each other"
+    compile(*args, **options)
+
+packed_layer.launch = cooperative
 def weight(n, k, zero):
     zero = torch.empty(n, k // 128, dtype=torch.uint8) if zero else None
     words, scale = torch.empty(n, k // 8, dtype=torch.int32), torch.empty(n, k // 128, dtype=torch.float16)
     return PackedWords("int4", 64, words, scale, zero=zero)
 
-x, counter = torch.empty(8, 4096, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+x = torch.empty(8, 4096, dtype=torch.bfloat16)
+counters = torch.zeros(packed_layer.COUNTERS, dtype=torch.int64)
 for zero in (False, True):
     o, gate_up, down = weight(4096, 4096, zero), weight(8192, 4096, zero), weight(4096, 4096, zero)
     qkv = weight(6144, 4096, zero) if zero else None
     weights = packed_layer.LayerWeights(o, gate_up, down, qkv)
-    packed_layer.packed_layer(x, x.clone(), weights, x[0], x[0] if zero else None, 1e-6, counter, pdl=zero)
+    packed_layer.packed_layer(x, x.clone(), weights, x[0], x[0] if zero else None, 1e-6, counters, pdl=zero)
 """
 EPS = 1e-6
 WHOLE = LinearCase(
@@ -57,14 +67,16 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
     assert all("cp.async.bulk.tensor" in one.instructions for one in found)
 
 
-def qwen3_8b(**change: Any) -> list[LinearCase]:
+def layer_cases(inner: int = 12288, **change: Any) -> list[LinearCase]:
+    """The linears of Qwen3-8B, or of Llama-3.1-8B, whose inner size is 14,336."""
     o = replace(WHOLE, **change)
-    gate_up, qkv = replace(o, outputs=24576, gated=True, added=False), replace(o, outputs=6144, added=False)
-    return [o, gate_up, replace(o, inputs=12288), qkv]
+    gate_up, qkv = replace(o, outputs=2 * inner, gated=True, added=False), replace(o, outputs=6144, added=False)
+    return [o, gate_up, replace(o, inputs=inner), qkv]
 
 
 def test_which_layers_it_computes() -> None:
-    assert joins_layers(*qwen3_8b()) and joins_layers(*qwen3_8b(rows=1))
+    assert joins_layers(*layer_cases()) and joins_layers(*layer_cases(rows=1)) and joins_layers(*layer_cases(14336))
+    assert not joins_layers(*layer_cases(11008))
     for change in (
         {"rows": 9},
         {"deterministic": True},
@@ -77,7 +89,7 @@ def test_which_layers_it_computes() -> None:
         {"outputs": 5120},
         {"inputs": 8192},
     ):
-        assert not joins_layers(*qwen3_8b(**change)), change
+        assert not joins_layers(*layer_cases(**change)), change
 
 
 def reference(x: Tensor, residual: Tensor, weights: list[PackedWords], norms: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -89,25 +101,48 @@ def reference(x: Tensor, residual: Tensor, weights: list[PackedWords], norms: li
     return after, F.rms_norm(after, after.shape[1:], norms[1].float(), EPS) @ qkv.T
 
 
+def test_two_kinds_serve_all_steps_of_few_rows() -> None:
+    """So that no step waits for a kernel that was not compiled for the sizes that a start launches."""
+    from nanovllm.kernels.linear.packed_layer import COUNTERS, LayerWeights, packed_layer
+
+    def weight(n: int, k: int) -> PackedWords:
+        return PackedWords("int4", 64, torch.empty(n, k // 8, dtype=torch.int32), torch.empty(n, k // 128).half())
+
+    weights = weight(4096, 4096), weight(8192, 4096), weight(4096, 4096), weight(6144, 4096)
+    norm, counters = torch.empty(4096).bfloat16(), torch.zeros(COUNTERS, dtype=torch.int64)
+    kinds: dict[int, set[tuple]] = {}
+    for m in range(1, 9):
+        x = torch.empty(m, 4096).bfloat16()
+        jobs: list[Job] = []
+        with record_launches(lambda *launch, jobs=jobs: jobs.append(Job(*launch))):
+            packed_layer(x, x, LayerWeights(*weights), norm, norm, EPS, counters)
+            packed_layer(x, x, LayerWeights(*weights[:3]), norm, None, EPS, counters)
+        kinds[m] = {job.kind() for job in jobs}
+    compiled = [kinds[m] for m in compiled_sizes() if m <= 8]
+    assert all(len(found) == 2 and found in compiled for found in kinds.values())
+    assert "_packed_layer_kernel" in SLOW_TO_COMPILE
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("zero", [False, True])
-def test_against_torch(zero: bool) -> None:
+@pytest.mark.parametrize("inner", [12288, 14336])
+def test_against_torch(inner: int, zero: bool) -> None:
     """Also many times in a graph, with programmatic dependent launch: every result is the same."""
     if not gluon_usable():
         pytest.skip("needs a GPU of the kind the kernel is written for")
-    from nanovllm.kernels.linear.packed_layer import LayerWeights, packed_layer
+    from nanovllm.kernels.linear.packed_layer import COUNTERS, LayerWeights, packed_layer
 
     torch.manual_seed(0)
-    shapes = (4096, 4096), (24576, 4096), (4096, 12288), (6144, 4096)
+    shapes = (4096, 4096), (2 * inner, 4096), (4096, inner), (6144, 4096)
     weights = [random_packed(n, k, kind="int4", group=128, zero=zero) for n, k in shapes]
     norms = [torch.rand(4096, device="cuda").bfloat16() + 0.5 for _ in range(2)]
-    counter = torch.zeros(1, dtype=torch.int64, device="cuda")
+    counters = torch.zeros(COUNTERS, dtype=torch.int64, device="cuda")
     for m in (1, 3, 8):
         x, before = (torch.randn(m, 4096, device="cuda").bfloat16() for _ in range(2))
 
         def run(weights: list[PackedWords], x: Tensor = x, before: Tensor = before) -> tuple[Tensor, Tensor | None]:
             residual, norm = before.clone(), norms[1] if len(weights) == 4 else None
-            projected = packed_layer(x, residual, LayerWeights(*weights), norms[0], norm, EPS, counter, pdl=True)
+            projected = packed_layer(x, residual, LayerWeights(*weights), norms[0], norm, EPS, counters, pdl=True)
             return residual, projected
 
         first, projected = run(weights)
@@ -124,6 +159,52 @@ def test_against_torch(zero: bool) -> None:
             graph.replay()
         for residual, again in results:
             assert again is not None and torch.equal(residual, first) and torch.equal(again, projected)
+    used = counters[: inner // 2048 + 2].tolist()
+    assert len(set(used)) == 1 and used[0] % 128 == 0, "launches add equally to all counters that they use"
+
+
+TWO_STREAMS = """
+import torch
+from nanovllm.kernels.linear.packed_layer import COUNTERS, LayerWeights, packed_layer
+from tests.kernels.packed_weights import random_packed
+
+torch.manual_seed(0)
+shapes = (4096, 4096), (24576, 4096), (4096, 12288), (6144, 4096)
+weights = LayerWeights(*(random_packed(n, k, kind="int4", group=128) for n, k in shapes))
+norm = torch.ones(4096, device="cuda").bfloat16()
+x, before = (torch.randn(8, 4096, device="cuda").bfloat16() for _ in range(2))
+
+class Engine:
+    def __init__(self):
+        self.stream, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device="cuda")
+        self.run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            self.results = [self.run() for _ in range(30)]
+
+    def run(self):
+        residual = before.clone()
+        return residual, packed_layer(x, residual, weights, norm, norm, 1e-6, self.counters, pdl=True)
+
+engines = Engine(), Engine()
+for _ in range(30):
+    for engine in engines:
+        with torch.cuda.stream(engine.stream):
+            engine.graph.replay()
+torch.cuda.synchronize()
+first = engines[0].results[0]
+assert all(torch.equal(a, b) for engine in engines for one in engine.results for a, b in zip(one, first))
+"""
+
+
+@pytest.mark.gpu
+def test_launches_of_two_streams_end() -> None:
+    """As of two engines of one process, whose programs must not each hold a part of the multiprocessors and wait."""
+    if not gluon_usable():
+        pytest.skip("needs a GPU of the kind the kernel is written for")
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", TWO_STREAMS], env=environment, timeout=90, check=True)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

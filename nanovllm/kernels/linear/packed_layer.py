@@ -1,14 +1,19 @@
 """All that a layer computes between two attentions as one kernel, for 1 to 8 rows and packed 4-bit weights on Hopper.
 
-Four products, each of which needs the whole result of the one before it: o, gate and up, down, and q, k and v of the
-next layer. As launches of their own they leave memory idle at every change: the last words must be unpacked, results
-be written and read, before the next words are asked for. Here one program per multiprocessor computes its rows of all
-four. A warp of its own requests words in the order of their use, as far ahead as shared memory has room, past the
-points where programs wait for each other: weights do not depend on results.
+Four products: o, gate and up, down, and q, k and v of the next layer. As launches of their own they leave memory idle
+at every change: the last words must be unpacked, results be written and read, before the next words are asked for. Here
+one program per multiprocessor computes its rows of all four. A warp of its own requests words in the order of their
+use, as far ahead as shared memory has room, past the points where programs wait for each other: weights do not depend
+on results.
 
-Programs wait for each other with a counter in global memory, so all of them must run at the same time. There are no
-more than multiprocessors, and what was launched before ends without them. Only a second kernel of this kind, launched
-at the same time by another engine in this process, could hold multiprocessors and wait, too.
+Programs wait for each other after o and after down: gate and up, and q, k and v, need a whole row of the residual. Down
+needs 2,048 columns at a time. Those are what all programs compute together in one block of gate and up, sixteen columns
+each, so it begins while other programs may still be some blocks behind. All waiting goes through one more warp: it
+counts in global memory what this program has finished, and reports to the others what all programs have.
+
+All programs of a launch must run at the same time, so the launch is cooperative: the driver starts all of them together
+or, if they do not fit, raises an error. Two engines on one GPU could otherwise each hold a part of the multiprocessors
+and wait for the rest. A launch may be recorded in a graph, and may begin before the kernel before it has ended.
 
 A number q of 4 bits is placed in a bfloat16 whose exponent's bits are zero: it is then q * 2^-133 (or 16 times as much
 for every second pair of a word), without a shift for two of four pairs, and without something to be subtracted. Inputs
@@ -20,6 +25,7 @@ a norm is the sum of the programs' own, and scales the product after it.
 Written in Gluon, as many_rows.py. Gluon has no interpreter: tests without a GPU only compile the kernel.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -58,36 +64,58 @@ PIECE = gl.constexpr(COLUMNS)
 NUM_PROGRAMS = 128
 PROGRAMS = gl.constexpr(NUM_PROGRAMS)
 STAGES = 6  # that shared memory has room for, of two units: 16 rows of a piece
-UNDER_WAY = gl.constexpr(2)  # stages requested and not yet there: with more, programs would wait longer for each other
+UNDER_WAY = 2  # stages requested and not yet there: with more, programs would wait longer for each other
+COUNTERS = 16  # of what programs finish: o, blocks of gate and up, and down
+MOST_BLOCKS = COUNTERS - 2
+MOST_QKV_TILES = 3  # whose sums fit into registers
 REGISTERS = 144  # of a thread; attention may start beside these programs
-PRODUCER_REGISTERS = gl.constexpr(24)
+WORKER_REGISTERS = gl.constexpr(24)  # of the warp that loads, and of the one that waits
 # sums of all warps: a thread adds those of a place of two tiles
 PARTIAL = gl.constexpr(gl.BlockedLayout([WARPS.value, 1, 1, 2], [1, 16, 2, 1], [1, 1, 4, 2], [0, 1, 2, 3]))
 SUM = gl.constexpr(gl.SliceLayout(0, PARTIAL.value))
 
 
-# --- waiting ----------------------------------------------------------------------------------------------------------
+# --- the warp that waits ----------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _all_programs(counter, goal):
-    """Wait until `counter` has reached `goal`: every program adds one after its results."""
-    _barrier()
+def _count(counter):
+    """Add one to `counter` once all that this program's warps have written before is visible to the others."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred %p;
+        .reg .u32 %t;
+        mov.u32 $0, 0;
+        mov.u32 %t, %laneid;
+        setp.eq.u32 %p, %t, 0;
+        @%p red.release.gpu.global.add.u64 [$1], 1;
+        }""",
+        "=r,l",
+        [counter],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _await(counter, goal):
+    """Wait until `counter` has reached `goal`."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred %p<2>;
         .reg .u32 %t;
         .reg .u64 %v;
         mov.u32 $0, 0;
-        mov.u32 %t, %tid.x;
+        mov.u32 %t, %laneid;
         setp.ne.u32 %p0, %t, 0;
-        @%p0 bra ALL_CAME;
-        red.release.gpu.global.add.u64 [$1], 1;
-        NOT_ALL_CAME:
+        @%p0 bra REACHED;
+        NOT_REACHED:
         ld.acquire.gpu.global.u64 %v, [$1];
         setp.lt.u64 %p1, %v, $2;
-        @%p1 bra NOT_ALL_CAME;
-        ALL_CAME:
+        @%p1 bra NOT_REACHED;
+        REACHED:
+        bar.warp.sync 0xffffffff;
         }""",
         "=r,l,l",
         [counter, goal],
@@ -95,7 +123,41 @@ def _all_programs(counter, goal):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def _exchange(events, counters, BLOCKS: gl.constexpr, WITH_QKV: gl.constexpr, PDL: gl.constexpr):
+    """Count each event of this program, in order: o, the blocks of gate and up, down. Report those of all programs.
+
+    A block is awaited when this program has finished the two after it. So programs may be some blocks apart, and none
+    waits for one that is behind it before it has counted what that one waits for.
+    """
+    done, ready = events
+    if PDL:
+        gdc_wait()
+    # Every launch adds PROGRAMS to each counter. This program's first event is still missing, so that fewer were added.
+    goal = gl.load(counters, cache_modifier=".cg")
+    goal += PROGRAMS - goal % PROGRAMS
+    first = 0
+    for event in range(BLOCKS + (2 if WITH_QKV else 1)):
+        mbarrier.wait(done.index(event), 0)
+        _count(counters + event)
+        end = event - 1 if event < BLOCKS else event + 1
+        end = 1 if event == 0 else end
+        for reached in range(first, end):
+            _await(counters + reached, goal)
+            mbarrier.arrive(ready.index(reached), count=1)
+        first = gl.maximum(first, end)
+    if not WITH_QKV:
+        mbarrier.wait(done.index(BLOCKS + 1), 0)
+        _count(counters + (BLOCKS + 1))
+
+
+@gluon.jit
+def _finish(events, event):
+    """All warps have stored what belongs to this event."""
     _barrier()
+    mbarrier.arrive(events[0].index(event), count=1)
 
 
 # --- the warp that loads ----------------------------------------------------------------------------------------------
@@ -113,8 +175,9 @@ def _load_unit(linear, ring, slot, unit: gl.constexpr, row, piece):
 
 @gluon.jit
 def _load_linear(
-    linear, ring, slot, phase, BLOCKS: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr, UP_ROWS: gl.constexpr
-):
+    linear, ring, slot, phase, UNDER_WAY: gl.constexpr, BLOCKS: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
+    UP_ROWS: gl.constexpr,
+):  # fmt: skip
     """This program's words of one linear. UP_ROWS: the distance from a gate row to its up row."""
     words, scale, zero = linear
     ws, ss, zs, full, empty = ring
@@ -122,7 +185,7 @@ def _load_linear(
     WIDTH: gl.constexpr = 16 if UP_ROWS > 0 else 16 * TILES
     DISTANCE: gl.constexpr = UP_ROWS if UP_ROWS > 0 else 16
     for block in range(BLOCKS):
-        row = (gl.program_id(0) * BLOCKS + block) * WIDTH
+        row = (block * PROGRAMS + gl.program_id(0)) * WIDTH
         for stage in range(PIECES * TILES // 2):
             mbarrier.wait(empty.index(slot), phase ^ 1)  # returns at once for a new barrier and parity 1
             wraps = slot < UNDER_WAY
@@ -138,17 +201,18 @@ def _load_linear(
 
 @gluon.jit
 def _produce(
-    linears, ring, O_PIECES: gl.constexpr, PIECES: gl.constexpr, INNER_BLOCKS: gl.constexpr, QKV_TILES: gl.constexpr
-):
+    linears, ring, O_PIECES: gl.constexpr, PIECES: gl.constexpr, INNER_BLOCKS: gl.constexpr, QKV_TILES: gl.constexpr,
+    UNDER_WAY: gl.constexpr,
+):  # fmt: skip
     o, gate_up, down, qkv = linears
     INNER: gl.constexpr = INNER_BLOCKS * PROGRAMS * 16
     slot = 0
     phase = 0
-    slot, phase = _load_linear(o, ring, slot, phase, 1, O_PIECES, 2, 0)
-    slot, phase = _load_linear(gate_up, ring, slot, phase, INNER_BLOCKS, PIECES, 2, INNER)
-    slot, phase = _load_linear(down, ring, slot, phase, 1, INNER // PIECE, 2, 0)
+    slot, phase = _load_linear(o, ring, slot, phase, UNDER_WAY, 1, O_PIECES, 2, 0)
+    slot, phase = _load_linear(gate_up, ring, slot, phase, UNDER_WAY, INNER_BLOCKS, PIECES, 2, INNER)
+    slot, phase = _load_linear(down, ring, slot, phase, UNDER_WAY, 1, INNER_BLOCKS, 2, 0)
     if QKV_TILES > 0:
-        _load_linear(qkv, ring, slot, phase, 1, PIECES, QKV_TILES, 0)
+        _load_linear(qkv, ring, slot, phase, UNDER_WAY, 1, PIECES, QKV_TILES, 0)
 
 
 # --- the warps that multiply ------------------------------------------------------------------------------------------
@@ -190,14 +254,19 @@ def _add(ys, before, out, squares, place, M):
 
 
 @gluon.jit
-def _factors(squares, N: gl.constexpr, eps):
-    """[1, 8]: what the rows are multiplied with to be normed."""
+def _squares_of_all(squares):
+    """[programs, 8]: what `_add` has left."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
     program = gl.expand_dims(gl.arange(0, PROGRAMS, gl.SliceLayout(1, LAYOUT)), 1)
     m = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
-    total = gl.sum(gl.load(squares + program * ROWS + m, cache_modifier=".cg"), axis=0)
-    found = gl.rsqrt(gl.convert_layout(total, gl.SliceLayout(0, gl.SliceLayout(2, SUM))) / N + eps)
-    return gl.expand_dims(found, 0)
+    return gl.load(squares + program * ROWS + m, cache_modifier=".cg")
+
+
+@gluon.jit
+def _factors(of_all, N: gl.constexpr, eps):
+    """[1, 8, 1]: what the rows are multiplied with to be normed."""
+    total = gl.convert_layout(gl.sum(of_all, axis=0), gl.SliceLayout(0, gl.SliceLayout(2, SUM)))
+    return gl.expand_dims(gl.expand_dims(gl.rsqrt(total / N + eps), 0), 2)
 
 
 @gluon.jit
@@ -255,19 +324,26 @@ def _short(ring, slot, phase, unit, inputs, more, TILES: gl.constexpr, ITEM: gl.
 
 
 @gluon.jit
-def _long(ring, slot, phase, x, stride, M, PIECES: gl.constexpr, ITEM: gl.constexpr):
+def _when_ready(ready, x, M, piece, PIECES: gl.constexpr):
+    """Inputs of `down`, which all programs together have computed in one block of gate and up."""
+    mbarrier.wait(ready.index(1 + piece), 0)
+    return inputs_of(x, PIECES * PIECE, M, piece)
+
+
+@gluon.jit
+def _long(ring, slot, phase, ready, x, M, PIECES: gl.constexpr, ITEM: gl.constexpr):
     """As `_short` for two tiles, with inputs that are read for each piece, and have been scaled."""
     first = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
     second = gl.zeros([WARPS, 16, ROWS], gl.float32, MMA)
-    coming = inputs_of(x, stride, M, 0)
-    later = inputs_of(x, stride, M, 1)
     unit = first_unit(ring, slot, phase, True)
+    coming = _when_ready(ready, x, M, 0, PIECES)
+    later = _when_ready(ready, x, M, 1, PIECES)
     for piece in range(PIECES):
         bs = ()  # type: tuple
         for pair in gl.static_range(4):
             bs += (right_operand(coming[pair], ITEM),)
         coming = later
-        later = inputs_of(x, stride, M, gl.minimum(piece + 2, PIECES - 1))
+        later = _when_ready(ready, x, M, gl.minimum(piece + 2, PIECES - 1), PIECES)
         other = unit_of(ring, slot, 1)
         inputs = bs, totals_of(bs, ITEM)
         first = product(unit, inputs, first, ITEM)
@@ -279,61 +355,68 @@ def _long(ring, slot, phase, x, stride, M, PIECES: gl.constexpr, ITEM: gl.conste
 
 
 @gluon.jit
+def _normed(ring, slot, phase, ready, x, squares, gains, M, PIECES: gl.constexpr, ITEM: gl.constexpr):
+    """When all programs have added to x: the first unit of the next linear, its inputs, and the norm's factors."""
+    unit = first_unit(ring, slot, phase, True)
+    mbarrier.wait(ready, 0)
+    of_all = _squares_of_all(squares)
+    inputs = _resident(x, PIECES * PIECE, gains, M, PIECES, ITEM)
+    return unit, inputs, of_all
+
+
+@gluon.jit
 def _consume(
-    ring, tensors, M, eps, O_PIECES: gl.constexpr, PIECES: gl.constexpr, INNER_BLOCKS: gl.constexpr,
+    ring, events, tensors, M, eps, O_PIECES: gl.constexpr, PIECES: gl.constexpr, INNER_BLOCKS: gl.constexpr,
     QKV_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    x, residual, hidden, out, squares, counter, ffn_norm, next_norm = tensors
+    x, residual, hidden, out, squares, ffn_norm, next_norm = tensors
+    done, ready = events
     ITEM: gl.constexpr = x.dtype.element_ty
     N: gl.constexpr = PIECES * PIECE
-    INNER: gl.constexpr = INNER_BLOCKS * PROGRAMS * 16
+    INNER: gl.constexpr = INNER_BLOCKS * PIECE
     program = gl.program_id(0)
     place = _place(program * 32, N, 16)
-    if PDL:
-        gdc_wait()
-    goal = gl.load(counter)
-    goal -= goal % PROGRAMS
-
     slot = 0
     phase = 0
+    if PDL:
+        gdc_wait()
 
     # o
     inputs = _resident(x, O_PIECES * PIECE, None, M, O_PIECES, ITEM)
     before = gl.load(residual + place, mask=_is_row(M), other=0.0, cache_modifier=".cg").to(gl.float32)
     unit = first_unit(ring, slot, phase, True)
     ys, unit, slot, phase = _short(ring, slot, phase, unit, inputs, False, 2, ITEM)
-    gains = _gains(ffn_norm, PIECES)
     before = _add(ys, before, residual, squares, place, M)
-    _all_programs(counter, goal + PROGRAMS)
+    _finish(events, 0)
 
     # gate and up
-    unit = first_unit(ring, slot, phase, True)
-    inputs = _resident(residual, N, gains, M, PIECES, ITEM)
-    factors = gl.expand_dims(_factors(squares, N, eps), 2)
+    gains = _gains(ffn_norm, PIECES)
+    unit, inputs, of_all = _normed(ring, slot, phase, ready.index(0), residual, squares, gains, M, PIECES, ITEM)
+    factors = _factors(of_all, N, eps)
     for block in range(INNER_BLOCKS):
         more = block + 1 < INNER_BLOCKS
         both, unit, slot, phase = _short(ring, slot, phase, unit, inputs, more, 2, ITEM)
         gate, up = gl.split(_summed(both, 0) * factors)
-        column = (program * INNER_BLOCKS + block) * 16
+        column = (block * PROGRAMS + program) * 16
         power = (127 + UP - column // 64 % 2 * 4) << 23  # the scale of these inputs of `down`
         y = (gate / (1 + gl.exp(-gate)) * up).to(ITEM).to(gl.float32) * power.to(gl.float32, bitcast=True)
         m = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, y.type.layout)), 0)
         n = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, y.type.layout)), 1)
         gl.store(hidden + (m * INNER + n + column), y.to(ITEM), mask=m < M)
-    _all_programs(counter, goal + 2 * PROGRAMS)
+        _finish(events, block + 1)
 
     # down
-    ys, slot, phase = _long(ring, slot, phase, hidden, INNER, M, INNER // PIECE, ITEM)
+    ys, slot, phase = _long(ring, slot, phase, ready, hidden, M, INNER_BLOCKS, ITEM)
     squares += PROGRAMS * ROWS
     _add(ys, before, residual, squares, place, M)
+    _finish(events, INNER_BLOCKS + 1)
 
     # q, k and v
     if QKV_TILES > 0:
         gains = _gains(next_norm, PIECES)
-        _all_programs(counter, goal + 3 * PROGRAMS)
-        unit = first_unit(ring, slot, phase, True)
-        inputs = _resident(residual, N, gains, M, PIECES, ITEM)
-        factors = gl.expand_dims(_factors(squares, N, eps), 2)
+        reached = ready.index(INNER_BLOCKS + 1)
+        unit, inputs, of_all = _normed(ring, slot, phase, reached, residual, squares, gains, M, PIECES, ITEM)
+        factors = _factors(of_all, N, eps)
         heads, unit, slot, phase = _short(ring, slot, phase, unit, inputs, False, QKV_TILES, ITEM)
         for tile in gl.static_range(0, QKV_TILES, 2):
             first = (program * QKV_TILES + tile) * 16
@@ -347,7 +430,7 @@ def _packed_layer_kernel(
     gate_up_words, gate_up_scale, gate_up_zero,
     down_words, down_scale, down_zero,
     qkv_words, qkv_scale, qkv_zero,
-    x, residual, hidden, out, squares, counter, ffn_norm, next_norm,
+    x, residual, hidden, out, squares, counters, ffn_norm, next_norm,
     M,
     eps,
     O_PIECES: gl.constexpr,  # of the columns of `o`
@@ -355,6 +438,7 @@ def _packed_layer_kernel(
     INNER_BLOCKS: gl.constexpr,  # of sixteen gate rows and up rows, for each program
     QKV_TILES: gl.constexpr,  # of sixteen rows of q, k and v, for each program; 0: without
     STAGES: gl.constexpr,
+    UNDER_WAY: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     ws = gl.allocate_shared_memory(gl.int32, [2 * STAGES] + o_words.block_shape, o_words.layout)
@@ -367,25 +451,32 @@ def _packed_layer_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
+    done = gl.allocate_shared_memory(gl.int64, [INNER_BLOCKS + 2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [INNER_BLOCKS + 2, 1], mbarrier.MBarrierLayout())
+    for event in gl.static_range(INNER_BLOCKS + 2):
+        mbarrier.init(done.index(event), count=1)
+        mbarrier.init(ready.index(event), count=1)
     fence_async_shared()
     _barrier()
     if PDL:
         gdc_launch_dependents()
     ring = ws, ss, zs, full, empty
+    events = done, ready
     linears = (
         (o_words, o_scale, o_zero),
         (gate_up_words, gate_up_scale, gate_up_zero),
         (down_words, down_scale, down_zero),
         (qkv_words, qkv_scale, qkv_zero),
     )
-    tensors = x, residual, hidden, out, squares, counter, ffn_norm, next_norm
+    tensors = x, residual, hidden, out, squares, ffn_norm, next_norm
     gl.warp_specialize(
         [
-            (_consume, (ring, tensors, M, eps, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES, PDL)),
-            (_produce, (linears, ring, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES)),
+            (_consume, (ring, events, tensors, M, eps, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES, PDL)),
+            (_produce, (linears, ring, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES, UNDER_WAY)),
+            (_exchange, (events, counters, INNER_BLOCKS, QKV_TILES > 0, PDL)),
         ],
-        [1],
-        [PRODUCER_REGISTERS],
+        [1, 1],
+        [WORKER_REGISTERS, WORKER_REGISTERS],
     )
 
 
@@ -397,12 +488,13 @@ class LayerWeights(NamedTuple):
 
 
 def enough_programs() -> bool:
-    """Whether all programs of a launch run at the same time."""
+    """Whether all programs of a launch fit on the device at the same time."""
     return num_sms() >= NUM_PROGRAMS
 
 
-def packed_layer_serves(weights: LayerWeights) -> bool:
-    types = {(one.scale.dtype, None if one.zero is None else one.zero.dtype) for one in weights if one is not None}
+def packed_layer_serves(weights: Iterable[PackedWords]) -> bool:
+    """The linears of all layers: one launch multiplies those of two, and their scales and zeros are of one type."""
+    types = {(one.scale.dtype, None if one.zero is None else one.zero.dtype) for one in weights}
     return types in ({(torch.float16, None)}, {(torch.float16, torch.uint8)})
 
 
@@ -432,7 +524,7 @@ def packed_layer(
     ffn_norm: Tensor,  # [hidden]
     next_norm: Tensor | None,
     eps: float,
-    counter: Tensor,  # [1] int64, zero at first
+    counters: Tensor,  # [COUNTERS] int64, zero at first, of launches of one stream and of layers of one shape
     *,
     pdl: bool = False,
 ) -> Tensor | None:  # [M, q, k and v of the next layer]
@@ -455,7 +547,7 @@ def packed_layer(
         hidden,
         out,
         squares,
-        counter,
+        counters,
         ffn_norm,
         next_norm,
         m,
@@ -465,8 +557,10 @@ def packed_layer(
         INNER_BLOCKS=inner // (16 * NUM_PROGRAMS),
         QKV_TILES=0 if qkv is None else qkv.shape[0] // (16 * NUM_PROGRAMS),
         STAGES=STAGES,
+        UNDER_WAY=UNDER_WAY,
         PDL=pdl,
         num_warps=WARPS.value,
+        launch_cooperative_grid=True,
         pdl=pdl,
         maxnreg=REGISTERS,
     )
