@@ -61,9 +61,9 @@ class JoinedLayers:
         return x
 
     def _launch_linears(self) -> None:
-        """Launch what two layers do without this kernel, but for attention: steps with prompts still end so, because
-        their last layer computes only the rows that are sampled. The first decode step is one that only compiles
-        kernels ahead of time; were these not among them, the first prompt would wait for them."""
+        """Launch the linears' own kernels, which steps with prompts end with: of their last layer they compute only
+        the few rows that are sampled. The first step of all is one that compiles what it launches ahead of time; if
+        these kernels were not among it, the first prompt would wait for them."""
         layer, linear = self._layers[-1], self._layers[-1].mixer.o_proj
         for rows in (1, MAX_ROWS):
             options: Any = {"dtype": self._context.dtype, "device": self._context.device}

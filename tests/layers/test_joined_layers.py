@@ -54,3 +54,48 @@ def test_each_launch_ends_with_the_next_layers_projection(monkeypatch: pytest.Mo
     assert joined(torch.zeros(9, 4), [(layers[0], "first")], "step") is None  # type: ignore[arg-type]
     joined._serves = False
     assert joined(x, [(layers[0], "first")], "step") is None  # type: ignore[arg-type]
+
+
+def test_the_first_step_launches_the_linears_that_end_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That step only compiles kernels, and without these the first prompt would wait for its last layer's."""
+    launched: list[tuple[str, int]] = []
+
+    class Linear(SimpleNamespace):
+        def __call__(self, x: Any, norm: Any = None, add_to: Any = None) -> Any:
+            launched.append((self.name, len(x)))
+            if add_to is not None:
+                add_to.add_later(torch.zeros(2, *x.shape))
+            return add_to
+
+    weight = SimpleNamespace(shape=(4, 4))
+    mixer = SimpleNamespace(o_proj=Linear(name="o", weight=weight), qkv_proj=Linear(name="qkv"))
+
+    def feed_forward(x: Any, norm: str) -> Any:
+        launched.append((norm, len(x)))
+        return x
+
+    layer = SimpleNamespace(mixer=mixer, feed_forward=feed_forward, ffn_norm="feed forward", input_norm="input")
+    monkeypatch.setattr("nanovllm.layers.split_k_residual.add_partial_sums", lambda *_, pdl: None)
+    monkeypatch.setattr("nanovllm.layers.joined_layers.enough_programs", lambda: True)
+    monkeypatch.setattr(JoinedLayers, "_all_served", lambda self: True)
+    context = SimpleNamespace(device="cpu", pdl=True, dtype=torch.float32)
+    joined = JoinedLayers([layer], context)  # type: ignore[arg-type]
+    attended = SimpleNamespace(mixer=SimpleNamespace(qkv_proj=lambda x, norm: None), input_norm="input")
+    with pytest.raises(AssertionError):  # nothing was projected: this step is not computed
+        joined(torch.zeros(1, 4), [(attended, "state")], "step")  # type: ignore[arg-type]
+    names = "o", "feed forward", "qkv", "o", "feed forward"
+    assert launched == [(name, rows) for rows in (1, 8) for name in names]
+
+
+@pytest.mark.parametrize("second", ["other sizes", "another kind of layer", "the same"])
+def test_all_layers_must_be_alike(second: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch adds as much to each counter as the one before."""
+    sizes = {0: ("o", "gate and up", "down", "qkv")}
+    sizes[1] = sizes[0] if second == "the same" else ("o", "gate and up", "longer down", "qkv")
+    joined = JoinedLayers([0, 1], SimpleNamespace(device="cpu", pdl=True))  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        joined, "_cases", lambda layer: None if second == "another kind of layer" and layer else sizes[layer]
+    )
+    monkeypatch.setattr("nanovllm.layers.joined_layers.joins_layers", lambda *cases: True)
+    monkeypatch.setattr("nanovllm.layers.joined_layers.packed_layer_serves", lambda weights: True)
+    assert joined._all_served() == (second == "the same")
