@@ -9,6 +9,7 @@ only one runs at a time.
   alone            not before the kernel before it has ended
   not cooperative  to see what that costs; no engine may be used so, because two of them could wait for each other
   N under way      N stages of words requested and not yet there, in place of UNDER_WAY
+  N registers      in place of REGISTERS
 
 For each way it prints the seconds of the start, the milliseconds to the first token of the first prompt and of a later
 one, how many of some greedy tokens are those of the first way, and the milliseconds per token (medians of rounds).
@@ -33,7 +34,7 @@ from nanovllm.bench.shapes import shape_folder
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-WAYS = ("off", "on", "not cooperative", "alone", "3 under way", "4 under way")
+WAYS = ("off", "on", "not cooperative", "alone", "3 under way", "4 under way", "144 registers")
 INPUT_LEN = 960
 NUM_STEPS = 48
 ENGINE: dict[str, Any] = {
@@ -62,6 +63,8 @@ def run_as(way: str) -> Iterator[None]:
             pdl = options["PDL"] = False
         if way.endswith("under way"):
             options["UNDER_WAY"] = int(way.split()[0])
+        if way.endswith("registers"):
+            options["maxnreg"] = int(way.split()[0])
         usual(*args, pdl=pdl, **options)
 
     with patch.object(packed_layer, "launch", launch):

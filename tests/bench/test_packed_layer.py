@@ -29,7 +29,7 @@ def test_how_a_way_changes_launches(way: str, monkeypatch: pytest.MonkeyPatch) -
     from nanovllm.layers import joined_layers
 
     launches: list[dict[str, Any]] = []
-    usual = {"pdl": True, "PDL": True, "launch_cooperative_grid": True, "UNDER_WAY": 2}
+    usual = {"pdl": True, "PDL": True, "launch_cooperative_grid": True, "UNDER_WAY": 2, "maxnreg": 136}
     monkeypatch.setattr(packed_layer, "launch", lambda *args, **options: launches.append(options))
     chosen = joined_layers.joins_layers
     with run_as(way):
@@ -40,6 +40,7 @@ def test_how_a_way_changes_launches(way: str, monkeypatch: pytest.MonkeyPatch) -
         "alone": {"pdl": False, "PDL": False},
         "3 under way": {"UNDER_WAY": 3},
         "4 under way": {"UNDER_WAY": 4},
+        "144 registers": {"maxnreg": 144},
     }
     assert launches == [usual | changes.get(way, {})]
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.compile_ahead import Job
+from nanovllm.kernels.compile_ahead import Job, compile_ahead
 from nanovllm.kernels.features import gluon_usable
 from nanovllm.kernels.launch import record_launches
 from nanovllm.kernels.linear.packed import PackedWords, dequantize_reference
@@ -43,6 +43,7 @@ for zero in (False, True):
     packed_layer.packed_layer(x, x.clone(), weights, x[0], x[0] if zero else None, 1e-6, counters, pdl=zero)
 """
 EPS = 1e-6
+CASES = (12288, True), (12288, False), (14336, True)  # inner size, with zeros
 WHOLE = LinearCase(
     format="int4_groups",
     rows=8,
@@ -123,43 +124,64 @@ def test_two_kinds_serve_all_steps_of_few_rows() -> None:
     assert "_packed_layer_kernel" in SLOW_TO_COMPILE
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("inner", [12288, 14336])
-def test_against_torch(inner: int, zero: bool) -> None:
-    """Also many times in a graph, with programmatic dependent launch: every result is the same."""
+class Layer:
+    """Random weights on the GPU, in the order of `LayerWeights`."""
+
+    def __init__(self, inner: int, *, zero: bool) -> None:
+        from nanovllm.kernels.linear.packed_layer import COUNTERS
+
+        shapes = (4096, 4096), (2 * inner, 4096), (4096, inner), (6144, 4096)
+        self.weights = [random_packed(n, k, kind="int4", group=128, zero=zero) for n, k in shapes]
+        self.norms = [torch.rand(4096, device="cuda").bfloat16() + 0.5 for _ in range(2)]
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device="cuda")
+
+    def run(self, x: Tensor, residual: Tensor, *, qkv: bool = True) -> Tensor | None:
+        from nanovllm.kernels.linear.packed_layer import LayerWeights, packed_layer
+
+        weights, norm = LayerWeights(*self.weights[: 4 if qkv else 3]), self.norms[1] if qkv else None
+        return packed_layer(x, residual, weights, self.norms[0], norm, EPS, self.counters, pdl=True)
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[tuple[int, bool], Layer]:
+    """By inner size and whether weights have zeros. All their kernels are compiled at once, by all cores."""
     if not gluon_usable():
         pytest.skip("needs a GPU of the kind the kernel is written for")
-    from nanovllm.kernels.linear.packed_layer import COUNTERS, LayerWeights, packed_layer
-
     torch.manual_seed(0)
-    shapes = (4096, 4096), (2 * inner, 4096), (4096, inner), (6144, 4096)
-    weights = [random_packed(n, k, kind="int4", group=128, zero=zero) for n, k in shapes]
-    norms = [torch.rand(4096, device="cuda").bfloat16() + 0.5 for _ in range(2)]
-    counters = torch.zeros(COUNTERS, dtype=torch.int64, device="cuda")
+    found = {case: Layer(case[0], zero=case[1]) for case in CASES}
+    x = torch.randn(8, 4096, device="cuda").bfloat16()
+    with compile_ahead(lambda: [one.run(x, x, qkv=qkv) for one in found.values() for qkv in (True, False)]) as wait:
+        wait()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_against_torch(case: tuple[int, bool], layers: dict[tuple[int, bool], Layer]) -> None:
+    """Also many times in a graph, with programmatic dependent launch: every result is the same."""
+    layer = layers[case]
     for m in (1, 3, 8):
         x, before = (torch.randn(m, 4096, device="cuda").bfloat16() for _ in range(2))
 
-        def run(weights: list[PackedWords], x: Tensor = x, before: Tensor = before) -> tuple[Tensor, Tensor | None]:
-            residual, norm = before.clone(), norms[1] if len(weights) == 4 else None
-            projected = packed_layer(x, residual, LayerWeights(*weights), norms[0], norm, EPS, counters, pdl=True)
-            return residual, projected
+        def run(*, qkv: bool = True, x: Tensor = x, before: Tensor = before) -> tuple[Tensor, Tensor | None]:
+            residual = before.clone()
+            return residual, layer.run(x, residual, qkv=qkv)
 
-        first, projected = run(weights)
-        expected, expected_qkv = reference(x, before, weights, norms)
+        first, projected = run()
+        expected, expected_qkv = reference(x, before, layer.weights, layer.norms)
         assert projected is not None
         close(first, expected)
         close(projected, expected_qkv)
-        last, nothing = run(weights[:3])
+        last, nothing = run(qkv=False)
         assert nothing is None and torch.equal(last, first)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = [run(weights) for _ in range(10)]
+            results = [run() for _ in range(10)]
         for _ in range(20):
             graph.replay()
         for residual, again in results:
             assert again is not None and torch.equal(residual, first) and torch.equal(again, projected)
-    used = counters[: inner // 2048 + 2].tolist()
+    used = layer.counters[: case[0] // 2048 + 2].tolist()
     assert len(set(used)) == 1 and used[0] % 128 == 0, "launches add equally to all counters that they use"
 
 
@@ -199,10 +221,9 @@ assert all(torch.equal(a, b) for engine in engines for one in engine.results for
 
 
 @pytest.mark.gpu
-def test_launches_of_two_streams_end() -> None:
+def test_launches_of_two_streams_end(layers: dict[tuple[int, bool], Layer]) -> None:
     """As of two engines of one process, whose programs must not each hold a part of the multiprocessors and wait."""
-    if not gluon_usable():
-        pytest.skip("needs a GPU of the kind the kernel is written for")
+    assert layers  # have compiled the kernel, which the other process only loads
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", TWO_STREAMS], env=environment, timeout=90, check=True)
 

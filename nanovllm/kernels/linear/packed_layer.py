@@ -66,9 +66,9 @@ PROGRAMS = gl.constexpr(NUM_PROGRAMS)
 STAGES = 6  # that shared memory has room for, of two units: 16 rows of a piece
 UNDER_WAY = 2  # stages requested and not yet there: with more, programs would wait longer for each other
 COUNTERS = 16  # of what programs finish: o, blocks of gate and up, and down
-MOST_BLOCKS = COUNTERS - 2
-MOST_QKV_TILES = 3  # whose sums fit into registers
-REGISTERS = 144  # of a thread; attention may start beside these programs
+# Of a thread when programs start; warps then divide them again. Two programs of small_batch.py fit beside one of these
+# on a multiprocessor, so that with up to two sequences words are requested while attention still runs.
+REGISTERS = 136
 WORKER_REGISTERS = gl.constexpr(24)  # of the warp that loads, and of the one that waits
 # sums of all warps: a thread adds those of a place of two tiles
 PARTIAL = gl.constexpr(gl.BlockedLayout([WARPS.value, 1, 1, 2], [1, 16, 2, 1], [1, 1, 4, 2], [0, 1, 2, 3]))
@@ -356,12 +356,11 @@ def _long(ring, slot, phase, ready, x, M, PIECES: gl.constexpr, ITEM: gl.constex
 
 @gluon.jit
 def _normed(ring, slot, phase, ready, x, squares, gains, M, PIECES: gl.constexpr, ITEM: gl.constexpr):
-    """When all programs have added to x: the first unit of the next linear, its inputs, and the norm's factors."""
-    unit = first_unit(ring, slot, phase, True)
+    """When all programs have added to x: the first unit of the next linear, its inputs, and the sums of squares."""
     mbarrier.wait(ready, 0)
     of_all = _squares_of_all(squares)
     inputs = _resident(x, PIECES * PIECE, gains, M, PIECES, ITEM)
-    return unit, inputs, of_all
+    return first_unit(ring, slot, phase, True), inputs, of_all
 
 
 @gluon.jit
@@ -534,7 +533,7 @@ def packed_layer(
     hidden = x.new_empty(m, inner)
     squares = torch.empty(2, NUM_PROGRAMS, MAX_ROWS, dtype=torch.float32, device=x.device)
     out = None if qkv is None else x.new_empty(m, qkv.shape[0])
-    assert m <= MAX_ROWS and x.is_contiguous() and residual.is_contiguous()
+    assert m <= MAX_ROWS and x.is_contiguous() and residual.is_contiguous() and inner // COLUMNS + 2 <= COUNTERS
     launch(
         _packed_layer_kernel,
         (NUM_PROGRAMS,),
