@@ -10,6 +10,7 @@ only one runs at a time.
   not cooperative  to see what that costs; no engine may be used so, because two of them could wait for each other
   N under way      N stages of words requested and not yet there, in place of UNDER_WAY
   N registers      in place of REGISTERS
+  early attention  attention lets the kernel start before it waits for its own inputs
 
 For each way it prints the seconds of the start, the milliseconds to the first token of the first prompt and of a later
 one, how many of some greedy tokens are those of the first way, and the milliseconds per token (medians of rounds).
@@ -22,7 +23,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from nanovllm.bench.shapes import shape_folder
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-WAYS = ("off", "on", "not cooperative", "alone", "3 under way", "4 under way", "144 registers")
+WAYS = ("off", "on", "not cooperative", "alone", "3 under way", "4 under way", "144 registers", "early attention")
 INPUT_LEN = 960
 NUM_STEPS = 48
 ENGINE: dict[str, Any] = {
@@ -51,6 +52,7 @@ ENGINE: dict[str, Any] = {
 @contextmanager
 def run_as(way: str) -> Iterator[None]:
     """Within this block engines are started and run in this way."""
+    from nanovllm.kernels.attention import small_batch
     from nanovllm.kernels.linear import packed_layer
     from nanovllm.layers import joined_layers
 
@@ -67,12 +69,16 @@ def run_as(way: str) -> Iterator[None]:
             options["maxnreg"] = int(way.split()[0])
         usual(*args, pdl=pdl, **options)
 
-    with patch.object(packed_layer, "launch", launch):
+    def attend(*args: Any, **options: Any) -> None:
+        usual(*args, **options | {"EARLY": True})
+
+    with ExitStack() as changed:
+        changed.enter_context(patch.object(packed_layer, "launch", launch))
         if way == "off":
-            with patch.object(joined_layers, "joins_layers", lambda *cases: False):
-                yield
-        else:
-            yield
+            changed.enter_context(patch.object(joined_layers, "joins_layers", lambda *cases: False))
+        if way == "early attention":
+            changed.enter_context(patch.object(small_batch, "launch", attend))
+        yield
 
 
 def write_shape(folder: Path, name: str, *, layers: int, vocabulary: int) -> None:
@@ -156,7 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from nanovllm import LLM
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", default=["off", "on", "not cooperative", "3 under way"], metavar="WAY")
+    parser.add_argument(
+        "--ways", nargs="+", default=["off", "on", "not cooperative", "early attention", "3 under way"], metavar="WAY"
+    )
     parser.add_argument("--model-shape", default="qwen3-8b", metavar="NAME")
     parser.add_argument("--layers", type=int, default=12, metavar="N")
     parser.add_argument("--vocabulary", type=int, default=32_768, metavar="N")

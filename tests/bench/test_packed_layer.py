@@ -25,16 +25,18 @@ def test_all_ways_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_how_a_way_changes_launches(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.kernels.attention import small_batch
     from nanovllm.kernels.linear import packed_layer
     from nanovllm.layers import joined_layers
 
     launches: list[dict[str, Any]] = []
     usual = {"pdl": True, "PDL": True, "launch_cooperative_grid": True, "UNDER_WAY": 2, "maxnreg": 136}
     monkeypatch.setattr(packed_layer, "launch", lambda *args, **options: launches.append(options))
-    chosen = joined_layers.joins_layers
+    chosen, attention = joined_layers.joins_layers, small_batch.launch
     with run_as(way):
         packed_layer.launch(**usual)  # type: ignore[call-arg]
         assert (joined_layers.joins_layers is chosen) == (way != "off")
+        assert (small_batch.launch is attention) == (way != "early attention")
     changes: dict[str, dict[str, Any]] = {
         "not cooperative": {"launch_cooperative_grid": False},
         "alone": {"pdl": False, "PDL": False},

@@ -222,6 +222,7 @@ def _small_batch_attention_kernel(
     TOGETHER: tl.constexpr,  # all programs run at the same time
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,  # let the next kernel start before the wait instead of after it
 ):
     # The number of queries, outside of the products.
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -272,8 +273,11 @@ def _small_batch_attention_kernel(
     k_same, k_other = rotation(cos, sin, k_norm, col, partner, HEAD_DIM)
     new_block = tl.load(table + tl.maximum(position, 0) // BLOCK_SIZE).to(tl.int64)
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
     q, q_swapped, k, k_swapped, v = new_heads(qkv, seq, head, GROUP, KV_HEADS, HEAD_DIM, OWN)
     tiles = tl.cdiv(position - first_tile, TILE)  # of the tokens before the new one
@@ -415,6 +419,7 @@ def small_batch_decode(
         TOGETHER=together and not interpreted and batch * kv_heads * splits <= PROGRAMS_TOGETHER * num_sms(),
         INTERPRETED=interpreted,
         PDL=pdl,
+        EARLY=False,
         num_warps=1,
         num_stages=1,  # the kernel pipelines its loads by itself
         pdl=pdl,
