@@ -24,11 +24,15 @@ COMPILE = """
 from nanovllm.kernels.linear import packed_layer
 from nanovllm.kernels.linear.packed import PackedWords
 
-def cooperative(*args, **options):
+def check(kernel, grid, *args, pdl=False, **options):
     assert options["launch_cooperative_grid"], "programs wait for each other"
-    compile(*args, **options)
+    compile(kernel, grid, *args, **options)
+    ptx = kernel.warmup(*args, grid=grid, **options).asm["ptx"]
+    events = options["INNER_BLOCKS"] + 2  # without q, k and v nothing follows the last one
+    counted, awaited = ptx.count("red.release.gpu"), ptx.count("ld.acquire.gpu")
+    assert (counted, awaited) == (events, events if options["QKV_TILES"] else events - 1), "each once"
 
-packed_layer.launch = cooperative
+packed_layer.launch = check
 def weight(n, k, zero):
     zero = torch.empty(n, k // 128, dtype=torch.uint8) if zero else None
     words, scale = torch.empty(n, k // 8, dtype=torch.int32), torch.empty(n, k // 128, dtype=torch.float16)

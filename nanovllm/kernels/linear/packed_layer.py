@@ -126,31 +126,40 @@ def _await(counter, goal):
 
 
 @gluon.jit
+def _count_when_done(events, counters, event: gl.constexpr):
+    mbarrier.wait(events[0].index(event), 0)
+    _count(counters + event)
+
+
+@gluon.jit
+def _report(events, counters, goal, event: gl.constexpr):
+    _await(counters + event, goal)
+    mbarrier.arrive(events[1].index(event), count=1)
+
+
+@gluon.jit
 def _exchange(events, counters, BLOCKS: gl.constexpr, WITH_QKV: gl.constexpr, PDL: gl.constexpr):
     """Count each event of this program, in order: o, the blocks of gate and up, down. Report those of all programs.
 
     A block is awaited when this program has finished the two after it. So programs may be some blocks apart, and none
     waits for one that is behind it before it has counted what that one waits for.
     """
-    done, ready = events
     if PDL:
         gdc_wait()
     # Every launch adds PROGRAMS to each counter. This program's first event is still missing, so that fewer were added.
     goal = gl.load(counters, cache_modifier=".cg")
     goal += PROGRAMS - goal % PROGRAMS
-    first = 0
-    for event in range(BLOCKS + (2 if WITH_QKV else 1)):
-        mbarrier.wait(done.index(event), 0)
-        _count(counters + event)
-        end = event - 1 if event < BLOCKS else event + 1
-        end = 1 if event == 0 else end
-        for reached in range(first, end):
-            _await(counters + reached, goal)
-            mbarrier.arrive(ready.index(reached), count=1)
-        first = gl.maximum(first, end)
-    if not WITH_QKV:
-        mbarrier.wait(done.index(BLOCKS + 1), 0)
-        _count(counters + (BLOCKS + 1))
+    _count_when_done(events, counters, 0)
+    _report(events, counters, goal, 0)
+    for block in gl.static_range(1, BLOCKS + 1):
+        _count_when_done(events, counters, block)
+        if block > 2:
+            _report(events, counters, goal, block - 2)
+    for block in gl.static_range(max(1, BLOCKS - 1), BLOCKS + 1):
+        _report(events, counters, goal, block)
+    _count_when_done(events, counters, BLOCKS + 1)
+    if WITH_QKV:
+        _report(events, counters, goal, BLOCKS + 1)
 
 
 @gluon.jit
