@@ -130,17 +130,25 @@ def measure(
     expected: list[int] = []
     for way in ways:
         begin = time.perf_counter()
-        with run_as(way):
-            engines[way] = start()
-            seconds = time.perf_counter() - begin
-            first, later = first_token_ms(engines[way]), first_token_ms(engines[way])
-            tokens = greedy_tokens(engines[way])
+        try:
+            with run_as(way):
+                engines[way] = start()
+                seconds = time.perf_counter() - begin
+                first, later = first_token_ms(engines[way]), first_token_ms(engines[way])
+                tokens = greedy_tokens(engines[way])
+        except RuntimeError as error:  # of CUDA: other ways may still be possible
+            engines.pop(way, None)
+            say(f"{way:16} {error}")
+            continue
         expected = expected or tokens
         same = sum(token == other for token, other in zip(tokens, expected, strict=True))
         say(
             f"{way:16} start {seconds:6.2f} s, first token {first:8.1f} ms, later {later:6.1f} ms, "
-            f"{same} of {len(tokens)} tokens as {ways[0]}"
+            f"{same} of {len(tokens)} tokens as {next(iter(engines))}"
         )
+    if not engines:
+        return
+    ways = list(engines)
     found: dict[tuple[str, int], list[float]] = {(way, size): [] for way in ways for size in batch_sizes}
     while not all(found.values()) or time.monotonic() < until:
         for size in batch_sizes:
