@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.linear.choose import linear_case
+from nanovllm.kernels.linear.layer_events import COUNTERS
 from nanovllm.kernels.linear.packed_layer import (
-    COUNTERS,
     MAX_ROWS,
     LayerWeights,
     enough_programs,

@@ -22,6 +22,7 @@ from tests.kernels.packed_weights import random_packed
 
 COMPILE = """
 from nanovllm.kernels.linear import packed_layer
+from nanovllm.kernels.linear.layer_events import COUNTERS
 from nanovllm.kernels.linear.packed import PackedWords
 
 def check(kernel, grid, *args, pdl=False, **options):
@@ -39,7 +40,7 @@ def weight(n, k, zero):
     return PackedWords("int4", 64, words, scale, zero=zero)
 
 x = torch.empty(8, 4096, dtype=torch.bfloat16)
-counters = torch.zeros(packed_layer.COUNTERS, dtype=torch.int64)
+counters = torch.zeros(COUNTERS, dtype=torch.int64)
 for zero in (False, True):
     o, gate_up, down = weight(4096, 4096, zero), weight(8192, 4096, zero), weight(4096, 4096, zero)
     qkv = weight(6144, 4096, zero) if zero else None
@@ -108,7 +109,8 @@ def reference(x: Tensor, residual: Tensor, weights: list[PackedWords], norms: li
 
 def test_two_kinds_serve_all_steps_of_few_rows() -> None:
     """So that no step waits for a kernel that was not compiled for the sizes that a start launches."""
-    from nanovllm.kernels.linear.packed_layer import COUNTERS, LayerWeights, packed_layer
+    from nanovllm.kernels.linear.layer_events import COUNTERS
+    from nanovllm.kernels.linear.packed_layer import LayerWeights, packed_layer
 
     def weight(n: int, k: int) -> PackedWords:
         return PackedWords("int4", 64, torch.empty(n, k // 8, dtype=torch.int32), torch.empty(n, k // 128).half())
@@ -132,7 +134,7 @@ class Layer:
     """Random weights on the GPU, in the order of `LayerWeights`."""
 
     def __init__(self, inner: int, *, zero: bool) -> None:
-        from nanovllm.kernels.linear.packed_layer import COUNTERS
+        from nanovllm.kernels.linear.layer_events import COUNTERS
 
         shapes = (4096, 4096), (2 * inner, 4096), (4096, inner), (6144, 4096)
         self.weights = [random_packed(n, k, kind="int4", group=128, zero=zero) for n, k in shapes]
@@ -191,7 +193,8 @@ def test_against_torch(case: tuple[int, bool], layers: dict[tuple[int, bool], La
 
 TWO_STREAMS = """
 import torch
-from nanovllm.kernels.linear.packed_layer import COUNTERS, LayerWeights, packed_layer
+from nanovllm.kernels.linear.layer_events import COUNTERS
+from nanovllm.kernels.linear.packed_layer import LayerWeights, packed_layer
 from tests.kernels.packed_weights import random_packed
 
 torch.manual_seed(0)

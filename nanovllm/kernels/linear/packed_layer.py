@@ -8,12 +8,8 @@ on results.
 
 Programs wait for each other after o and after down: gate and up, and q, k and v, need a whole row of the residual. Down
 needs 2,048 columns at a time. Those are what all programs compute together in one block of gate and up, sixteen columns
-each, so it begins while other programs may still be some blocks behind. All waiting goes through one more warp: it
-counts in global memory what this program has finished, and reports to the others what all programs have.
-
-All programs of a launch must run at the same time, so the launch is cooperative: the driver starts all of them together
-or, if they do not fit, raises an error. Two engines on one GPU could otherwise each hold a part of the multiprocessors
-and wait for the rest. A launch may be recorded in a graph, and may begin before the kernel before it has ended.
+each, so it begins while other programs may still be some blocks behind. All waiting goes through one more warp
+(layer_events.py).
 
 A number q of 4 bits is placed in a bfloat16 whose exponent's bits are zero: it is then q * 2^-133 (or 16 times as much
 for every second pair of a word), without a shift for two of four pairs, and without something to be subtracted. Inputs
@@ -38,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.launch import launch
 from nanovllm.kernels.linear.few_rows import _replaced
+from nanovllm.kernels.linear.layer_events import COUNTERS, NUM_PROGRAMS, PROGRAMS, exchange, finish
 from nanovllm.kernels.linear.layer_products import (
     DOWN,
     MAX_ROWS,
@@ -61,11 +58,8 @@ from nanovllm.kernels.linear.tiled import num_sms
 
 COLUMNS = 2048
 PIECE = gl.constexpr(COLUMNS)
-NUM_PROGRAMS = 128
-PROGRAMS = gl.constexpr(NUM_PROGRAMS)
 STAGES = 6  # that shared memory has room for, of two units: 16 rows of a piece
 UNDER_WAY = 2  # stages requested and not yet there: with more, programs would wait longer for each other
-COUNTERS = 16  # of what programs finish: o, blocks of gate and up, and down
 # Of a thread when programs start; warps then divide them again. Two programs of small_batch.py fit beside one of these
 # on a multiprocessor, so that with up to two sequences words are requested while attention still runs.
 REGISTERS = 136
@@ -73,100 +67,6 @@ WORKER_REGISTERS = gl.constexpr(24)  # of the warp that loads, and of the one th
 # sums of all warps: a thread adds those of a place of two tiles
 PARTIAL = gl.constexpr(gl.BlockedLayout([WARPS.value, 1, 1, 2], [1, 16, 2, 1], [1, 1, 4, 2], [0, 1, 2, 3]))
 SUM = gl.constexpr(gl.SliceLayout(0, PARTIAL.value))
-
-
-# --- the warp that waits ----------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _count(counter):
-    """Add one to `counter` once all that this program's warps have written before is visible to the others."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred %p;
-        .reg .u32 %t;
-        mov.u32 $0, 0;
-        mov.u32 %t, %laneid;
-        setp.eq.u32 %p, %t, 0;
-        @%p red.release.gpu.global.add.u64 [$1], 1;
-        }""",
-        "=r,l",
-        [counter],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _await(counter, goal):
-    """Wait until `counter` has reached `goal`."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred %p<2>;
-        .reg .u32 %t;
-        .reg .u64 %v;
-        mov.u32 $0, 0;
-        mov.u32 %t, %laneid;
-        setp.ne.u32 %p0, %t, 0;
-        @%p0 bra REACHED;
-        NOT_REACHED:
-        ld.acquire.gpu.global.u64 %v, [$1];
-        setp.lt.u64 %p1, %v, $2;
-        @%p1 bra NOT_REACHED;
-        REACHED:
-        bar.warp.sync 0xffffffff;
-        }""",
-        "=r,l,l",
-        [counter, goal],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _count_when_done(events, counters, event: gl.constexpr):
-    mbarrier.wait(events[0].index(event), 0)
-    _count(counters + event)
-
-
-@gluon.jit
-def _report(events, counters, goal, event: gl.constexpr):
-    _await(counters + event, goal)
-    mbarrier.arrive(events[1].index(event), count=1)
-
-
-@gluon.jit
-def _exchange(events, counters, BLOCKS: gl.constexpr, WITH_QKV: gl.constexpr, PDL: gl.constexpr):
-    """Count each event of this program, in order: o, the blocks of gate and up, down. Report those of all programs.
-
-    A block is awaited when this program has finished the two after it. So programs may be some blocks apart, and none
-    waits for one that is behind it before it has counted what that one waits for.
-    """
-    if PDL:
-        gdc_wait()
-    # Every launch adds PROGRAMS to each counter. This program's first event is still missing, so that fewer were added.
-    goal = gl.load(counters, cache_modifier=".cg")
-    goal += PROGRAMS - goal % PROGRAMS
-    _count_when_done(events, counters, 0)
-    _report(events, counters, goal, 0)
-    for block in gl.static_range(1, BLOCKS + 1):
-        _count_when_done(events, counters, block)
-        if block > 2:
-            _report(events, counters, goal, block - 2)
-    for block in gl.static_range(max(1, BLOCKS - 1), BLOCKS + 1):
-        _report(events, counters, goal, block)
-    _count_when_done(events, counters, BLOCKS + 1)
-    if WITH_QKV:
-        _report(events, counters, goal, BLOCKS + 1)
-
-
-@gluon.jit
-def _finish(events, event):
-    """All warps have stored what belongs to this event."""
-    _barrier()
-    mbarrier.arrive(events[0].index(event), count=1)
 
 
 # --- the warp that loads ----------------------------------------------------------------------------------------------
@@ -395,7 +295,7 @@ def _consume(
     unit = first_unit(ring, slot, phase, True)
     ys, unit, slot, phase = _short(ring, slot, phase, unit, inputs, False, 2, ITEM)
     before = _add(ys, before, residual, squares, place, M)
-    _finish(events, 0)
+    finish(events, 0)
 
     # gate and up
     gains = _gains(ffn_norm, PIECES)
@@ -411,13 +311,13 @@ def _consume(
         m = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, y.type.layout)), 0)
         n = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, y.type.layout)), 1)
         gl.store(hidden + (m * INNER + n + column), y.to(ITEM), mask=m < M)
-        _finish(events, block + 1)
+        finish(events, block + 1)
 
     # down
     ys, slot, phase = _long(ring, slot, phase, ready, hidden, M, INNER_BLOCKS, ITEM)
     squares += PROGRAMS * ROWS
     _add(ys, before, residual, squares, place, M)
-    _finish(events, INNER_BLOCKS + 1)
+    finish(events, INNER_BLOCKS + 1)
 
     # q, k and v
     if QKV_TILES > 0:
@@ -481,7 +381,7 @@ def _packed_layer_kernel(
         [
             (_consume, (ring, events, tensors, M, eps, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES, PDL)),
             (_produce, (linears, ring, O_PIECES, PIECES, INNER_BLOCKS, QKV_TILES, UNDER_WAY)),
-            (_exchange, (events, counters, INNER_BLOCKS, QKV_TILES > 0, PDL)),
+            (exchange, (events, counters, INNER_BLOCKS, QKV_TILES > 0, PDL)),
         ],
         [1, 1],
         [WORKER_REGISTERS, WORKER_REGISTERS],
