@@ -273,7 +273,7 @@ EVEN_FAMILIES = {
     "lfm2-moe-even": replace(FAMILIES["lfm2-moe"], heads=(4, 2)),
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
     "gpt-oss-even": replace(FAMILIES["gpt-oss"], heads=(4, 2)),
-    "granite-even": replace(FAMILIES["granite"], heads=(4, 2), seed=3),
+    "granite-even": replace(FAMILIES["granite"], heads=(4, 2), seed=0),
     "ministral3-even": replace(FAMILIES["ministral3"], heads=(4, 2)),
     "gemma3-even": replace(  # which GGUF files can describe
         FAMILIES["gemma3"], settings=FAMILIES["gemma3"].settings | {"query_pre_attn_scalar": 16}, heads=(4, 2)
@@ -281,7 +281,7 @@ EVEN_FAMILIES = {
     "gemma4-even": replace(
         FAMILIES["gemma4"], settings=gemma4_settings.DENSE | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
-    "gemma4-e-even": replace(FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER_8, heads=(4, 2)),
+    "gemma4-e-even": replace(FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER_8, heads=(4, 2), seed=1),
     "gemma4-moe-even": replace(
         FAMILIES["gemma4-moe"], settings=gemma4_settings.EXPERTS | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
