@@ -42,6 +42,7 @@ class Family:
     stacked_experts: bool = False
     norm_offset: float = 0.0  # added to the stored weights of norms by the model
     signed_norm: bool = False  # the last norm has negative weights, too: else a tied head would repeat the last token
+    bias: float = 0.5  # standard deviation
     seed: int = 0
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
@@ -98,7 +99,8 @@ DEEPSEEK = {
 }
 EXPERT_GROUPS = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 DEEPSEEK_ROPE = {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 1.2}
-GEMMA4: dict[str, Any] = {"heads": (6, 2), "tied": True, "rope": gemma4_settings.ROPE}
+GEMMA3: dict[str, Any] = {"heads": (6, 2), "tied": True, "norm_offset": 1.0, "signed_norm": True, "seed": 1}
+GEMMA4: dict[str, Any] = {"heads": (6, 2), "tied": True, "signed_norm": True, "rope": gemma4_settings.ROPE}
 
 FAMILIES = {
     "llama": Family("llama", heads=(6, 2), sharded=True),
@@ -154,7 +156,7 @@ FAMILIES = {
         heads=(7, 1),
         rope={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     ),
-    "granite": Family("granite", {**GRANITE, "rms_norm_eps": 1e-3}, heads=(6, 2), tied=True),
+    "granite": Family("granite", {**GRANITE, "rms_norm_eps": 1e-3}, heads=(6, 2), tied=True, signed_norm=True, seed=1),
     "granite4": Family(  # the dense models of Granite 4.0
         "granitemoehybrid",
         {
@@ -168,12 +170,13 @@ FAMILIES = {
         heads=(4, 2),
         tied=True,
         signed_norm=True,
+        seed=2,
     ),
     "smollm3": Family("smollm3", {"no_rope_layers": [1, 0, 1]}, heads=(6, 2), tied=True),
     "mistral": Family("mistral", {"sliding_window": 20}, heads=(7, 1), sharded=True, old_spelling=True),
     "mistral-full": Family("mistral", {"sliding_window": None}, heads=(6, 2), tied=True),
     "ministral3": Family("ministral3", heads=(6, 2), sharded=True, rope=MINISTRAL_ROPE),
-    "olmo2": Family("olmo2", {"attention_bias": True}, heads=(6, 2)),
+    "olmo2": Family("olmo2", {"attention_bias": True}, heads=(6, 2), bias=0.05, seed=1),
     "olmo3": Family(
         "olmo3",
         {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -192,17 +195,16 @@ FAMILIES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "query_pre_attn_scalar": 24,
         },
-        heads=(6, 2),
-        tied=True,
+        **GEMMA3,
         rope={
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
         },
     ),
-    "gemma4": Family("gemma4_text", gemma4_settings.DENSE, **GEMMA4),
-    "gemma4-unified": Family("gemma4_unified_text", gemma4_settings.UNIFIED, signed_norm=True, **GEMMA4),
+    "gemma4": Family("gemma4_text", gemma4_settings.DENSE, seed=1, **GEMMA4),
+    "gemma4-unified": Family("gemma4_unified_text", gemma4_settings.UNIFIED, **GEMMA4),
     "gemma4-e": Family("gemma4_text", gemma4_settings.PER_LAYER, **GEMMA4),
-    "gemma4-moe": Family("gemma4_text", gemma4_settings.EXPERTS, **GEMMA4),
+    "gemma4-moe": Family("gemma4_text", gemma4_settings.EXPERTS, seed=1, **GEMMA4),
     "glm": Family("glm", {"partial_rotary_factor": 0.5}, heads=(6, 2), head_dim=16),
     "glm4": Family("glm4", {"partial_rotary_factor": 0.5}, head_dim=32, sharded=True, old_spelling=True),
     "phi3": Family("phi3", {"sliding_window": 20}, heads=(6, 2)),
@@ -271,7 +273,7 @@ EVEN_FAMILIES = {
     "lfm2-moe-even": replace(FAMILIES["lfm2-moe"], heads=(4, 2)),
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
     "gpt-oss-even": replace(FAMILIES["gpt-oss"], heads=(4, 2)),
-    "granite-even": replace(FAMILIES["granite"], heads=(4, 2)),
+    "granite-even": replace(FAMILIES["granite"], heads=(4, 2), seed=0),
     "ministral3-even": replace(FAMILIES["ministral3"], heads=(4, 2)),
     "gemma3-even": replace(  # which GGUF files can describe
         FAMILIES["gemma3"], settings=FAMILIES["gemma3"].settings | {"query_pre_attn_scalar": 16}, heads=(4, 2)
@@ -279,7 +281,7 @@ EVEN_FAMILIES = {
     "gemma4-even": replace(
         FAMILIES["gemma4"], settings=gemma4_settings.DENSE | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
-    "gemma4-e-even": replace(FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER_8, heads=(4, 2)),
+    "gemma4-e-even": replace(FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER_8, heads=(4, 2), seed=1),
     "gemma4-moe-even": replace(
         FAMILIES["gemma4-moe"], settings=gemma4_settings.EXPERTS | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
@@ -333,10 +335,9 @@ def reference(name: str) -> transformers.PreTrainedModel:
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     set_limit(model)
-    randomize(model, seed=family.seed, norm_offset=family.norm_offset)
+    randomize(model, seed=family.seed, norm_offset=family.norm_offset, bias=family.bias)
     if family.signed_norm:
-        with torch.no_grad():
-            model.model.norm.weight[::2] *= -1
+        model.model.norm.weight.data[::2].neg_().sub_(2 * family.norm_offset)  # with the offset: the negated sum
     return model
 
 
@@ -347,7 +348,7 @@ def set_limit(model: transformers.PreTrainedModel) -> None:
             module.limit = model.config.swiglu_limit
 
 
-def randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: float) -> None:
+def randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: float, bias: float = 0.5) -> None:
     """Random weights, large enough for clear argmaxes; also norms and biases, so that a test notices a missing one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -355,7 +356,7 @@ def randomize(model: transformers.PreTrainedModel, seed: int, norm_offset: float
             if name.endswith("norm.weight"):
                 weight.uniform_(0.5 - norm_offset, 1.5 - norm_offset, generator=generator)
             elif name.endswith("bias"):
-                weight.normal_(0.0, 0.5, generator=generator)
+                weight.normal_(0.0, bias, generator=generator)
             elif name.endswith("router.scale"):  # of Gemma 4, which divides by about 10 afterwards
                 weight.uniform_(5.0, 15.0, generator=generator)
             else:
