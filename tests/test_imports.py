@@ -16,7 +16,7 @@ llm -> engine -> executor -> runner -> models
 remote -> engine
 models -> layers -> attention, weights -> kernels, native
 runner -> checkpoint
-runner -> native.support -> attention
+runner -> native.support -> models
 runner -> native.weights -> weights
 executor, remote -> remote.transport
 executor, layers -> distributed

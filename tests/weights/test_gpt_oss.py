@@ -61,6 +61,6 @@ def test_the_published_config() -> None:
 
 
 def test_a_missing_number_of_experts_is_named() -> None:
-    raw = {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 2}
+    raw = {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 2, "rope_theta": 150000.0}
     with pytest.raises(CheckpointError, match="num_local_experts"):
         parse_config(raw)
