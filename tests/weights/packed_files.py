@@ -14,6 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm import LLM
+from nanovllm.checkpoint.loader import load_checkpoint
+from nanovllm.checkpoint.stored import Slot
+from nanovllm.models.parameters import tensor_names
+from nanovllm.models.spec import ModelSpec
 from tests.helpers import edit_config, greedy_params, model_dir, open_llm, prompt_of, set_limit
 
 PROMPTS = [prompt_of(length, seed=4) for length in (5, 33, 21)]
@@ -28,6 +32,20 @@ Pack = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor] | None]
 class PackedFiles:
     packed: Path
     dense: Path
+
+
+def load_slots(folder: Path, spec: ModelSpec, slots: dict[str, Slot]) -> None:
+    """Load a folder's files as an engine does, in float32."""
+    load_checkpoint(
+        folder,
+        "auto",
+        slots,
+        dtype=torch.float32,
+        packing=spec.packing,
+        names=spec.file_names,
+        is_elsewhere=tensor_names(spec).__contains__,
+        shows_progress=False,
+    )
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:

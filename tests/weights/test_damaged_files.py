@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm import LLM
-from nanovllm.checkpoint.loader import load_checkpoint
 from nanovllm.checkpoint.stored import Slot
 from nanovllm.errors import CheckpointError
-from nanovllm.models.parameters import tensor_names
 from nanovllm.models.spec import ModelSpec
 from tests.checkpoint import gguf_files
 from tests.helpers import model_dir, open_llm
 from tests.weights import test_gguf_groups, test_gpt_oss
+from tests.weights.packed_files import load_slots
 from tests.weights.packed_formats import FORMATS
 
 LAYER = "model.layers.1.mlp."
@@ -43,16 +42,7 @@ class Loaded:
 
     def load(self, tensors: dict[str, Tensor], folder: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-        load_checkpoint(
-            folder,
-            "auto",
-            self.slots,
-            dtype=torch.float32,
-            packing=self.spec.packing,
-            names=self.spec.file_names,
-            is_elsewhere=tensor_names(self.spec).__contains__,
-            shows_progress=False,
-        )
+        load_slots(folder, self.spec, self.slots)
 
     def weights(self) -> list[Tensor]:
         """What all loaded weights stand for."""

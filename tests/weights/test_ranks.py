@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.dummy import load_dummy
-from nanovllm.checkpoint.loader import load_checkpoint
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, Parallel, Rank
 from nanovllm.engine.weight_bytes import weight_bytes
-from nanovllm.models.parameters import tensor_names
 from nanovllm.models.registry import describe
 from nanovllm.runner.model_runner import ModelRunner
 from tests.helpers import model_dir
 from tests.weights import test_gguf_groups
-from tests.weights.packed_files import memory_of_all
+from tests.weights.packed_files import load_slots, memory_of_all
 from tests.weights.packed_formats import FORMATS
 
 NAN = float("nan")
@@ -45,16 +43,7 @@ def model_of(folder: Path, rank: Rank, **options: Any) -> Any:
     if config.load_format == "dummy":
         load_dummy(slots, 0, dtype=torch.float32, device=runner.device)
     else:
-        load_checkpoint(
-            folder,
-            "auto",
-            slots,
-            dtype=torch.float32,
-            packing=spec.packing,
-            names=spec.file_names,
-            is_elsewhere=tensor_names(spec).__contains__,
-            shows_progress=False,
-        )
+        load_slots(folder, spec, slots)
     runner.model.finish_loading()
     held = memory_of_all([slot.target for slot in slots.values()])  # not epsilons, and norms that are repeated
     assert held == weight_bytes(config, runner.model.shard, itemsize=4)

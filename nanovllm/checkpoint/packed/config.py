@@ -17,8 +17,8 @@ from nanovllm.weights.forms import Form, Fp4Form, Fp8Form, GroupForm, Int8Form, 
 Rules = list[Rule]
 EVERY = ""  # the pattern that is found in every name
 HEAD = r"(^|\.)lm_head$"
-# How the checkpoint was made
 NO_GROUPS = (None, -1, 0)  # what group_size says where rows are not divided
+# How the checkpoint was made
 DESCRIPTIVE = {"quant_method", "quantization_status", "global_compression_ratio", "producer", "quant_type"}
 
 

@@ -51,7 +51,8 @@ void form_inputs(Engine *e, int part, const Rows *rows, int count, int columns, 
 
 enum { STORE, ADD, GATE_SILU, GATE_GELU };
 
-/* y[i] = x W[i]^T, which is stored. With ADD it is added to y, and with a gate y[0] = silu(x W[0]^T) * (x W[1]^T), or gelu. */
+/* y[i] = x W[i]^T, which is stored. With ADD it is added to y, and with a gate y[0] = silu(x W[0]^T) * (x W[1]^T), or
+ * the same with gelu. */
 typedef struct {
     const Matrix *matrices[MOST_OUTPUTS];
     float *outputs[MOST_OUTPUTS];

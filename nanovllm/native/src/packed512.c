@@ -44,8 +44,8 @@ INLINE __m512i four_codes(const int8_t *codes) {
     return _mm512_set1_epi32(four);
 }
 
-/* `zero` plus the products of codes of W, of 4 * `num` columns, with those of a row of x. `zero` makes up for
- * what was ADDED to those of W. */
+/* `zero` plus the products of codes of W, of 4 * `num` columns, with those of a row of x. `zero` makes up for what
+ * was ADDED to those of W. */
 INLINE wide dot_codes(const __m512i *w, const int num, const int8_t *x, int32_t zero, const int type) {
     __m512i sum = _mm512_set1_epi32(zero);
 #if defined(__AVX512VNNI__)

@@ -25,7 +25,7 @@ typedef struct {
     int8_t codes[LANES][GROUP];
     float scales[LANES], minus_sums[LANES]; /* minus_sums: of code * scale, times -1 */
 #if defined(__AVX512F__)
-    int32_t zeros[2][LANES]; /* INT_ZERO minus ADDED times the sum of the codes, and of the last 16 codes */
+    int32_t zeros[2][LANES]; /* INT_ZERO minus what packed512.c adds to W times the sum of the codes, and of the last 16 */
 #endif
 } Rounded;
 

@@ -59,7 +59,6 @@ INLINE void activate(float y[TILE], const float up[TILE], const int gelu) {
 }
 
 /* How a product is divided: num_tiles of all outputs, with a gate of the first matrix. */
-
 typedef struct {
     const Product *product;
     int num_tiles, tiles_per_chunk, chunks_per_rows;
