@@ -17,6 +17,7 @@ from nanovllm.layers.moe import packed_kernels_serve
 from nanovllm.weights import fp4, fp8, groups, int8
 from nanovllm.weights.format import StoredWeight, WeightFormat
 from nanovllm.weights.forms import Fp4Form, Fp8Form, GroupForm
+from tests.kernels.support import DEVICE
 
 N, K = 16, 256
 FORMATS: dict[str, WeightFormat] = {
@@ -58,7 +59,7 @@ def in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(form: WeightFormat, dense: Tensor, dtype: torch.dtype = torch.float16) -> StoredWeight:
-    weight = form.empty(tuple(dense.shape), dtype=dtype, device=torch.device("cpu"))
+    weight = form.empty(tuple(dense.shape), dtype=dtype, device=dense.device)
     for expert, rows in enumerate(dense if dense.dim() == 3 else [dense]):
         index: Any = (slice(0, dense.shape[-2]),)
         weight.load((expert, *index) if dense.dim() == 3 else index, InMemory(rows), ())
@@ -89,9 +90,9 @@ def test_same_numbers(case: str, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("case", FORMATS)
 def test_chosen_kernels(case: str) -> None:
     torch.manual_seed(0)
-    weight, bias = loaded(FORMATS[case], torch.randn(N, K)), torch.randn(N).half()
+    weight, bias = loaded(FORMATS[case], torch.randn(N, K, device=DEVICE)), torch.randn(N, device=DEVICE).half()
     for rows, name in KERNELS.items():
-        x = torch.randn(rows, K).half()
+        x = torch.randn(rows, K, device=DEVICE).half()
         options: dict[str, Any] = dict(gated=False, added=False, whole=True, gluon=False, pdl=False)
         chosen = choose_kernel(weight, bias, rows=rows, dtype=x.dtype, deterministic=False, **options)
         assert chosen is not None
