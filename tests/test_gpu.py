@@ -58,6 +58,18 @@ def test_greedy_tokens(family: str, overlap: int, prefix_cache: int, chunked: in
         check_scheduler(scheduler_of(llm))
 
 
+@pytest.mark.parametrize("family", ["ministral3", "gemma4-moe", "qwen3.5-moe"])
+def test_starts_in_memory_that_others_have_written(family: str) -> None:
+    """While kernels are compiled nothing has written their results yet, and torch may index by them."""
+    for size in (1 << 8, 1 << 14, 1 << 20):  # torch's allocator keeps this memory for the engine
+        written = [torch.full((size,), 1 << 30, dtype=torch.int32, device="cuda") for _ in range(64)]
+        del written
+    with open_on_gpu(family, num_kv_cache_blocks=64) as llm:
+        outputs = llm.generate(PROMPTS, greedy_params(MAX_TOKENS), use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert_greedy(family, prompt, output["token_ids"])
+
+
 def test_idle_work_records_all_graphs_and_changes_no_token() -> None:
     with open_on_gpu("qwen3", overlap=True) as llm:
         decode = llm.llm_engine._core.executor._decode

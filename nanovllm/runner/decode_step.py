@@ -81,7 +81,8 @@ class DecodeStep:
         self._device, self._sampling = device, sampling
         self._decoding = Decoding.of((), table.host_length)
         self._stage, self._backend, self._table, self._sampler = stage, backend, table, sampler
-        self._positions = torch.empty(max_num_seqs, dtype=torch.int32, device=device)
+        # zeros: steps of `compile` run without the kernel that writes positions, and torch may index by them
+        self._positions = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._sizes = graph_sizes(max_num_seqs)
         self._numbers: Tensor | None = None  # [max_num_seqs] 0, 1, 2, ..., for layers with a state per row
         if keeps_row_state:
