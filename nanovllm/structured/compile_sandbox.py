@@ -7,6 +7,7 @@ code that a thread cannot interrupt. A grammar that exceeds the limits ends the 
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,10 @@ from nanovllm.errors import RequestError
 WORKER = Path(__file__).with_name("compile_sandbox_worker.py")
 CPU_SECONDS = 1.0  # per grammar
 MEMORY_BYTES = 2 << 30
+
+
+class SandboxNotStartedError(RequestError):
+    """The child process ended before it read a grammar."""
 
 
 class CompileSandbox:
@@ -46,7 +51,8 @@ class CompileSandbox:
         self._process: subprocess.Popen[str] | None = None
 
     def translate(self, kind: str, text: str) -> str:
-        """Translate a grammar into llguidance's own language. RequestError if it does not compile within the limits.
+        """Translate a grammar into llguidance's own language. RequestError if it does not compile within the limits, of
+        the subclass SandboxNotStartedError if the reason is not the grammar.
 
         `kind` is json, regex, choice or grammar.
         """
@@ -66,7 +72,7 @@ class CompileSandbox:
         """The worker's reply; empty if the worker exceeded a limit and ended."""
         if self._process is None or self._process.poll() is not None:
             self._end()
-            self._process = self._start()
+            self._process = self._start()  # raises SandboxNotStartedError
         _send(self._process, request)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -75,16 +81,27 @@ class CompileSandbox:
         return line
 
     def _start(self) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [sys.executable, str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,  # Ctrl-C must not reach it; it ends when its stdin is closed
-        )
-        _send(process, self._settings)
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+            process = subprocess.Popen(
+                [sys.executable, str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C must not reach it; it ends when its stdin is closed
+            )
+            assert process.stdout is not None
+            try:
+                _send(process, self._settings)
+                ready = process.stdout.readline()
+            except BrokenPipeError:
+                ready = ""
+            if not ready:
+                process.communicate()
+                errors.seek(0)
+                reason = (errors.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+                raise SandboxNotStartedError(f"the process that compiles grammars did not start: {_short(reason)}")
         return process
 
     def close(self) -> None:

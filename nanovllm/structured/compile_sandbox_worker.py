@@ -1,8 +1,8 @@
 """The child process of `CompileSandbox`, run as a script: translates grammars and compiles each once, within limits.
 
 Reads one JSON request per line from stdin and writes one JSON reply per line. The first line has the settings: special
-tokens and limits. Apart from the special tokens the vocabulary is single bytes, because the time to compile a grammar
-does not depend on the vocabulary.
+tokens and limits; the reply to it says that the process is ready. Apart from special tokens the vocabulary is single
+bytes, because the time to compile a grammar does not depend on the vocabulary.
 """
 
 import json
@@ -71,6 +71,7 @@ def main() -> None:
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), slices=[])
     limits = LLParserLimits(**settings["limits"])
     resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
+    print("{}", flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])  # SIGPROF has no handler: it ends the process
         reply = handle(json.loads(line), tokenizer, limits)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.structured.compile_sandbox import CompileSandbox
+from nanovllm.structured.compile_sandbox import CompileSandbox, SandboxNotStartedError
 from nanovllm.structured.exact import exact_schema
 from nanovllm.structured.grammar import LIMITS, Grammar
 from nanovllm.structured.lark import check_lark
@@ -56,6 +56,8 @@ class Compiler:
         if result is None:
             try:
                 result = self._build(*source)
+            except SandboxNotStartedError:
+                raise  # another time it may start
             except RequestError as error:
                 result = str(error)
             self._cache.put(source, result)

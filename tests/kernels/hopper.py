@@ -35,7 +35,9 @@ class Compiled:
 
 def compile_for_hopper(script: str, folder: Path) -> list[Compiled]:
     """Run a script that puts `compile` in the place of `launch`. `folder`: of Triton's cache."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    # without the GPU that a machine may have: the script decides which kernels are chosen
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    environment = os.environ | hidden
     command = [sys.executable, "-c", PROLOGUE + script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -5,11 +5,13 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import reduce
+from pathlib import Path
 
 import pytest
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
+from nanovllm.structured import compile_sandbox
 from nanovllm.structured import grammar as grammar_module
 from nanovllm.structured.compiler import Compiler, GrammarCache
 from nanovllm.structured.exact import json_or_call
@@ -288,6 +290,20 @@ def test_sandbox_restarts_after_its_process_ended(tokenizer: Tokenizer) -> None:
     process.wait()
     compiler.compile(StructuredOutputs(choice=["b"]))
     compiler.close()
+    compiler.close()
+
+
+def test_sandbox_that_does_not_start_says_why(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids={2})
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_sandbox, "WORKER", tmp_path / "worker.py")
+        for text, reason in (("import lacking", "No module named 'lacking'"), ("exit(3)", "exit status 3")):
+            (tmp_path / "worker.py").write_text(text)
+            with pytest.raises(RequestError, match=f"did not start: .*{reason}"):
+                compiler.compile(StructuredOutputs(choice=["a"]))
+    assert compiler.compile(StructuredOutputs(choice=["a"]))  # the refusal was not kept
     compiler.close()
 
 
