@@ -179,6 +179,7 @@ def compare(layer: PackedExperts, experts: Tensor, tile: Fp8ExpertTile | None, d
 
     num_tokens, size = len(experts), layer.down.shape[1]
     x, residual = (torch.randn(num_tokens, size, device=DEVICE).to(dtype) for _ in range(2))
+    residual /= 1024  # about as large as what the experts add to it
     weights, experts = torch.rand(experts.shape, device=DEVICE).to(dtype), experts.to(DEVICE, torch.int32).contiguous()
     num_experts = len(layer.down.words)
     hidden = torch.zeros(*experts.shape, layer.down.shape[2], device=DEVICE, dtype=dtype)
