@@ -34,6 +34,7 @@ from nanovllm.kernels.linear.many_rows import _async_load, _barrier
 from nanovllm.kernels.linear.packed import PackedWords
 from nanovllm.kernels.linear.tiled import num_sms
 from nanovllm.kernels.moe.activation import gated
+from nanovllm.kernels.moe.forms import Fp8Form, Fp8Sizes
 from nanovllm.kernels.moe.fp8_slots import Blocks, round_slots
 from nanovllm.kernels.moe.grouped import group, sum_choices
 from nanovllm.kernels.moe.tiles import SINGLE_TOKENS, Fp8ExpertTile, fp8_expert_tiles
@@ -54,28 +55,28 @@ def _expert_of(block_experts, index, num_tiles, num_blocks, TILES: gl.constexpr,
 
 
 @gluon.jit
-def _next(block_experts, index, sizes, FORMAT: gl.constexpr):
+def _next(block_experts, index, sizes, FORM: gl.constexpr):
     """The next tile of this program that has an expert, and this expert; -1 after the last one.
 
     Unused blocks of `group` are the last. A pair that is a block by itself may have no expert in between.
     """
-    TILES: gl.constexpr = FORMAT[3]
-    NUM_EXPERTS: gl.constexpr = FORMAT[10]
-    SINGLE: gl.constexpr = FORMAT[11]
+    TILES: gl.constexpr = FORM.TILES
+    NUM_EXPERTS: gl.constexpr = FORM.NUM_EXPERTS
+    SINGLE: gl.constexpr = FORM.SINGLE
     index += gl.num_programs(0)
-    expert = _expert_of(block_experts, index, sizes[1], sizes[2], TILES, NUM_EXPERTS)
+    expert = _expert_of(block_experts, index, sizes.num_tiles, sizes.num_blocks, TILES, NUM_EXPERTS)
     if SINGLE:
-        while (expert < 0) & (index < sizes[1]):
+        while (expert < 0) & (index < sizes.num_tiles):
             index += gl.num_programs(0)
-            expert = _expert_of(block_experts, index, sizes[1], sizes[2], TILES, NUM_EXPERTS)
+            expert = _expert_of(block_experts, index, sizes.num_tiles, sizes.num_blocks, TILES, NUM_EXPERTS)
     return index, expert
 
 
 @gluon.jit
-def _load_weights(w, ws, full, slot, expert, tile, step, FORMAT: gl.constexpr, X_BYTES: gl.constexpr):
+def _load_weights(w, ws, full, slot, expert, tile, step, FORM: gl.constexpr, X_BYTES: gl.constexpr):
     """The weights of a stage. Its inputs are loaded, too, before it is full."""
-    N: gl.constexpr = FORMAT[0]
-    GATED: gl.constexpr = FORMAT[2]
+    N: gl.constexpr = FORM.N
+    GATED: gl.constexpr = FORM.GATED
     SLABS: gl.constexpr = ws.shape[0] // full.shape[0]
     mbarrier.expect(full.index(slot), X_BYTES + SLABS * ROWS * COLUMNS)
     for s in gl.static_range(SLABS):
@@ -85,29 +86,29 @@ def _load_weights(w, ws, full, slot, expert, tile, step, FORMAT: gl.constexpr, X
 
 
 @gluon.jit
-def _produce(rings, x, w, block_experts, sizes, FORMAT: gl.constexpr, PDL: gl.constexpr):
+def _produce(rings, x, w, block_experts, sizes, FORM: gl.constexpr, PDL: gl.constexpr):
     """The producer warp: weights of every tile of this program, and inputs that are adjacent rows."""
     xs, ws, full, empty = rings
-    K: gl.constexpr = FORMAT[1]
-    GATED: gl.constexpr = FORMAT[2]
-    TILES: gl.constexpr = FORMAT[3]
-    TOP_K: gl.constexpr = FORMAT[6]
-    SINGLE: gl.constexpr = FORMAT[11]
+    K: gl.constexpr = FORM.K
+    GATED: gl.constexpr = FORM.GATED
+    TILES: gl.constexpr = FORM.TILES
+    TOP_K: gl.constexpr = FORM.TOP_K
+    SINGLE: gl.constexpr = FORM.SINGLE
     GATHER: gl.constexpr = GATED and not SINGLE
     STEPS: gl.constexpr = K // COLUMNS
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_M: gl.constexpr = xs.shape[1]
     X_BYTES: gl.constexpr = 0 if GATHER else BLOCK_M * COLUMNS
     EARLY: gl.constexpr = STAGES if STAGES < STEPS else STEPS
-    index, expert = _next(block_experts, gl.program_id(0) - gl.num_programs(0), sizes, FORMAT)
+    index, expert = _next(block_experts, gl.program_id(0) - gl.num_programs(0), sizes, FORM)
     if expert >= 0:
         for step in gl.static_range(EARLY):
-            _load_weights(w, ws, full, step, expert, index % TILES, step, FORMAT, X_BYTES)
+            _load_weights(w, ws, full, step, expert, index % TILES, step, FORM, X_BYTES)
     if PDL and not GATED:
         tl.extra.cuda.gdc_wait()
     it = 0
     while expert >= 0:
-        next_index, following = _next(block_experts, index, sizes, FORMAT)
+        next_index, following = _next(block_experts, index, sizes, FORM)
         block, tile = index // TILES, index % TILES
         row = (block // TOP_K if GATED else block) if SINGLE else block * BLOCK_M
         for step in range(STEPS):
@@ -115,7 +116,7 @@ def _produce(rings, x, w, block_experts, sizes, FORMAT: gl.constexpr, PDL: gl.co
             if it >= EARLY:
                 # returns at once for a new barrier and parity 1
                 mbarrier.wait(empty.index(slot), it // STAGES & 1 ^ 1)
-                _load_weights(w, ws, full, slot, expert, tile, step, FORMAT, X_BYTES)
+                _load_weights(w, ws, full, slot, expert, tile, step, FORM, X_BYTES)
             if not GATHER:
                 _async_load(x, [row, step * COLUMNS], full.index(slot), xs.index(slot))
             it += 1
@@ -123,25 +124,25 @@ def _produce(rings, x, w, block_experts, sizes, FORMAT: gl.constexpr, PDL: gl.co
 
 
 @gluon.jit
-def _gather(rings, x, pairs, block_experts, sizes, FORMAT: gl.constexpr):
+def _gather(rings, x, pairs, block_experts, sizes, FORM: gl.constexpr):
     """A warp that copies the inputs of the tokens of each block of gate_up, whose rows are not adjacent."""
     xs, _, full, empty = rings
-    K: gl.constexpr = FORMAT[1]
-    TILES: gl.constexpr = FORMAT[3]
-    TOP_K: gl.constexpr = FORMAT[6]
+    K: gl.constexpr = FORM.K
+    TILES: gl.constexpr = FORM.TILES
+    TOP_K: gl.constexpr = FORM.TOP_K
     BLOCK_M: gl.constexpr = xs.shape[1]
     STAGES: gl.constexpr = full.shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
-    if FORMAT[2] and not FORMAT[11]:
+    if FORM.GATED and not FORM.SINGLE:
         row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
         column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)), 0)
-        index, expert = _next(block_experts, gl.program_id(0) - gl.num_programs(0), sizes, FORMAT)
+        index, expert = _next(block_experts, gl.program_id(0) - gl.num_programs(0), sizes, FORM)
         it = 0
         while expert >= 0:
             pair = gl.load(pairs + index // TILES * BLOCK_M + row)
-            index, expert = _next(block_experts, index, sizes, FORMAT)
+            index, expert = _next(block_experts, index, sizes, FORM)
             # past the last pair of an expert, any row
-            offsets = gl.expand_dims(gl.minimum(pair, sizes[0] - 1) // TOP_K, 1) * K + column
+            offsets = gl.expand_dims(gl.minimum(pair, sizes.num_pairs - 1) // TOP_K, 1) * K + column
             for step in range(K // COLUMNS):
                 slot = it % STAGES
                 mbarrier.wait(empty.index(slot), it // STAGES & 1 ^ 1)
@@ -151,22 +152,22 @@ def _gather(rings, x, pairs, block_experts, sizes, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(rings, scales, groups, sizes, FORMAT: gl.constexpr, PDL: gl.constexpr, G: gl.constexpr):
+def _multiply(rings, scales, groups, sizes, FORM: gl.constexpr, PDL: gl.constexpr, G: gl.constexpr):
     """Consumer warpgroup G: multiply and store its rows of the weight in every tile of this program."""
     xs, ws, full, empty = rings
     x_scale, w_scale = scales
     pairs, block_experts, routing, out = groups
-    num_pairs, _, _, x_scale_stride = sizes
-    N: gl.constexpr = FORMAT[0]
-    K: gl.constexpr = FORMAT[1]
-    GATED: gl.constexpr = FORMAT[2]
-    TILES: gl.constexpr = FORMAT[3]
-    BLOCKED: gl.constexpr = FORMAT[4]
-    SCALE_ROWS: gl.constexpr = FORMAT[5]
-    ALPHA: gl.constexpr = FORMAT[7]
-    LIMIT: gl.constexpr = FORMAT[8]
-    GELU: gl.constexpr = FORMAT[9]
-    SINGLE: gl.constexpr = FORMAT[11]
+    num_pairs = sizes.num_pairs
+    N: gl.constexpr = FORM.N
+    K: gl.constexpr = FORM.K
+    GATED: gl.constexpr = FORM.GATED
+    TILES: gl.constexpr = FORM.TILES
+    BLOCKED: gl.constexpr = FORM.BLOCKED
+    SCALE_ROWS: gl.constexpr = FORM.SCALE_ROWS
+    ALPHA: gl.constexpr = FORM.ALPHA
+    LIMIT: gl.constexpr = FORM.LIMIT
+    GELU: gl.constexpr = FORM.GELU
+    SINGLE: gl.constexpr = FORM.SINGLE
     STEPS: gl.constexpr = K // COLUMNS
     STAGES: gl.constexpr = full.shape[0]
     SLABS: gl.constexpr = ws.shape[0] // STAGES
@@ -176,7 +177,7 @@ def _multiply(rings, scales, groups, sizes, FORMAT: gl.constexpr, PDL: gl.conste
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     j = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     i = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
-    index, expert = _next(block_experts, gl.program_id(0) - gl.num_programs(0), sizes, FORMAT)
+    index, expert = _next(block_experts, gl.program_id(0) - gl.num_programs(0), sizes, FORM)
     if PDL and not GATED:
         tl.extra.cuda.gdc_wait()
     slot, phase = 0, 0
@@ -185,18 +186,18 @@ def _multiply(rings, scales, groups, sizes, FORMAT: gl.constexpr, PDL: gl.conste
         first_n = (index % TILES * SLABS + G) * WIDTH
         rows = first_n + j // 16 * 8 + j % 8 + j // 8 % 2 * N if GATED else first_n + j
         w_scales = w_scale + (expert * (ALL // SCALE_ROWS) + rows // SCALE_ROWS) * (STEPS if BLOCKED else 1)
-        index, expert = _next(block_experts, index, sizes, FORMAT)
-        x_scales = x_scale + _rows_of_x(pairs, block, i, num_pairs, FORMAT)
+        index, expert = _next(block_experts, index, sizes, FORM)
+        x_scales = x_scale + _rows_of_x(pairs, block, i, num_pairs, FORM)
         if not BLOCKED:
             s_w, s_x = gl.load(w_scales), gl.load(x_scales)
         if not GATED:
             pair = _pairs_of(pairs, block, i, num_pairs)
             weight = gl.load(routing + pair, mask=pair < num_pairs, other=0.0).to(gl.float32)
-        place = _places(pairs, block, num_pairs, BLOCK_M, FORMAT)
+        place = _places(pairs, block, num_pairs, BLOCK_M, FORM)
         y = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
         for step in range(STEPS):
             if BLOCKED:
-                s_w, s_x = gl.load(w_scales + step), gl.load(x_scales + step * x_scale_stride)
+                s_w, s_x = gl.load(w_scales + step), gl.load(x_scales + step * sizes.x_scale_stride)
             mbarrier.wait(full.index(slot), phase)
             if GATED and not SINGLE:
                 fence_async_shared()  # inputs were not copied by TMA
@@ -229,11 +230,11 @@ def _pairs_of(pairs, block, i, num_pairs):
 
 
 @gluon.jit
-def _rows_of_x(pairs, block, i, num_pairs, FORMAT: gl.constexpr):
+def _rows_of_x(pairs, block, i, num_pairs, FORM: gl.constexpr):
     """The rows of x that a block reads: for gate_up the tokens, for `down` the slots."""
-    if FORMAT[2]:
-        rows = gl.minimum(_pairs_of(pairs, block, i, num_pairs), num_pairs - 1) // FORMAT[6]
-    elif FORMAT[11]:
+    if FORM.GATED:
+        rows = gl.minimum(_pairs_of(pairs, block, i, num_pairs), num_pairs - 1) // FORM.TOP_K
+    elif FORM.SINGLE:
         rows = block + i * 0
     else:
         rows = block * i.shape[0] + i
@@ -246,17 +247,17 @@ def _store_layout(width: int):
 
 
 @gluon.jit
-def _places(pairs, block, num_pairs, BLOCK_M: gl.constexpr, FORMAT: gl.constexpr):
+def _places(pairs, block, num_pairs, BLOCK_M: gl.constexpr, FORM: gl.constexpr):
     """The rows to which a block's results are written, -1 for those that belong to no pair."""
-    GATED: gl.constexpr = FORMAT[2]
-    TOP_K: gl.constexpr = FORMAT[6]
+    GATED: gl.constexpr = FORM.GATED
+    TOP_K: gl.constexpr = FORM.TOP_K
     i = gl.arange(0, BLOCK_M, gl.SliceLayout(0, _store_layout(ROWS // 2 if GATED else ROWS)))
     pair = _pairs_of(pairs, block, i, num_pairs)
     if not GATED:
         place = pair
-        if FORMAT[12]:  # all tokens' first choices, then their second ones, and so on
+        if FORM.BY_CHOICE:  # all tokens' first choices, then their second ones, and so on
             place = pair % TOP_K * (num_pairs // TOP_K) + pair // TOP_K
-    elif FORMAT[11]:
+    elif FORM.SINGLE:
         place = pair
     else:
         place = block * BLOCK_M + i
@@ -323,16 +324,16 @@ def _fp8_experts_kernel(
     rings = xs, ws, full, empty
     scales = x_scale, w_scale
     groups = pairs, block_experts, routing, out
-    sizes = num_pairs, num_tiles, num_blocks, x_scale_stride
-    FORMAT: gl.constexpr = (
+    sizes = Fp8Sizes(num_pairs, num_tiles, num_blocks, x_scale_stride)
+    FORM: gl.constexpr = Fp8Form(
         N, K, GATED, TILES, BLOCKED, SCALE_ROWS, TOP_K, ALPHA, LIMIT, GELU, NUM_EXPERTS, SINGLE, BY_CHOICE
     )  # fmt: skip
     if SLABS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 0)),
-                (_produce, (rings, x, w, block_experts, sizes, FORMAT, PDL)),
-                (_gather, (rings, x, pairs, block_experts, sizes, FORMAT)),
+                (_multiply, (rings, scales, groups, sizes, FORM, PDL, 0)),
+                (_produce, (rings, x, w, block_experts, sizes, FORM, PDL)),
+                (_gather, (rings, x, pairs, block_experts, sizes, FORM)),
             ],
             [1, 1],
             [PRODUCER, PRODUCER],
@@ -340,10 +341,10 @@ def _fp8_experts_kernel(
     elif SLABS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 0)),
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 1)),
-                (_produce, (rings, x, w, block_experts, sizes, FORMAT, PDL)),
-                (_gather, (rings, x, pairs, block_experts, sizes, FORMAT)),
+                (_multiply, (rings, scales, groups, sizes, FORM, PDL, 0)),
+                (_multiply, (rings, scales, groups, sizes, FORM, PDL, 1)),
+                (_produce, (rings, x, w, block_experts, sizes, FORM, PDL)),
+                (_gather, (rings, x, pairs, block_experts, sizes, FORM)),
             ],
             [4, 1, 1],
             [CONSUMER, PRODUCER, PRODUCER],
@@ -352,12 +353,12 @@ def _fp8_experts_kernel(
         gl.static_assert(SLABS == 4)
         gl.warp_specialize(
             [
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 0)),
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 1)),
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 2)),
-                (_multiply, (rings, scales, groups, sizes, FORMAT, PDL, 3)),
-                (_produce, (rings, x, w, block_experts, sizes, FORMAT, PDL)),
-                (_gather, (rings, x, pairs, block_experts, sizes, FORMAT)),
+                (_multiply, (rings, scales, groups, sizes, FORM, PDL, 0)),
+                (_multiply, (rings, scales, groups, sizes, FORM, PDL, 1)),
+                (_multiply, (rings, scales, groups, sizes, FORM, PDL, 2)),
+                (_multiply, (rings, scales, groups, sizes, FORM, PDL, 3)),
+                (_produce, (rings, x, w, block_experts, sizes, FORM, PDL)),
+                (_gather, (rings, x, pairs, block_experts, sizes, FORM)),
             ],
             [4, 4, 4, 1, 1],
             [CONSUMER, CONSUMER, CONSUMER, PRODUCER, PRODUCER],

@@ -37,6 +37,7 @@ from nanovllm.kernels.linear.packed_wide import _load_words
 from nanovllm.kernels.linear.tiled import num_sms
 from nanovllm.kernels.linear.wide_tile import PRODUCER_REGISTERS, SHARED_BYTES, SLAB_ROWS, WideTile
 from nanovllm.kernels.moe.activation import gated
+from nanovllm.kernels.moe.forms import WideForm
 from nanovllm.kernels.moe.grouped import group, sum_choices
 from nanovllm.kernels.moe.scaled_fp4 import exponents_of, factors_of, half, halves_of, spans_layout, unpacked
 from nanovllm.kernels.moe.weights import PackedExperts
@@ -107,16 +108,16 @@ def _load_stage(words, ws, full, slot, expert, first_slab, column, N: gl.constex
 
 
 @gluon.jit
-def _produce(rings, x, words, block_experts, num_tiles, FORMAT: gl.constexpr, PDL: gl.constexpr):
+def _produce(rings, x, words, block_experts, num_tiles, FORM: gl.constexpr, PDL: gl.constexpr):
     """The producer warp: inputs and words of every tile of this program.
 
     The kernel before this one writes only the inputs, and began after the blocks were written: words of the first
     stages are loaded while it still runs.
     """
     xs, ws, full, empty = rings
-    N: gl.constexpr = FORMAT[0]
-    K: gl.constexpr = FORMAT[1]
-    TILES: gl.constexpr = FORMAT[6]
+    N: gl.constexpr = FORM.N
+    K: gl.constexpr = FORM.K
+    TILES: gl.constexpr = FORM.TILES
     STEPS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
     LAST: gl.constexpr = STEPS - 1 if K % COLUMNS > 0 else 0  # columns that do not fill a stage come first
     STAGES: gl.constexpr = full.shape[0]
@@ -152,13 +153,13 @@ def _produce(rings, x, words, block_experts, num_tiles, FORMAT: gl.constexpr, PD
 
 
 @gluon.jit
-def _multiply(rings, weight, groups, sizes, FORMAT: gl.constexpr, G: gl.constexpr):
+def _multiply(rings, weight, groups, sizes, FORM: gl.constexpr, G: gl.constexpr):
     """Consumer warpgroup G: multiply and store its rows of the weight in every tile of this program."""
     xs, ws, full, _ = rings
     pairs, block_experts, _, _ = groups
     num_pairs, num_tiles = sizes
-    TILES: gl.constexpr = FORMAT[6]
-    LEAST: gl.constexpr = FORMAT[8]
+    TILES: gl.constexpr = FORM.TILES
+    LEAST: gl.constexpr = FORM.LEAST
     SLABS: gl.constexpr = ws.shape[0] // full.shape[0]
     BLOCK_M: gl.constexpr = xs.shape[1]
     WIDTH: gl.constexpr = ROWS // 2 if len(ws.shape) == 4 else ROWS
@@ -170,18 +171,18 @@ def _multiply(rings, weight, groups, sizes, FORMAT: gl.constexpr, G: gl.constexp
         following = gl.load(block_experts + gl.minimum(index + gl.num_programs(0), num_tiles - 1) // TILES)
         if expert >= 0:
             if LEAST == BLOCK_M:
-                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT, G, BLOCK_M)
+                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORM, G, BLOCK_M)
             elif gl.load(pairs + block * BLOCK_M + LEAST) >= num_pairs:
-                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT, G, LEAST)
+                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORM, G, LEAST)
             elif gl.load(pairs + block * BLOCK_M + 2 * LEAST) >= num_pairs:
-                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT, G, 2 * LEAST)
+                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORM, G, 2 * LEAST)
             else:
-                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT, G, BLOCK_M)
+                slot, phase = _tile(rings, weight, groups, num_pairs, place, slot, phase, FORM, G, BLOCK_M)
         expert = following
 
 
 @gluon.jit
-def _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT: gl.constexpr, G: gl.constexpr,
+def _tile(rings, weight, groups, num_pairs, place, slot, phase, FORM: gl.constexpr, G: gl.constexpr,
           HEIGHT: gl.constexpr):  # fmt: skip
     """One tile, with the first HEIGHT pairs of its block: there are no others. Returns the next slot of the ring and
     the phase of its barrier."""
@@ -189,9 +190,9 @@ def _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT: gl.const
     scale, bias = weight
     pairs, _, routing, out = groups
     block, expert, first_n = place
-    N: gl.constexpr = FORMAT[0]
-    K: gl.constexpr = FORMAT[1]
-    DISTANCE: gl.constexpr = FORMAT[2]
+    N: gl.constexpr = FORM.N
+    K: gl.constexpr = FORM.K
+    DISTANCE: gl.constexpr = FORM.DISTANCE
     STAGES: gl.constexpr = full.shape[0]
     SLABS: gl.constexpr = ws.shape[0] // STAGES
     GATED: gl.constexpr = len(ws.shape) == 4
@@ -229,8 +230,8 @@ def _tile(rings, weight, groups, num_pairs, place, slot, phase, FORMAT: gl.const
         y += gl.expand_dims(own_bias, 1)
     if GATED:
         gate, up = gl.split(gl.permute(gl.reshape(y, [4, 2, 8, HEIGHT]), [0, 2, 3, 1]))
-        y = gl.reshape(gated(gate, up, FORMAT[3], FORMAT[4], FORMAT[5]), [ROWS // 2, HEIGHT])
-    _store(y, places, out, first_n, num_pairs, N, GATED, FORMAT[7])
+        y = gl.reshape(gated(gate, up, FORM.ALPHA, FORM.LIMIT, FORM.GELU), [ROWS // 2, HEIGHT])
+    _store(y, places, out, first_n, num_pairs, N, GATED, FORM.CHOICES)
     return slot, phase
 
 
@@ -358,12 +359,12 @@ def _packed_wide_experts_kernel(
     weight = scale, bias
     groups = pairs, block_experts, routing, out
     sizes = num_pairs, num_tiles
-    FORMAT: gl.constexpr = (N, K, DISTANCE, ALPHA, LIMIT, GELU, TILES, CHOICES, LEAST)
+    FORM: gl.constexpr = WideForm(N, K, DISTANCE, ALPHA, LIMIT, GELU, TILES, CHOICES, LEAST)
     if SLABS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
-                (_produce, (rings, x, words, block_experts, num_tiles, FORMAT, PDL)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 0)),
+                (_produce, (rings, x, words, block_experts, num_tiles, FORM, PDL)),
             ],
             [1],
             [PRODUCER],
@@ -371,9 +372,9 @@ def _packed_wide_experts_kernel(
     elif SLABS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 1)),
-                (_produce, (rings, x, words, block_experts, num_tiles, FORMAT, PDL)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 0)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 1)),
+                (_produce, (rings, x, words, block_experts, num_tiles, FORM, PDL)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER],
@@ -381,10 +382,10 @@ def _packed_wide_experts_kernel(
     elif SLABS == 3:
         gl.warp_specialize(
             [
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 1)),
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 2)),
-                (_produce, (rings, x, words, block_experts, num_tiles, FORMAT, PDL)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 0)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 1)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 2)),
+                (_produce, (rings, x, words, block_experts, num_tiles, FORM, PDL)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER],
@@ -393,11 +394,11 @@ def _packed_wide_experts_kernel(
         gl.static_assert(SLABS == 4)
         gl.warp_specialize(
             [
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 0)),
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 1)),
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 2)),
-                (_multiply, (rings, weight, groups, sizes, FORMAT, 3)),
-                (_produce, (rings, x, words, block_experts, num_tiles, FORMAT, PDL)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 0)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 1)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 2)),
+                (_multiply, (rings, weight, groups, sizes, FORM, 3)),
+                (_produce, (rings, x, words, block_experts, num_tiles, FORM, PDL)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, PRODUCER],
