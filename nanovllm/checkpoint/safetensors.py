@@ -99,6 +99,12 @@ def stored_dtype(folder: Path, endings: tuple[str, ...]) -> str | None:
     return None
 
 
+def check_header(file: Path) -> None:
+    """A CheckpointError if the file's header is not valid. No torch."""
+    with _errors_name_file(file), _open(file, framework="numpy"):
+        pass
+
+
 def _open(file: Path, framework: str = "pt") -> Any:
     from safetensors import safe_open
 

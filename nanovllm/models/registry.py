@@ -88,11 +88,10 @@ def describe(path: Path) -> Description:
     if (modelopt := path / "hf_quant_config.json").exists() and not raw.get("quantization_config"):
         raw["quantization_config"] = {**read_json(modelopt), "quant_method": "modelopt"}
     config = _with_all_eos(raw, generation)
-    if config.packing is not None:
-        from nanovllm.checkpoint.safetensors import stored_dtype
+    if config.packing is not None or any(path.glob("*.safetensors")):
+        from nanovllm.checkpoint.as_stored import as_stored
 
-        scales = stored_dtype(path, (".scales", ".weight_scale")) or config.dtype
-        config = replace(config, packing=config.packing.with_scales(scales))
+        config = as_stored(config, path)
     return Description(config, None)
 
 
