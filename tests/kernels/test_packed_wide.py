@@ -88,6 +88,27 @@ def test_many_tiles_per_program(case: str, span: int, tile: WideTile, monkeypatc
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tile", [WideTile(128, 1, 2), WideTile(64, 1, 2), WideTile(128, 3), WideTile(8, 1, 3)], ids=str
+)
+def test_the_same_bits_each_time(tile: WideTile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps wait for each other in an order that time decides: it must not show."""
+    if not gluon_usable():
+        pytest.skip("needs a GPU of the kind the kernel is written for")
+    from nanovllm.kernels.linear import packed_wide
+
+    torch.manual_seed(0)
+    weight, x = random_packed(512, 4096, **CASES["int4 zero"]), torch.randn(600, 4096, device="cuda").bfloat16()
+    for sms in (3, 132):
+        monkeypatch.setattr(packed_wide, "num_sms", lambda sms=sms: sms)
+        for splits in (1, 3):
+            first, *others = (
+                packed_wide.packed_wide_split_k_linear(x, weight, tile=tile, splits=splits) for _ in range(300)
+            )
+            assert torch.stack([(one != first).any() for one in others]).sum() == 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (24576, 4096), (10240, 5120), (4096, 12288)])
 @pytest.mark.parametrize("case", ["int4 zero", "int8 rows"])
 def test_few_rows_in_a_graph(case: str, n: int, k: int) -> None:
