@@ -7,18 +7,17 @@ starts at position 0 has as many queries as keys: making these costs the same as
 smaller.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
+from nanovllm.attention.backend import CacheShape, LayerAttention, LayerCache
 from nanovllm.attention.rotation import rotate
-from nanovllm.attention.sdpa import Pages, Part, SdpaBackend, SdpaStep, zeros
+from nanovllm.attention.sdpa import Part, SdpaBackend, SdpaStep
 
 
 class LatentNorm(Protocol):
@@ -46,6 +45,8 @@ class KeyRotation:
 
 
 class LatentBackend(SdpaBackend):
+    num_stored = 1
+
     def __init__(
         self, shape: CacheShape, rotary_tables: Sequence[Tensor], *, latent_size: int, plain_size: int
     ) -> None:
@@ -53,29 +54,6 @@ class LatentBackend(SdpaBackend):
         self._rotations: Any = [KeyRotation(table, shape.dtype) for table in rotary_tables]
         self._latent_size, self._plain_size = latent_size, plain_size
         self._query_size = plain_size + shape.head_dim - latent_size
-
-    def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
-        s = self.shape
-        size = (1, num_blocks[None], 1, s.block_size, s.head_dim)
-        return [LayerCache(zeros(size, s.cache_dtype, s.device)) for _ in s.windows]
-
-    # --- once per step ------------------------------------------------------------------------------------------------
-
-    def _slots(self, geometry: BatchGeometry, window: int | None) -> Tensor:  # [num_tokens]
-        size, positions = self.shape.block_size, geometry.positions
-        blocks = geometry.block_tables[window][geometry.token_seqs, positions // size]
-        return self._tensor(blocks * size + positions % size)
-
-    def _pages(self, block_tables: np.ndarray, length: int, window: int | None) -> Pages:  # [seqs, blocks]
-        s, index = self.shape, self._tensor(block_tables.reshape(-1))
-        size = len(index) * s.block_size * s.head_dim
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=s.cache_dtype, device=s.device)
-        buffer = self._buffer[:size].view(len(index), -1)
-        cached = buffer.view(len(block_tables), 1, -1, s.head_dim)[..., :length, :]
-        return Pages(index, buffer, cached, cached)
-
-    # --- once per layer -----------------------------------------------------------------------------------------------
 
     def forward(self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: SdpaStep) -> Tensor:
         """`qkv`: of each token the queries of all heads, then its `new` as for `attend`."""
@@ -95,7 +73,7 @@ class LatentBackend(SdpaBackend):
         turned = rotate(torch.cat([turned, keys.unsqueeze(1)], dim=1), step.cos_sin[layer.rope])
         queries = torch.cat([plain, turned[:, :-1]], dim=-1)  # [num_tokens, heads, query_size]
         new = torch.cat([latents, turned[:, -1]], dim=-1)  # [num_tokens, head_dim]
-        cache.kv.view(-1, s.head_dim).index_copy_(0, step.slots[None], new.to(s.cache_dtype))
+        self._store(new, cache.kv, None, step)
         parts = step.parts[None]
         # of all chunks that start at position 0 at once
         made = self._keys_and_values(new, layer) if any(part.pages is None for part in parts) else None

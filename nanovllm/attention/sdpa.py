@@ -47,34 +47,37 @@ class Part:
 class SdpaStep:
     cos_sin: list[tuple[Tensor, Tensor]]  # by rotary table: cosines and sines of each token's position
     # by window
+    begun: dict[int | None, Tensor]  # the last blocks of sequences that begin them in this step, as Pages.index
     slots: dict[int | None, Tensor]  # [num_tokens * 2 * kv_heads] rows of the cache as [-1, head_dim]
     parts: dict[int | None, list[Part]]
 
 
 class SdpaBackend:
     plans_on_device = False
+    num_stored = 2  # vectors of a token and KV head in the cache: key and value
 
     def __init__(self, shape: CacheShape, rotary_tables: Sequence[Tensor]) -> None:  # [max_position, head_dim] each
         self.shape, self.block_size = shape, shape.block_size
         self._rotations = [Rotation(shape, table) for table in rotary_tables]
         self._windows = set(shape.windows)
-        self._heads = np.arange(shape.num_kv_heads)
         # torch's CPU kernel reads a shared KV head in place; on CUDA some dtypes would fall back to a slow path
         self._shares_heads = shape.device.type == "cpu" and shape.num_heads > shape.num_kv_heads
-        self._num_pages: dict[int | None, int] = {}  # by window: blocks * kv_heads, where values begin
+        self._first: dict[int | None, np.ndarray] = {}  # by window: [k|v, kv_heads] the pages of block 0
         self._buffer = torch.empty(0, dtype=shape.cache_dtype, device=shape.device)
 
     def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
         s = self.shape
-        self._num_pages = {window: num_blocks[window] * s.num_kv_heads for window in self._windows}
-        sizes = [(2, num_blocks[window], s.num_kv_heads, s.block_size, s.head_dim) for window in s.windows]
-        # zeros, because padding may read positions that were never written, and NaN * 0 is NaN
+        for window in self._windows:
+            first = np.arange(self.num_stored) * num_blocks[window] * s.num_kv_heads
+            self._first[window] = first[:, None] + np.arange(s.num_kv_heads)
+        sizes = [(self.num_stored, num_blocks[w], s.num_kv_heads, s.block_size, s.head_dim) for w in s.windows]
         return [LayerCache(zeros(size, s.cache_dtype, s.device)) for size in sizes]
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> SdpaStep:
         positions = self._tensor(geometry.positions)
         return SdpaStep(
             cos_sin=[rotation.gather(positions) for rotation in self._rotations],
+            begun={window: self._begun(geometry, window) for window in self._windows},
             slots={window: self._slots(geometry, window) for window in self._windows},
             parts={window: self._parts(geometry, window) for window in self._windows},
         )
@@ -82,8 +85,13 @@ class SdpaBackend:
     def _slots(self, geometry: BatchGeometry, window: int | None) -> Tensor:
         size, positions = self.shape.block_size, geometry.positions
         blocks = geometry.block_tables[window][geometry.token_seqs, positions // size]
-        keys = (blocks[:, None] * self.shape.num_kv_heads + self._heads) * size + (positions % size)[:, None]
-        return self._tensor(np.concatenate([keys, keys + self._num_pages[window] * size], axis=1).reshape(-1))
+        pages = self._first[window] + blocks[:, None, None] * self.shape.num_kv_heads  # [num_tokens, k|v, kv_heads]
+        return self._tensor(pages * size + (positions % size)[:, None, None]).view(-1)
+
+    def _begun(self, geometry: BatchGeometry, window: int | None) -> Tensor:
+        last = (geometry.starts + geometry.num_new - 1) // self.block_size
+        seqs = np.flatnonzero(last * self.block_size >= geometry.starts)
+        return self._index(geometry.block_tables[window][seqs, last[seqs], None], window)
 
     def _parts(self, geometry: BatchGeometry, window: int | None) -> list[Part]:
         num_decodes = geometry.num_decodes
@@ -125,16 +133,18 @@ class SdpaBackend:
         blocks = geometry.block_tables[window][seqs[:, None], columns]
         return Part(tokens, num_new, self._pages(blocks, length, window), mask)
 
-    def _pages(self, block_tables: np.ndarray, length: int, window: int | None) -> Pages:  # [seqs, blocks]
-        s = self.shape
-        keys = block_tables[:, None, :] * s.num_kv_heads + self._heads[:, None]  # [seqs, kv_heads, blocks]
-        index = self._tensor(np.stack([keys, keys + self._num_pages[window]]).reshape(-1))
+    def _index(self, blocks: np.ndarray, window: int | None) -> Tensor:  # [seqs, blocks]
+        first = self._first[window][:, None, :, None]
+        return self._tensor(first + blocks[:, None, :] * self.shape.num_kv_heads).view(-1)
+
+    def _pages(self, blocks: np.ndarray, length: int, window: int | None) -> Pages:  # [seqs, blocks]
+        s, index = self.shape, self._index(blocks, window)
         size = len(index) * s.block_size * s.head_dim
         if self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=s.cache_dtype, device=s.device)
         buffer = self._buffer[:size].view(len(index), -1)
-        kv = buffer.view(2, len(block_tables), s.num_kv_heads, -1, s.head_dim)[..., :length, :]
-        return Pages(index, buffer, kv[0], kv[1])
+        kv = buffer.view(self.num_stored, len(blocks), s.num_kv_heads, -1, s.head_dim)[..., :length, :]
+        return Pages(index, buffer, kv[0], kv[-1])
 
     def _mask(self, seen: np.ndarray) -> Tensor:
         mask = torch.zeros(seen.shape, dtype=self.shape.dtype)
@@ -149,7 +159,7 @@ class SdpaBackend:
             qkv = norm_heads(qkv, layer.both_norms, layer.norm_eps)
         qkv = rotate(qkv, step.cos_sin[layer.rope])
         new = qkv[:, s.num_heads :].reshape(-1, s.head_dim)  # of each token the keys, then the values
-        kv.view(-1, s.head_dim).index_copy_(0, step.slots[layer.window], new.to(s.cache_dtype))
+        self._store(new, kv, layer.window, step)
         parts = step.parts[layer.window]
         if len(parts) == 1:
             return self._attend(qkv, kv, parts[0], layer)
@@ -157,6 +167,12 @@ class SdpaBackend:
         for part in parts:
             out[part.tokens] = self._attend(qkv[part.tokens], kv, part, layer)
         return out
+
+    def _store(self, new: Tensor, kv: Tensor, window: int | None, step: SdpaStep) -> None:
+        """What others left in a block is erased before it is used: padding reads it, and NaN * 0 is NaN."""
+        if len(step.begun[window]):
+            kv.view(-1, self.block_size * self.shape.head_dim).index_fill_(0, step.begun[window], 0)
+        kv.view(-1, self.shape.head_dim).index_copy_(0, step.slots[window], new.to(self.shape.cache_dtype))
 
     def _gather(self, kv: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
         """Keys and values as [seqs, kv_heads, length, head_dim]; the next gather overwrites them."""

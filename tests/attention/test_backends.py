@@ -146,8 +146,44 @@ def test_equals_plain_attention(backend_name: str, heads: tuple[int, int], windo
     out = backend.forward(torch.cat(news).to(DEVICE), how, layer, backend.prepare(geometry, as_int32))
     torch.testing.assert_close(out.cpu(), torch.cat(expected), atol=1e-5, rtol=1e-5)
 
-    written = (cache != before)[:, :POISONED].any(dim=-1)  # [k|v, block, kv_head, position]
-    assert written.sum() == 2 * num_kv_heads * sum(new for _, new in parts), "a slot of someone else was written"
+    stored = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
+    for (start, new), table in zip(parts, tables, strict=True):
+        positions = np.arange(start, start + new)
+        stored[table[positions // BLOCK_SIZE], positions % BLOCK_SIZE] = True
+        if BACKENDS[backend_name] is SdpaBackend and start <= positions[-1] // BLOCK_SIZE * BLOCK_SIZE:
+            erased = cache[:, table[-(-(start + new) // BLOCK_SIZE) - 1], :, (start + new - 1) % BLOCK_SIZE + 1 :]
+            assert (erased == 0).all(), "old values are left in a block that a sequence begins"
+            erased.fill_(1e4)
+    changed = (cache != before)[:, :POISONED].any(dim=-1)  # [k|v, block, kv_head, position]
+    assert torch.equal(changed, stored[None, :POISONED, None].expand_as(changed)), "a slot of someone else was written"
+
+
+@pytest.mark.parametrize(("heads", "window"), [((6, 2), None), ((6, 2), 20), (WITH_SINKS, None)], ids=str)
+@torch.inference_mode()
+def test_nan_that_others_left_in_a_block_is_not_read(heads: tuple[int, int], window: int | None) -> None:
+    """Sequences of different lengths, from their prompts on, in blocks that were full of NaN."""
+    backend, (num_heads, num_kv_heads) = SdpaBackend(cache_shape(heads, window), [unrotated(HEAD_DIM)]), heads
+    sinks = torch.linspace(-1, 3, num_heads).to(DEVICE) if heads == WITH_SINKS else None
+    how = LayerAttention(scale=SCALE, window=window, sinks=sinks)
+    (layer,) = backend.make_cache({window: NUM_BLOCKS})
+    layer.kv.fill_(float("nan"))
+    prompts, num_decoded = [1, 15, 16, 40, 90], 20
+    tables = block_tables_of([(length, num_decoded) for length in prompts])
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_heads + 2 * num_kv_heads, HEAD_DIM)
+    qkvs = [torch.randn(length + num_decoded, *shape, generator=generator) for length in prompts]
+    # all prompts in two chunks, the first of which ends within a block, then all sequences together
+    steps = [[(0, -(-length // 2)) for length in prompts]]
+    steps += [[(-(-length // 2), length // 2 + 1) for length in prompts]]
+    steps += [[(length + i, 1) for length in prompts] for i in range(1, num_decoded)]
+    for parts in steps:
+        new = torch.cat([qkv[start : start + num] for qkv, (start, num) in zip(qkvs, parts, strict=True)])
+        step = backend.prepare(geometry_of(parts, tables, window), as_int32)
+        out = backend.forward(new.to(DEVICE), how, layer, step).cpu()
+    for qkv, last in zip(qkvs, out, strict=True):
+        q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        expected = plain_attention(q[-1:], k, v, window, sinks)
+        torch.testing.assert_close(last[None], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
