@@ -70,9 +70,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "engine_step": (None, [POINTER, ctypes.POINTER(StepArguments)]),
         "engine_logits": (None, [POINTER, POINTER, ctypes.c_int, POINTER]),
         "engine_seconds": (None, [POINTER, POINTER]),
-        "pack_dense": (None, [POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int, POINTER]),
-        "pack_codes": (None, [POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int, POINTER]),
-        "pack_blocks": (ctypes.c_int, [POINTER, *3 * [ctypes.c_int], *3 * [POINTER]]),
+        "pack": (None, [POINTER, *6 * [ctypes.c_int], POINTER]),
+        "order_halves": (None, [POINTER, ctypes.c_int64, POINTER]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

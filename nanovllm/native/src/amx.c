@@ -3,7 +3,7 @@
 #define _GNU_SOURCE
 #include "packed.h"
 
-#if defined(__AVX512VNNI__) && (__clang_major__ >= 12 || (__GNUC__ >= 11 && !defined(__clang__)))
+#if KNOWS_AMX
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@ enum { TILE_NUMBERS = 512, STRIDE = 64 }; /* numbers of a tile; bytes of its row
 enum { ROWS = 16, COLUMNS = 32 };         /* of x in a tile */
 enum { AHEAD = 4096 };                    /* numbers of W from those that are read to those that are fetched */
 
-static int have_amx;
+int have_amx;
 
 /* Whether the CPU has it, and the system lets this process use it. */
 __attribute__((constructor)) static void ask_for_amx(void) {
@@ -24,9 +24,6 @@ __attribute__((constructor)) static void ask_for_amx(void) {
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return; /* AVX512_BF16 */
     have_amx = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
-
-int uses_amx(const Matrix *w) { return have_amx && w->type == BFLOAT16 && w->columns % COLUMNS == 0; }
-int have_amx_bytes(void) { return have_amx; }
 
 AMX void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int num_parts, int row) {
     uint16_t *to = parts + ((int64_t)(row / ROWS) * all_columns + first) * ROWS * num_parts + row % ROWS * COLUMNS;
@@ -132,36 +129,38 @@ AMX void amx_products(const Place places[], int num, const Inputs *in, int first
 
 /* Add the products of groups with 16 rows of x to y: of two groups, or of the halves of one, at a time. While this unit
  * is at work the others compute one vector per cycle, which limits this loop. */
-AMX INLINE void add_groups(const UnpackedGroup *w, int groups, const Rounded *x, const int by_16, const int has_minima,
+AMX INLINE void add_groups(const Group *w, int groups, const Rounded *x, const int by_16, const int has_minima,
                            float y[][TILE]) {
     _Alignas(64) static const int32_t zeros[ROWS][TILE] = {[0 ... ROWS - 1] = {[0 ... TILE - 1] = INT_ZERO}};
     _Alignas(64) float products[2][ROWS][TILE];
 #define LOAD_SUM(m) wide sum##m = wide_load(y[m]);
     EACH_ROW(LOAD_SUM)
     for (int g = 0; g < groups; g += by_16 ? 1 : 2, w += by_16 ? 1 : 2, x += by_16 ? 1 : 2) {
-        const UnpackedGroup *next_w = by_16 ? w : w + 1;
+        const Group *next_w = by_16 ? w : w + 1;
         const Rounded *next_x = by_16 ? x : x + 1;
         const int two = by_16 || g + 1 < groups;
         _tile_loadd(0, zeros, STRIDE);
-        _tile_loadd(4, w->codes, STRIDE);
+        _tile_loadd(4, w->part, STRIDE);
         _tile_loadd(6, x->codes, GROUP);
         _tile_dpbssd(0, 6, 4);
         if (two) {
             _tile_loadd(1, zeros, STRIDE);
-            _tile_loadd(5, next_w->codes[by_16 ? 4 : 0], STRIDE);
+            _tile_loadd(5, &next_w->part[by_16 ? 4 : 0], STRIDE);
             _tile_loadd(7, next_x->codes[0] + (by_16 ? 16 : 0), GROUP);
             _tile_dpbssd(1, 7, 5);
         }
         _tile_stored(0, products[0], STRIDE);
         if (two) _tile_stored(1, products[1], STRIDE);
 #define ADD_MINIMUM(m) sum##m = wide_multiply_add(sum##m, minimum, wide_splat(minus_sums[m]));
-#define ADD_PRODUCT(m) sum##m = wide_multiply_add(sum##m, scaled(wide_load(product[m]), &scale), wide_splat(scales[m]));
+#define ADD_PRODUCT(m) sum##m = wide_multiply_add(sum##m, scaled(wide_load(product[m]), scale, zero), wide_splat(scales[m]));
 #define ADD_GROUP(w, x, which)                                                   \
     {                                                                            \
         const float *minus_sums = (x)->minus_sums, *scales = (x)->scales;        \
         const float(*product)[TILE] = (const float(*)[TILE])products[which];     \
         const wide minimum = (w)->minimum;                                       \
-        const Scale scale = (w)->scale[by_16 ? which : 0];                       \
+        const int first = by_16 && which == 0;                                   \
+        const wide scale = first ? (w)->first_scale : (w)->scale;                \
+        const wide zero = first ? (w)->first_minus_zero : (w)->minus_zero;       \
         if (has_minima) {                                                        \
             EACH_ROW(ADD_MINIMUM)                                                \
         }                                                                        \
@@ -174,7 +173,7 @@ AMX INLINE void add_groups(const UnpackedGroup *w, int groups, const Rounded *x,
     EACH_ROW(STORE_SUM)
 }
 
-AMX void amx_add_groups(const UnpackedGroup *panel, int groups, const Rounded *x, int64_t x_groups, int count,
+AMX void amx_add_groups(const Group *panel, int groups, const Rounded *x, int64_t x_groups, int count,
                         int by_16, int has_minima, float y[][TILE]) {
     use_shapes(by_16 ? &HALF_GROUPS : &GROUPS);
     for (int m = 0; m < count; m += ROWS, x += x_groups) {
@@ -187,21 +186,4 @@ AMX void amx_add_groups(const UnpackedGroup *panel, int groups, const Rounded *x
     }
 }
 
-#else
-#if defined(__AVX512F__)
-int have_amx_bytes(void) { return 0; }
-void amx_add_groups(const UnpackedGroup *panel, int groups, const Rounded *x, int64_t x_groups, int count, int by_16,
-                    int has_minima, float y[][TILE]) {
-    (void)panel, (void)groups, (void)x, (void)x_groups, (void)count, (void)by_16, (void)has_minima, (void)y;
-}
-#endif
-int uses_amx(const Matrix *w) { return (void)w, 0; }
-void end_products(void) {}
-void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int num_parts, int row) {
-    (void)x, (void)first, (void)columns, (void)all_columns, (void)parts, (void)num_parts, (void)row;
-}
-void amx_products(const Place places[], int num, const Inputs *in, int first, int count,
-                  float y[][MOST_ROWS][TILE]) {
-    (void)places, (void)num, (void)in, (void)first, (void)count, (void)y;
-}
 #endif

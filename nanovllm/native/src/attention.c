@@ -42,27 +42,18 @@ INLINE void scores_of(const int num, const int vectors, const Attention *a, cons
                       int count, int fetches, const int type, float scores[][PART]) {
     const int64_t key = at.block + at.offset, value = at.block + (int64_t)at.offset * a->head_dim;
     wide sum[IN_REGISTERS][VECTORS], keys[VECTORS];
-#pragma GCC unroll 8
-    for (int q = 0; q < num; q++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) sum[q][j] = wide_splat(0);
-#define ADD_NUMBER(lane) {                                                                                     \
-    _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                                  \
-        keys[j] = wide_load_as(a->keys, key + (int64_t)(d + lane) * a->block_size + LANES * j, type);          \
-    _Pragma("GCC unroll 8") for (int q = 0; q < num; q++)                                                      \
-        _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                              \
-            sum[q][j] = WIDE_ADD_LANE(sum[q][j], keys[j], here[q], lane); }
+    EACH(q, num) EACH(j, vectors) sum[q][j] = wide_splat(0);
+#define ADD_NUMBER(lane)                                                                              \
+    EACH(j, vectors)                                                                                  \
+        keys[j] = wide_load_as(a->keys, key + (int64_t)(d + lane) * a->block_size + LANES * j, type); \
+    EACH(q, num) EACH(j, vectors) sum[q][j] = WIDE_ADD_LANE(sum[q][j], keys[j], here[q], lane);
     for (int d = 0; d < a->head_dim; d += 4) {
         Lanes here[IN_REGISTERS];
         for (int i = 0; fetches && i < 4 * count; i += 16) fetch_as(a->values, value + d * count + i, type);
-#pragma GCC unroll 8
-        for (int q = 0; q < num; q++) here[q] = load_lanes(queries[q] + d);
+        EACH(q, num) here[q] = load_lanes(queries[q] + d);
         EACH_LANE(ADD_NUMBER)
     }
-#pragma GCC unroll 8
-    for (int q = 0; q < num; q++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) wide_store(scores[q] + LANES * j, sum[q][j] * wide_splat(a->scale));
+    EACH(q, num) EACH(j, vectors) wide_store(scores[q] + LANES * j, sum[q][j] * wide_splat(a->scale));
 }
 
 /* Hide the scores of positions before `first` and from `end` on; the largest of the others and of `most`. */
@@ -92,55 +83,42 @@ INLINE void add_values(const int num, const int vectors, const Attention *a, con
     const int64_t value = at.block + (int64_t)at.offset * a->head_dim + d;
     wide sum[IN_REGISTERS][VECTORS];
 #define ADD_SPLAT(sum, a, x, index) wide_multiply_add(sum, a, wide_splat((x)[index]))
-#define ADD_POSITION(position, add, weight, index)                                                             \
-    {                                                                                                          \
-        wide values[VECTORS];                                                                                  \
-        _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                              \
-            values[j] = wide_load_as(a->values, value + (position) * a->head_dim + LANES * j, type);           \
-        _Pragma("GCC unroll 8") for (int q = 0; q < num; q++)                                                  \
-            _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)                                          \
-                sum[q][j] = add(sum[q][j], values[j], weight, index);                                          \
+#define ADD_POSITION(position, add, weight, index)                                                     \
+    {                                                                                                  \
+        wide values[VECTORS];                                                                          \
+        EACH(j, vectors)                                                                               \
+            values[j] = wide_load_as(a->values, value + (position) * a->head_dim + LANES * j, type);   \
+        EACH(q, num) EACH(j, vectors) sum[q][j] = add(sum[q][j], values[j], weight, index);            \
     }
     for (int i = 0; fetches && i < LANES * vectors; i++)
         for (int k = 0; k < PART; k += 16)
             fetch_as(a->keys, next.block + next.offset + (d + i) * a->block_size + k, type);
-#pragma GCC unroll 8
-    for (int q = 0; q < num; q++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++)
-            sum[q][j] = wide_load(states[q].values + d + LANES * j) * wide_splat(decay[q]);
+    EACH(q, num) EACH(j, vectors) sum[q][j] = wide_load(states[q].values + d + LANES * j) * wide_splat(decay[q]);
     for (; p + 4 <= end; p += 4) {
         Lanes here[IN_REGISTERS];
-#pragma GCC unroll 8
-        for (int q = 0; q < num; q++) here[q] = load_lanes(weights[q] + p);
+        EACH(q, num) here[q] = load_lanes(weights[q] + p);
 #define ADD_NEXT(lane) ADD_POSITION(p + lane, WIDE_ADD_LANE, here[q], lane)
         EACH_LANE(ADD_NEXT)
     }
     for (; p < end; p++) ADD_POSITION(p, ADD_SPLAT, weights[q], p)
-#pragma GCC unroll 8
-    for (int q = 0; q < num; q++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) wide_store(states[q].values + d + LANES * j, sum[q][j]);
+    EACH(q, num) EACH(j, vectors) wide_store(states[q].values + d + LANES * j, sum[q][j]);
 }
 
 /* Call a function whose first two arguments, the numbers of queries and of vectors, are constants. */
 #if defined(__AVX512F__)
-#define BY_QUERIES(num, function, ...)                    \
-    switch (num) {                                        \
-        case 1: function(1, VECTORS, __VA_ARGS__); break; \
-        case 2: function(2, VECTORS, __VA_ARGS__); break; \
-        case 3: function(3, VECTORS, __VA_ARGS__); break; \
-        case 4: function(4, VECTORS, __VA_ARGS__); break; \
-        default: function(6, VECTORS, __VA_ARGS__);       \
-    }
+#define MORE_QUERIES(function, ...)                   \
+    case 3: function(3, VECTORS, __VA_ARGS__); break; \
+    case 4: function(4, VECTORS, __VA_ARGS__); break;
 #else
-#define BY_QUERIES(num, function, ...)                    \
-    switch (num) {                                        \
-        case 1: function(1, VECTORS, __VA_ARGS__); break; \
-        case 2: function(2, VECTORS, __VA_ARGS__); break; \
-        default: function(3, VECTORS, __VA_ARGS__);       \
-    }
+#define MORE_QUERIES(function, ...)
 #endif
+#define BY_QUERIES(num, function, ...)                      \
+    switch (num) {                                          \
+        case 1: function(1, VECTORS, __VA_ARGS__); break;   \
+        case 2: function(2, VECTORS, __VA_ARGS__); break;   \
+        MORE_QUERIES(function, __VA_ARGS__)                 \
+        default: function(IN_REGISTERS, VECTORS, __VA_ARGS__); \
+    }
 
 /* How many of the queries that are left have their sums in registers next: a number that BY_QUERIES knows, so not 5. */
 static int next_queries(int left) {
@@ -216,11 +194,7 @@ static void add_positions(const Attention *a, int token, int num_tokens, int kv_
             states[q] = state_of(a, own, segment, kv_head * heads + h);
             seen[q] = seen_of(a, own, position, count);
         }
-        switch (a->type) {
-            case FLOAT32: add_part(a, num, queries, states, seen, at, next, first_position, count, FLOAT32); break;
-            case BFLOAT16: add_part(a, num, queries, states, seen, at, next, first_position, count, BFLOAT16); break;
-            default: add_part(a, num, queries, states, seen, at, next, first_position, count, FLOAT16);
-        }
+        BY_TYPE(a->type, add_part, a, num, queries, states, seen, at, next, first_position, count)
     }
 }
 

@@ -1,14 +1,14 @@
-/* Products with weights in float32, bfloat16 or float16; those with vectors of 512 bits are in dense512.c. */
+/* Products with weights in float32, bfloat16 or float16. With vectors of 512 bits two tiles of W and up to BLOCK rows of
+ * x have their sums in registers. Otherwise one tile has, and 16 bits are widened once for all rows of x. */
 #include "products.h"
 
-#if HAVE_SIMD && !defined(__AVX512F__)
+#if HAVE_SIMD
 
 enum { VECTORS = TILE / LANES };
 
 /* Columns c and c + 1 of a tile, c even. */
 INLINE void load_columns(const void *weights, int64_t c, const int type, wide columns[2][VECTORS]) {
-#pragma GCC unroll 4
-    for (int i = 0; i < VECTORS; i++) {
+    EACH(i, VECTORS) {
         if (type == BFLOAT16) {
             load_pairs((const uint16_t *)weights + c * TILE + 2 * LANES * i, &columns[0][i], &columns[1][i]);
         } else {
@@ -18,22 +18,70 @@ INLINE void load_columns(const void *weights, int64_t c, const int type, wide co
     }
 }
 
+#if defined(__AVX512F__)
+
+enum { AHEAD = 1024 }; /* columns of W from those that are read to those that are fetched from memory */
+
+/* The number in all lanes of a register: gcc would load it again for each of its uses. */
+INLINE wide in_all_lanes(const float *number) {
+    wide all = wide_splat(*number);
+    __asm__("" : "+v"(all));
+    return all;
+}
+
+/* Add the products of `columns` columns of two tiles with `count` rows of x to y[tile][m ..]. As many bytes are fetched
+ * from memory meanwhile, two columns of bfloat16 at a time, from where `later` says, unless it is NULL. */
+INLINE void add_columns(const int count, const void *const weights[], const int type, const char *const later[],
+                        const float *x, int64_t x_stride, int64_t columns, float (*const y[])[TILE], int m) {
+    wide sum[BLOCK][MOST_TILES], two[MOST_TILES][2][VECTORS];
+    EACH(i, count) EACH(t, MOST_TILES) sum[i][t] = wide_load(y[t][m + i]);
+    for (int64_t c = 0; c < columns; c += 2) {
+        EACH(t, MOST_TILES) {
+            if (later) __builtin_prefetch(later[t] + c * TILE * 2);
+            load_columns(weights[t], c, type, two[t]);
+        }
+        EACH(column, 2) EACH(i, count) {
+            const wide number = in_all_lanes(x + i * x_stride + c + column);
+            EACH(t, MOST_TILES) sum[i][t] = wide_multiply_add(sum[i][t], two[t][column][0], number);
+        }
+    }
+    EACH(i, count) EACH(t, MOST_TILES) wide_store(y[t][m + i], sum[i][t]);
+}
+
+/* A part of the columns after the other, which all rows of x read from the L1 cache. A tile that is alone is computed
+ * twice, which is rare. */
+INLINE void dense_tiles(const Place places[], int num, const Inputs *in, int first, int count,
+                        float y[][MOST_ROWS][TILE], const int type) {
+    const int64_t columns = places[0].w->columns, size = panel_columns(columns), item = type == FLOAT32 ? 4 : 2;
+    const float *x = in->x + first * columns;
+    float (*const out[MOST_TILES])[TILE] = {y[0], y[num - 1]};
+    for (int t = 0; t < num; t++) memset(y[t], 0, (size_t)count * sizeof(y[t][0]));
+    for (int64_t c = 0, width; c < columns; c += width) {
+        const void *part[MOST_TILES];
+        const char *later[MOST_TILES];
+        width = columns - c < size ? columns - c : size;
+        for (int t = 0; t < MOST_TILES; t++) {
+            part[t] = (const char *)tile_data(places[t < num ? t : 0]) + c * TILE * item;
+            later[t] = (const char *)part[t] + AHEAD * TILE * item;
+        }
+        for (int m = 0; m < count; m += BLOCK)
+            BY_COUNT(count - m, add_columns, part, type, m == 0 ? later : NULL, x + m * columns + c, columns, width,
+                     out, m)
+    }
+}
+
+#else
+
 /* Add the products of `columns` columns of a tile with `count` rows of x to y. */
 INLINE void add_columns(const int count, const void *weights, const int type, const float *x, int64_t x_stride,
                         int64_t columns, float y[][TILE]) {
     wide sum[BLOCK][VECTORS], two[2][VECTORS];
-#pragma GCC unroll 4
-    for (int m = 0; m < count; m++)
-#pragma GCC unroll 4
-        for (int i = 0; i < VECTORS; i++) sum[m][i] = wide_load(y[m] + LANES * i);
-#define ADD_COLUMN(lane)                                                                       \
-    _Pragma("GCC unroll 4") for (int m = 0; m < count; m++)                                    \
-        _Pragma("GCC unroll 4") for (int i = 0; i < VECTORS; i++)                              \
-            sum[m][i] = WIDE_ADD_LANE(sum[m][i], two[lane % 2][i], here[m], lane);
+    EACH(m, count) EACH(i, VECTORS) sum[m][i] = wide_load(y[m] + LANES * i);
+#define ADD_COLUMN(lane) \
+    EACH(m, count) EACH(i, VECTORS) sum[m][i] = WIDE_ADD_LANE(sum[m][i], two[lane % 2][i], here[m], lane);
     for (int64_t c = 0; c < columns; c += 4) {
         Lanes here[BLOCK];
-#pragma GCC unroll 4
-        for (int m = 0; m < count; m++) here[m] = load_lanes(x + m * x_stride + c);
+        EACH(m, count) here[m] = load_lanes(x + m * x_stride + c);
         load_columns(weights, c, type, two);
         ADD_COLUMN(0)
         ADD_COLUMN(1)
@@ -41,10 +89,7 @@ INLINE void add_columns(const int count, const void *weights, const int type, co
         ADD_COLUMN(2)
         ADD_COLUMN(3)
     }
-#pragma GCC unroll 4
-    for (int m = 0; m < count; m++)
-#pragma GCC unroll 4
-        for (int i = 0; i < VECTORS; i++) wide_store(y[m] + LANES * i, sum[m][i]);
+    EACH(m, count) EACH(i, VECTORS) wide_store(y[m] + LANES * i, sum[m][i]);
 }
 
 /* `columns` columns of a tile in float32. What is `ahead` of them is brought into the L2 cache meanwhile. */
@@ -53,9 +98,7 @@ INLINE void widen(const uint16_t *weights, int64_t columns, int64_t ahead, const
         wide two[2][VECTORS];
         __builtin_prefetch(weights + ahead + c * TILE, 0, 2);
         load_columns(weights, c, type, two);
-#pragma GCC unroll 8
-        for (int i = 0; i < 2 * VECTORS; i++)
-            wide_store(out + c * TILE + LANES * i, two[i / VECTORS][i % VECTORS]);
+        EACH(i, 2 * VECTORS) wide_store(out + c * TILE + LANES * i, two[i / VECTORS][i % VECTORS]);
     }
 }
 
@@ -111,8 +154,8 @@ static void add_block(const float *weights, const float *x, int64_t x_stride, in
 }
 #endif
 
-INLINE void dense_tile(Place here, Place next, const Inputs *in, int first, int count, const int type, Panels *panels,
-                       float y[][TILE]) {
+INLINE void dense_tile(Place here, Place next, const Inputs *in, int first, int count, Panels *panels, float y[][TILE],
+                       const int type) {
     const int64_t columns = here.w->columns, ahead = columns * TILE, size = panel_columns(columns);
     const float *x = in->x + first * columns;
     memset(y, 0, (size_t)count * sizeof(y[0]));
@@ -140,49 +183,20 @@ INLINE void dense_tile(Place here, Place next, const Inputs *in, int first, int 
         if (m < count) BY_COUNT(count - m, add_columns, part, FLOAT32, x + m * columns + c, columns, width, y + m)
     }
 }
-void dense_products(const Place places[], int num, Place next, const Inputs *in, int first, int count, Panels *panels,
-                    float y[][MOST_ROWS][TILE]) {
-    for (int i = 0; i < num; i++) {
-        const Place after = i + 1 < num ? places[i + 1] : next;
-        switch (places[i].w->type) {
-            case FLOAT32: dense_tile(places[i], after, in, first, count, FLOAT32, panels, y[i]); break;
-            case BFLOAT16: dense_tile(places[i], after, in, first, count, BFLOAT16, panels, y[i]); break;
-            default: dense_tile(places[i], after, in, first, count, FLOAT16, panels, y[i]);
-        }
-    }
-}
 
 #endif
 
-#if HAVE_SIMD
-
-/* The index of a number in a tile: bfloat16 has two columns side by side. */
-static int64_t index_in_tile(int64_t column, int row, int type) {
-    return type == BFLOAT16 ? column / 2 * 2 * TILE + 2 * row + column % 2 : column * TILE + row;
-}
-
-void dense_row(const Matrix *w, int row, float *out) {
-    const Place place = {w, row / TILE};
-    for (int64_t c = 0; c < w->columns; c++) {
-        const int64_t index = index_in_tile(c, row % TILE, w->type);
-        out[c] = load_as(tile_data(place), index / 4 * 4, w->type)[index % 4];
+void dense_products(const Place places[], int num, Place next, const Inputs *in, int first, int count, Panels *panels,
+                    float y[][MOST_ROWS][TILE]) {
+#if defined(__AVX512F__)
+    (void)next, (void)panels;
+    BY_TYPE(places[0].w->type, dense_tiles, places, num, in, first, count, y)
+#else
+    for (int i = 0; i < num; i++) {
+        const Place after = i + 1 < num ? places[i + 1] : next;
+        BY_TYPE(places[i].w->type, dense_tile, places[i], after, in, first, count, panels, y[i])
     }
-}
-
-#define PACK(number)                                                                                       \
-    for (int64_t c = 0; c < columns; c++)                                                                  \
-        for (int r = 0; r < TILE; r++)                                                                     \
-            ((number *)out)[tile * columns * TILE + index_in_tile(c, r, type)] =                           \
-                tile * TILE + r < rows ? ((const number *)weight)[(tile * TILE + r) * columns + c] : 0;
-
-void pack_dense(const void *weight, int rows, int columns, int type, void *out) {
-    for (int64_t tile = 0; tile * TILE < rows; tile++) {
-        if (type == FLOAT32) {
-            PACK(uint32_t)
-        } else {
-            PACK(uint16_t)
-        }
-    }
+#endif
 }
 
 #endif

@@ -4,13 +4,15 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-#if HAVE_SIMD
-INLINE f32x4 load_as(const void *numbers, int64_t index, const int type) {
-    if (type == FLOAT32) return load((const float *)numbers + index);
-    const uint16_t *halves = (const uint16_t *)numbers + index;
-    return type == BFLOAT16 ? load_bfloat16(halves) : load_halves(halves);
-}
+/* Call a function whose last argument, a type, is a constant. */
+#define BY_TYPE(type, function, ...)                          \
+    switch (type) {                                           \
+        case FLOAT32: function(__VA_ARGS__, FLOAT32); break;   \
+        case BFLOAT16: function(__VA_ARGS__, BFLOAT16); break; \
+        default: function(__VA_ARGS__, FLOAT16);              \
+    }
 
+#if HAVE_SIMD
 INLINE wide wide_load_as(const void *numbers, int64_t index, const int type) {
     if (type == FLOAT32) return wide_load((const float *)numbers + index);
     const uint16_t *halves = (const uint16_t *)numbers + index;

@@ -9,6 +9,8 @@ static void add_bias(Place here, int count, float y[][TILE]) {
         for (int r = 0; r < TILE && at + r < here.w->rows; r++) y[m][r] += here.w->bias[at + r];
 }
 
+int uses_amx(const Matrix *w) { return have_amx && w->type == BFLOAT16 && w->columns % GROUP == 0; }
+
 /* Whether two tiles are multiplied by one call. */
 static int together(Place a, Place b) {
     return !is_packed(a.w) && a.w->type == b.w->type && a.w->columns == b.w->columns && uses_amx(a.w) == uses_amx(b.w);
@@ -19,7 +21,7 @@ void product_tiles(const Place places[], int num, Place next, const Inputs *in, 
     for (int i = 0, here = 1; i < num; i += here) {
         const Matrix *w = places[i].w;
         here = i + 1 < num && together(places[i], places[i + 1]) ? 2 : 1;
-        if (uses_amx(w))
+        if (have_amx && uses_amx(w))
             amx_products(places + i, here, in, first, count, y + i);
         else if (is_packed(w))
             packed_product(w, in, places[i].tile, first, count, y[i]);
@@ -27,13 +29,6 @@ void product_tiles(const Place places[], int num, Place next, const Inputs *in, 
             dense_products(places + i, here, i + here < num ? places[i + here] : next, in, first, count, panels, y + i);
     }
     for (int i = 0; i < num; i++) add_bias(places[i], count, y[i]);
-}
-
-void matrix_row(const Matrix *w, int row, float *out) {
-    if (is_packed(w))
-        packed_row(w, row, out);
-    else
-        dense_row(w, row, out);
 }
 
 #endif

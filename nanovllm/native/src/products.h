@@ -14,7 +14,7 @@ typedef struct {
     int32_t type, rows, columns;
     int32_t half_scales;      /* whether scales and minima are float16, else float32 */
     int32_t groups_per_scale; /* groups of GROUP columns that share a scale, and a minimum */
-    const void *data;     /* dense: in tiles of 16 rows, see pack_dense. Packed: in strips, see pack_codes */
+    const void *data;     /* dense: in tiles of 16 rows, see pack. Packed: in strips */
     const void *scales;   /* packed: [strip][scale of a row][row of the strip]; INT8_BY_16 has two scales per group */
     const void *minima;   /* w = q * scale - minimum; NULL = none */
     const float *bias;    /* NULL = none */
@@ -25,7 +25,7 @@ typedef struct {
     int8_t codes[LANES][GROUP];
     float scales[LANES], minus_sums[LANES]; /* minus_sums: of code * scale, times -1 */
 #if defined(__AVX512F__)
-    int32_t zeros[2][LANES]; /* INT_ZERO minus what packed512.c adds to W times the sum of the codes, and of the last 16 */
+    int32_t zeros[2][LANES]; /* INT_ZERO minus what packed.c adds to W times the sum of the codes, and of the last 16 */
 #endif
 } Rounded;
 
@@ -65,7 +65,14 @@ void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int 
 /* Round a row of x, the `row`th of LANES that are together. */
 void round_row(const float *x, int columns, Rounded *rounded, int row);
 
-/* Whether products with a matrix run on the matrix unit of x86. */
+/* Whether there is the matrix unit of x86 (AMX), and whether products with a matrix run on it. */
+#if defined(__AVX512VNNI__) && (__clang_major__ >= 12 || (__GNUC__ >= 11 && !defined(__clang__)))
+#define KNOWS_AMX 1
+extern int have_amx;
+#else
+#define KNOWS_AMX 0
+enum { have_amx = 0 };
+#endif
 int uses_amx(const Matrix *w);
 /* Split columns of row `row` of x, from column `first` on, a multiple of 32, into parts for it: 1, which rounds them to
  * bfloat16, or 3, which is exact. */
@@ -73,24 +80,18 @@ void split_row(const float *x, int first, int columns, int all_columns, uint16_t
 
 /* Row `row` of W in float32. */
 void matrix_row(const Matrix *w, int row, float *out);
-void dense_row(const Matrix *w, int row, float *out);
-void packed_row(const Matrix *w, int row, float *out);
 
-/* A dense weight [rows][columns] in tiles of 16 rows: [tile][column][row of the tile], and in bfloat16 [tile][pair of
- * columns][row of the tile][column]. Missing rows of the last tile are 0. */
-void pack_dense(const void *weight, int rows, int columns, int type, void *out);
+/* A weight in the order in which products read it: [rows][groups][items] of `size` bytes (2 or 4), where a group begins
+ * every `stride` bytes, as [strip of `together` rows][group][item][row]. Items are numbers of a dense matrix, in bfloat16
+ * of two columns, in tiles of TILE rows. They are scales, or codes of four columns, in strips of STRIP rows. Rows after the
+ * last are not written. */
+void pack(const uint8_t *from, int rows, int groups, int stride, int items, int size, int together, uint8_t *out);
 
-/* Codes of a weight, [rows][columns] int8 or [rows][columns / 2] with the even column in the low half of a byte, in
- * strips of STRIP rows: [strip][group of 32 columns][4 columns][row of the strip][column]. With 4 bits, columns 0 to 15
- * of a group are the low halves of the bytes that hold columns 16 to 31. Rows after the last are not written. */
-void pack_codes(const uint8_t *codes, int rows, int columns, int bits, uint8_t *out);
+/* Groups of 4-bit codes, with an even column in the low half of a byte and the next one in its high half: columns 0 to 15
+ * become the low halves of the bytes that hold columns 16 to 31, as in a GGUF file. */
+void order_halves(const uint8_t *codes, int64_t num_groups, uint8_t *out);
 
-/* The same from blocks of a GGUF file, [rows][columns / GROUP], that have the codes in this order after one float16
- * number, the scale, or with `minima` two, which become scales and minima of a Matrix. Returns whether all of them are
- * finite. */
-int pack_blocks(const uint8_t *blocks, int rows, int columns, int bits, uint8_t *codes, uint16_t *scales,
-                uint16_t *minima);
-
+static inline int group_bytes(int type) { return STRIP * GROUP / (type == INT4 ? 2 : 1); } /* of a strip */
 static inline int is_packed(const Matrix *w) { return w->type >= INT4; }
 /* What a product reads instead of floats: bits of a set. */
 enum { ROUNDED = 1, SPLIT = 2 };

@@ -7,11 +7,10 @@
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t s32x4 __attribute__((vector_size(16)));
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
-typedef int8_t s8x4 __attribute__((vector_size(4)));
 typedef int8_t s8x16 __attribute__((vector_size(16)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 #define INLINE static inline __attribute__((always_inline))
+#define EACH(variable, limit) _Pragma("GCC unroll 8") for (int variable = 0; variable < limit; variable++)
 
 #if defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
@@ -77,7 +76,7 @@ INLINE s32x4 dot_bytes(s32x4 sum, s8x16 w, __m128i x) {
 typedef const float *Lanes; /* in memory: a load fills a vector with one number */
 INLINE Lanes load_lanes(const float *p) { return p; }
 #define ADD_LANE(sum, a, x, lane) multiply_add(sum, a, splat((x)[lane]))
-#define EACH_LANE(macro) for (int lane = 0; lane < 4; lane++) macro(lane)
+#define EACH_LANE(macro) for (int lane = 0; lane < 4; lane++) { macro(lane) }
 #else
 #define HAVE_SIMD 0
 #endif
@@ -95,6 +94,7 @@ INLINE void store_bfloat16(uint16_t *p, f32x4 x) {
 }
 
 INLINE float sum_of(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+INLINE int32_t sum_of_ints(s32x4 v) { return v[0] + v[1] + v[2] + v[3]; }
 
 #if defined(__AVX512F__)
 typedef float wide __attribute__((vector_size(64)));
@@ -117,6 +117,8 @@ INLINE wide wide_larger(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, 
 INLINE float wide_largest_of(wide a) { return _mm512_reduce_max_ps((__m512)a); }
 INLINE wide wide_absolute(wide a) { return (wide)_mm512_abs_ps((__m512)a); }
 INLINE float wide_sum_of(wide a) { return _mm512_reduce_add_ps((__m512)a); }
+INLINE int32_t wide_sum_of_ints(swide a) { return _mm512_reduce_add_epi32((__m512i)a); }
+INLINE swide wide_round_to_int(wide x) { return (swide)_mm512_cvtps_epi32((__m512)x); }
 #define WIDE_ADD_LANE(sum, a, x, lane) wide_multiply_add(sum, a, wide_splat((x)[lane]))
 #else
 typedef f32x4 wide;
@@ -133,8 +135,12 @@ enum { LANES = 4 };
 #define wide_largest_of largest_of
 #define wide_absolute absolute
 #define wide_sum_of sum_of
+#define wide_sum_of_ints sum_of_ints
+#define wide_round_to_int round_to_int
 #define WIDE_ADD_LANE ADD_LANE
 #endif
+
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 /* e^x for x <= 0, or x >= 0 below 88, to 2 ulp: 2^n times a polynomial (Taylor) on [-ln 2 / 2, ln 2 / 2] */
 INLINE wide exponential(wide x) {

@@ -36,7 +36,8 @@ static void form_chunk(void *argument, int chunk) {
         const float *x = job->rows->x + (int64_t)row * job->columns + column;
         const int64_t group = (int64_t)(row / LANES) * (job->columns / GROUP) + column / GROUP;
         if (job->forms & ROUNDED) round_row(x, columns, job->rows->rounded + group, row % LANES);
-        if (job->forms & SPLIT) split_row(x, column, columns, job->columns, job->rows->parts, job->rows->num_parts, row);
+        if (have_amx && job->forms & SPLIT)
+            split_row(x, column, columns, job->columns, job->rows->parts, job->rows->num_parts, row);
     }
 }
 
@@ -112,7 +113,7 @@ static void product_chunk(void *argument, int chunk) {
         for (int k = 0; k < num; k += gated ? 2 : 1)
             finish_tile(job, which[k], places[k].tile, first, count, y[k], gated ? y[k + 1] : NULL);
     }
-    end_products();
+    if (have_amx) end_products();
 }
 
 void run_product(Engine *e, int part, const Product *job) {
