@@ -30,7 +30,9 @@ hypothesis.settings.register_profile("project", deadline=None)  # how long an ex
 hypothesis.settings.register_profile("few", deadline=None, max_examples=5)  # for tests that run under a sanitizer
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "project"))
 
-EXPECTED_SKIPS = ("needs a GPU", "needs the Qwen3 tokenizer", "needs litellm", "needs instructor")
+EXPECTED_SKIPS = tuple(
+    f"needs {what}" for what in ("a GPU", "Triton's interpreter", "the Qwen3 tokenizer", "litellm", "instructor")
+)
 
 
 class SkipGuard:

@@ -30,6 +30,6 @@ def weight_formats(quantization: str | None, packing: "Packing | None" = None, *
     """`quantization` None = as the checkpoint has them: in the model's dtype or packed, but a GGUF file is unpacked."""
     if quantization is None and packing is None:
         return WeightFormats()
-    from nanovllm.weights.quantized import quantized_formats
+    from nanovllm.weights.quantized import quantized
 
-    return quantized_formats(quantization, packing, dummy=dummy)
+    return WeightFormats(**quantized(quantization, packing, dummy=dummy))

@@ -1,24 +1,26 @@
-"""The weight formats of a quantized checkpoint, or of the option `quantization`."""
+"""What a quantized checkpoint, or the option `quantization`, makes of the weight formats."""
+
+from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.weights.formats import WeightFormats
 from nanovllm.weights.forms import Packing
 
 
-def quantized_formats(quantization: str | None, packing: Packing | None, *, dummy: bool) -> WeightFormats:
+def quantized(quantization: str | None, packing: Packing | None, *, dummy: bool) -> dict[str, Any]:
+    """The fields of `WeightFormats` that are not at their defaults."""
     is_gguf = packing is not None and packing.layout == "gguf"
     if quantization == "gguf" and (dummy or not is_gguf):
         what = "load_format='dummy' does not read it" if is_gguf else "the model is none"
         raise ConfigError(f"quantization='gguf' keeps the weights of a GGUF file packed, and {what}")
     if quantization == "gguf" or (quantization is None and not is_gguf):
-        return WeightFormats(packing=packing, quantizes=dummy)
+        return {"packing": packing, "quantizes": dummy}
     if quantization is None:
-        return WeightFormats()
+        return {}
     if quantization == "int8":
         from nanovllm.weights.int8 import Int8Format
 
-        return WeightFormats(Int8Format())
+        return {"made": Int8Format()}
     assert quantization in ("fp8", "int4"), quantization
     from nanovllm.weights.packed import made_while_loading
 
-    return WeightFormats(packing=made_while_loading(quantization), quantizes=True)
+    return {"packing": made_while_loading(quantization), "quantizes": True}

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tests.kernels.fast_interpreter import speed_up
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -13,3 +15,7 @@ def with_halves(sizes: Sequence[int]) -> list[tuple[torch.dtype, int]]:
     if DEVICE == "cuda":
         return [(dtype, size) for dtype in HALVES for size in sizes]
     return [(HALVES[turn % 2], size) for turn, size in enumerate(sizes)]
+
+
+if DEVICE == "cpu":
+    speed_up()

@@ -1,5 +1,5 @@
-/* Products with weights in float32, bfloat16 or float16. With vectors of 512 bits two tiles of W and up to BLOCK rows of
- * x have their sums in registers. Otherwise one tile has, and 16 bits are widened once for all rows of x. */
+/* Products with weights in float32, bfloat16 or float16. With vectors of 512 bits two tiles of W and up to BLOCK rows
+ * of x have their sums in registers. Otherwise one tile has, and 16 bits are widened once for all rows of x. */
 #include "products.h"
 
 #if HAVE_SIMD

@@ -1,6 +1,6 @@
 /* Products with packed weights. A group of columns of a strip of W is unpacked into registers and multiplied with a few
- * rows of x as bytes. For many rows some groups at a time are unpacked into memory, and multiplied with all of them: with
- * AVX512 on the matrix unit (AMX), where there is one. All add in the same order. */
+ * rows of x as bytes. For many rows some groups at a time are unpacked into memory, and multiplied with all of them:
+ * with AVX512 on the matrix unit (AMX), where there is one. All add in the same order. */
 #include "packed.h"
 
 #if HAVE_SIMD
@@ -114,7 +114,8 @@ INLINE wide dot_codes(const Codes *w, const int num, const int8_t *x, int32_t ze
 }
 #endif
 
-/* The scaled products of a group with a row of x: of INT8_BY_16 only the last 16 columns, or with `first` the others. */
+/* The scaled products of a group with a row of x: of INT8_BY_16 those of the last 16 columns, with `first` of the
+ * others. */
 INLINE wide group_product(const Group *w, const Rounded *x, int row, const int type, const int first) {
 #if defined(__AVX512VNNI__)
     const int32_t zero = type == INT4 ? INT_ZERO : x->zeros[0][row], last_zero = x->zeros[1][row];

@@ -82,13 +82,13 @@ void split_row(const float *x, int first, int columns, int all_columns, uint16_t
 void matrix_row(const Matrix *w, int row, float *out);
 
 /* A weight in the order in which products read it: [rows][groups][items] of `size` bytes (2 or 4), where a group begins
- * every `stride` bytes, as [strip of `together` rows][group][item][row]. Items are numbers of a dense matrix, in bfloat16
- * of two columns, in tiles of TILE rows. They are scales, or codes of four columns, in strips of STRIP rows. Rows after the
- * last are not written. */
+ * every `stride` bytes, as [strip of `together` rows][group][item][row]. Dense: an item is a number, or two columns in
+ * bfloat16, and TILE rows are together. Packed: an item is a scale, or the codes of four columns, and STRIP rows are
+ * together. Rows after the last are not written. */
 void pack(const uint8_t *from, int rows, int groups, int stride, int items, int size, int together, uint8_t *out);
 
-/* Groups of 4-bit codes, with an even column in the low half of a byte and the next one in its high half: columns 0 to 15
- * become the low halves of the bytes that hold columns 16 to 31, as in a GGUF file. */
+/* Groups of 4-bit codes, with an even column in the low half of a byte and the next one in its high half: columns 0 to
+ * 15 become the low halves of the bytes that hold columns 16 to 31, as in a GGUF file. */
 void order_halves(const uint8_t *codes, int64_t num_groups, uint8_t *out);
 
 static inline int group_bytes(int type) { return STRIP * GROUP / (type == INT4 ? 2 : 1); } /* of a strip */

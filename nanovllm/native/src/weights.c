@@ -45,7 +45,8 @@ static void packed_row(const Matrix *w, int row, float *out) {
         float code = (int8_t)byte;
         if (w->type == INT4) code = c % GROUP < 16 ? byte & 15 : byte >> 4;
         const int64_t at = ((int64_t)(row / STRIP) * (w->columns / size) + c / size) * STRIP + lane;
-        out[c] = code * number_at(w->scales, at, scale_type) - (w->minima ? number_at(w->minima, at, scale_type) : 0.0f);
+        const float minimum = w->minima ? number_at(w->minima, at, scale_type) : 0.0f;
+        out[c] = code * number_at(w->scales, at, scale_type) - minimum;
     }
 }
 
