@@ -142,10 +142,9 @@ INLINE void add_group(const int count, const Group *w, const Rounded *x, int row
         if (type == INT8_BY_16) sum[m] = WIDE_ADD_LANE(sum[m], group_product(w, x, row + m, type, 1), scales, m);   \
         sum[m] = WIDE_ADD_LANE(sum[m], group_product(w, x, row + m, type, 0), scales, m);                           \
     }
-#if defined(__AVX512F__)
-    EACH(m, count) ADD_ROW(m)
-#else
     ADD_ROW(0) ADD_ROW(1) ADD_ROW(2) ADD_ROW(3)
+#if defined(__AVX512F__)
+    ADD_ROW(4) ADD_ROW(5) ADD_ROW(6) ADD_ROW(7)
 #endif
 #undef ADD_ROW
 }
