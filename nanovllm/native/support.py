@@ -7,6 +7,7 @@ from nanovllm.attention.select import ropes_of
 from nanovllm.config import Config
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
+from nanovllm.layers.short_conv_spec import ShortConvSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.layers.stored_spec import StoredAttentionSpec, StoredMlpSpec
 from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
@@ -40,6 +41,7 @@ KNOWN: dict[type, set[str]] = {
     StoredAttentionSpec: ATTENTION | {"as_one", "interleaved"},
     WideNormAttentionSpec: ATTENTION | {"wide_norm_eps"},
     RopeSpec: {"theta", "scaling", "rotated_dim"},
+    ShortConvSpec: {"hidden_size", "kernel_size", "bias"},
     MlpSpec: MLP,
     StoredMlpSpec: MLP,
     MoeSpec: {
@@ -116,6 +118,9 @@ def _shape_against(config: Config, model: ModelSpec, max_model_len: int) -> str 
     if unknown is not None:
         return f"{model.architecture}: {unknown} is not implemented in it"
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, AttentionSpec)]
+    convolutions = {layer.mixer for layer in model.layers if isinstance(layer.mixer, ShortConvSpec)}
+    if not mixers:
+        return "no layer has attention"
     for rope in ropes_of(mixers):
         if _unknown(rope) is not None:
             return f"{model.architecture}: {_unknown(rope)} of its rotary positions is not implemented in it"
@@ -124,7 +129,7 @@ def _shape_against(config: Config, model: ModelSpec, max_model_len: int) -> str 
     experts = {each for each in feed_forwards if isinstance(each, MoeSpec)}
     activations = {part.activation for part in feed_forwards if isinstance(part, MlpSpec | MoeSpec)}
     epsilons = {layer.norm_eps for layer in model.layers}
-    if any(len(found) > 1 for found in (kinds, experts, activations, epsilons)):
+    if any(len(found) > 1 for found in (kinds, convolutions, experts, activations, epsilons)):
         return "its layers differ from one another"
     mixer = mixers[0]
     if mixer.head_dim % 16:

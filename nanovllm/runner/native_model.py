@@ -16,6 +16,7 @@ from nanovllm.checkpoint.stored import Slot
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.query_scale import query_factors
 from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
+from nanovllm.layers.short_conv_spec import ShortConvSpec
 from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.layers.step import Step
 from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
@@ -24,7 +25,10 @@ from nanovllm.native.support import norms_of
 from nanovllm.native.weights import DENSE, Matrix, NativeWeight, named_parts, native_slots, pointer
 from nanovllm.weights.forms import Form
 
-PARTS = ("embedding", "norms", "q, k, v", "rotation", "attention", "output", "routing", "gate, up", "down", "head")
+PARTS = (
+    *("embedding", "norms", "q, k, v", "rotation", "attention", "b, c, h", "convolution", "output"),
+    *("routing", "gate, up", "down", "head"),
+)
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 
@@ -33,8 +37,8 @@ class Layer(ctypes.Structure):
         *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down", "router")),
         ("experts", POINTER),
         *((name, POINTER) for name in ("input_norm", "ffn_norm", "after_attention", "after_ffn", "q_norm", "k_norm")),
-        *((name, POINTER) for name in ("rotary", "keys", "values")),
-        *((name, INT) for name in ("window", "group")),
+        *((name, POINTER) for name in ("rotary", "keys", "values", "filters", "filter_bias", "states")),
+        *((name, INT) for name in ("window", "group", "state_stride")),
     )
 
 
@@ -45,7 +49,7 @@ class Model(ctypes.Structure):
             (name, INT)
             for name in ("head_dim", "block_size", "num_experts", "experts_per_token", "kv_type", "normalize_shares")
         ),
-        *((name, INT) for name in ("num_parts", "uses_gelu", "norms_all_heads")),
+        *((name, INT) for name in ("num_parts", "uses_gelu", "norms_all_heads", "conv_taps")),
         *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "scale", "embedding_scale")),
         ("query_scales", POINTER),
         ("layers", POINTER),
@@ -58,7 +62,8 @@ class Model(ctypes.Structure):
 class StepArguments(ctypes.Structure):
     _fields_ = (
         *((name, INT) for name in ("num_tokens", "num_wanted", "num_sequences", "table_stride")),
-        *((name, POINTER) for name in ("tokens", "positions", "sequences", "tables", "wanted", "hidden", "logits")),
+        *((name, POINTER) for name in ("tokens", "positions", "sequences", "tables", "rows", "wanted")),
+        *((name, POINTER) for name in ("hidden", "logits")),
     )
 
 
@@ -123,7 +128,7 @@ class NativeModel:
         self._layers = (Layer * self.spec.num_layers)()
         self._experts: list[ctypes.Array[Matrix]] = []  # of each layer
         self._windows = list(self.spec.windows)  # of the groups
-        self._bound: list[LayerCache] = []  # the caches whose addresses the layers have
+        self._bound: list[Any] = []  # the states whose addresses the layers have
         self._computed: tuple[Tensor, Tensor] | None = None  # hidden states and logits of the last step
         self.close: Callable[[], Any] = lambda: None
 
@@ -141,8 +146,8 @@ class NativeModel:
     def finish_loading(self) -> None:
         """Describe the weights to C, and start its threads."""
         spec, first = self.spec, self.spec.layers[0]
-        mixer = first.mixer
-        assert isinstance(mixer, AttentionSpec)
+        mixer = next(layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec))
+        convolution = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, ShortConvSpec)), None)
         head_norm_eps = mixer.wide_norm_eps if isinstance(mixer, WideNormAttentionSpec) else mixer.qk_norm_eps
         if isinstance(mixer, ScaledQueryAttentionSpec):
             self._query_scales = query_factors(mixer, torch.arange(self._most_positions) // mixer.original_length)
@@ -166,6 +171,7 @@ class NativeModel:
             num_parts=1 if self._rounds_inputs else 3,
             uses_gelu=feed_forwards[0].activation == "gelu",
             norms_all_heads=isinstance(mixer, WideNormAttentionSpec),
+            conv_taps=convolution.kernel_size if convolution else 0,
             eps=first.norm_eps,
             head_norm_eps=head_norm_eps or 0.0,
             last_norm_eps=spec.norm_eps,
@@ -193,13 +199,18 @@ class NativeModel:
     def _describe_layer(self, index: int) -> None:
         layer, prefix = self._layers[index], f"model.layers.{index}"
         spec = self.spec.layers[index]
-        assert isinstance(spec.mixer, AttentionSpec)
-        layer.rotary = pointer(self._rotary[spec.mixer.rope])
-        layer.window, layer.group = spec.mixer.window or 0, self._windows.index(spec.mixer.window)
         mixer, feed_forward = f"{prefix}.{spec.mixer_name}.", f"{prefix}.{spec.feed_forward_name}."
-        attention = spec.mixer.weights()
-        self._describe(layer, mixer, attention, "qkv_", ("q", "k", "v"))
-        self._describe(layer, mixer, attention, "o_", ("o",))
+        norms = {field: f"{prefix}.{name}.weight" for field, name in norms_of(spec).items()}
+        if isinstance(spec.mixer, ShortConvSpec):
+            self._describe_convolution(layer, mixer, spec.mixer.weights())
+        else:
+            assert isinstance(spec.mixer, AttentionSpec)
+            layer.rotary = pointer(self._rotary[spec.mixer.rope])
+            layer.window, layer.group = spec.mixer.window or 0, self._windows.index(spec.mixer.window)
+            attention = spec.mixer.weights()
+            self._describe(layer, mixer, attention, "qkv_", ("q", "k", "v"))
+            self._describe(layer, mixer, attention, "o_", ("o",))
+            norms |= {field: mixer + attention[field].names[0] for field in ("q_norm", "k_norm") if field in attention}
         weights = cast(MlpSpec | MoeSpec, spec.feed_forward).weights()
         if isinstance(spec.feed_forward, MoeSpec):
             layer.router = self._weights[feed_forward + weights["router"].names[0]].matrix()
@@ -207,10 +218,17 @@ class NativeModel:
         else:
             self._describe(layer, feed_forward, weights, "gate_up_", ("gate", "up"))
             self._describe(layer, feed_forward, weights, "down_", ("down",))
-        norms = {field: f"{prefix}.{name}.weight" for field, name in norms_of(spec).items()}
-        norms |= {field: mixer + attention[field].names[0] for field in ("q_norm", "k_norm") if field in attention}
         for field, name in norms.items():
             setattr(layer, field, pointer(self._weights[name].data))
+
+    def _describe_convolution(self, layer: Layer, prefix: str, weights: Mapping[str, Weight]) -> None:
+        self._describe(layer, prefix, weights, "in_", ("q", "k", "v"))
+        self._describe(layer, prefix, weights, "out_", ("o",))
+        filters = self._weights[prefix + weights["conv"].names[0]]
+        filters.data = filters.data[:, 0].T.contiguous()  # [channels, 1, taps] -> [taps, channels]
+        layer.filters = pointer(filters.data)
+        if "conv_bias" in weights:
+            layer.filter_bias = pointer(self._weights[prefix + weights["conv_bias"].names[0]].data)
 
     def _describe(
         self, layer: Layer, prefix: str, weights: Mapping[str, Weight], kind: str, fields: Sequence[str]
@@ -252,11 +270,12 @@ class NativeModel:
         positions = np.ascontiguousarray(geometry.positions, dtype=np.int32)
         sequences = np.ascontiguousarray(geometry.token_seqs, dtype=np.int32)
         tables = np.stack([geometry.block_tables[window] for window in self._windows]).astype(np.int32)
+        rows = np.ascontiguousarray(geometry.rows, dtype=np.int32)
         if wanted is None:
             kept = np.arange(len(tokens), dtype=np.int32)
         else:
             kept = np.ascontiguousarray(wanted.numpy(), dtype=np.int32)
-        self._check(tokens, positions, sequences, tables, kept)
+        self._check(tokens, positions, sequences, tables, rows, kept)
         hidden = torch.empty(len(kept), self.spec.hidden_size)
         samples_all = wanted is not None or geometry.num_decodes == len(tokens)
         logits = torch.empty(len(kept) if samples_all else 0, self.spec.vocab_size)
@@ -269,6 +288,7 @@ class NativeModel:
             positions=positions.ctypes.data,
             sequences=sequences.ctypes.data,
             tables=tables.ctypes.data,
+            rows=rows.ctypes.data,
             wanted=kept.ctypes.data,
             hidden=pointer(hidden),
             logits=pointer(logits) if samples_all else None,
@@ -294,14 +314,25 @@ class NativeModel:
         self._library.engine_seconds(self._engine, found)
         return dict(zip(PARTS, found, strict=True))
 
-    def _bind(self, states: list[LayerCache]) -> None:
-        for layer, cache in zip(self._layers, states, strict=True):
-            layer.keys, layer.values = pointer(cache.kv[0]), pointer(cache.kv[1])
-        self._bound = states
-        self._num_blocks = {layer.group: s.kv.shape[1] for layer, s in zip(self._layers, states, strict=True)}
+    def _bind(self, states: list[Any]) -> None:
+        """`states`: of attention a cache, of a convolution [rows, conv_taps - 1, hidden]."""
+        self._bound, self._num_blocks, self._num_rows = states, {}, 0
+        for layer, state in zip(self._layers, states, strict=True):
+            if isinstance(state, LayerCache):
+                layer.keys, layer.values = pointer(state.kv[0]), pointer(state.kv[1])
+                self._num_blocks[layer.group] = state.kv.shape[1]
+            else:
+                layer.states, layer.state_stride = pointer(state), state.stride(0)
+                self._num_rows = len(state)
 
     def _check(
-        self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, tables: np.ndarray, kept: np.ndarray
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        sequences: np.ndarray,
+        tables: np.ndarray,
+        rows: np.ndarray,
+        kept: np.ndarray,
     ) -> None:
         """Every index that C follows. All are the engine's own; one that is wrong must not become a wrong address."""
         most_positions = min(self._most_positions, tables.shape[2] * self._block_size)
@@ -310,8 +341,11 @@ class NativeModel:
         check_range("sequence", sequences, tables.shape[1])
         for group, num_blocks in self._num_blocks.items():
             check_range("block", tables[group], num_blocks)
+        if self._num_rows:
+            check_range("row", rows, self._num_rows)
         check_range("wanted token", kept, len(tokens))
-        if not len(tokens) == len(positions) == len(sequences) or (len(kept) > 1 and (kept[1:] <= kept[:-1]).any()):
+        fit = len(tokens) == len(positions) == len(sequences) and len(rows) == tables.shape[1]
+        if not fit or (len(kept) > 1 and (kept[1:] <= kept[:-1]).any()):
             raise IndexError("the arrays of a step do not fit together")
 
 

@@ -32,7 +32,7 @@ class NativeRunner(ModelRunner):
         self._sampling = Sampling(self._stage, self.table, sampler)
 
     def _build_model(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
-        mixers = cast(list[AttentionSpec], [layer.mixer for layer in model_config.layers])
+        mixers = [layer.mixer for layer in model_config.layers if isinstance(layer.mixer, AttentionSpec)]
         mixer = mixers[0]
         shape = CacheShape(
             num_heads=mixer.num_heads,

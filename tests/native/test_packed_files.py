@@ -50,13 +50,19 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # how to pack,
 }
 
 
+CONVOLUTION = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+KINDS: dict[str, dict[str, Any]] = {"llama": {"head_dim": 32}, "lfm2": CONVOLUTION | {"tie_word_embeddings": False}}
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Widths that packed weights need are multiples of 32."""
+    kind = getattr(request, "param", "llama")
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": VOCAB}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **heads, **KINDS[kind], initializer_range=0.2)
     torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, initializer_range=0.2))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     folder = tmp_path_factory.mktemp("dense")
     model.save_pretrained(folder)
     return folder
@@ -73,7 +79,11 @@ def logprobs(llm: LLM) -> np.ndarray:
     return np.array([one.prompt_logprobs[1][one.prompt_token_ids[1]].logprob for one in outputs])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "model"),
+    [*((case, "llama") for case in CASES), ("awq", "lfm2"), ("int8", "lfm2"), ("int4 made", "lfm2")],
+    indirect=["model"],
+)
 def test_layouts(case: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack, settings, config = CASES[case]
     quantization = None if config else "int4"

@@ -27,7 +27,8 @@ from tests.helpers import copy_of, edit_config, greedy_params, model_dir, open_l
 from tests.native.planned import check_planned_bytes
 from tests.native.sanitizers import sanitized_environment
 from tests.native.test_products import rounded
-from tests.weights.test_gguf_groups import LLAMA, MOE, VOCAB, write
+from tests.test_proposer import TwoTokens
+from tests.weights.test_gguf_groups import TYPES, VOCAB, write
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no native library on this machine")
 
@@ -35,6 +36,7 @@ SUPPORTED = [
     *("llama", "llama-old-rope3", "llama-dynamic", "llama-bias", "mistral", "mistral-full", "qwen2", "qwen2-sliding"),
     *("qwen2-upper-layers-slide", "qwen3", "smollm3", "qwen3-moe", "qwen3-moe-stacked"),
     *("gemma3", "granite", "granite4", "ministral3", "olmo2", "olmo3", "glm", "glm4", "phi3", "phi4-mini"),
+    *("lfm2", "lfm2-attention-last"),
 ]
 PROMPTS = [prompt_of(45), prompt_of(1), prompt_of(33), prompt_of(16)]
 PACKED_PROMPTS = [prompt_of(length, vocab_size=VOCAB) for length in (45, 1, 33, 16)]
@@ -46,11 +48,11 @@ TEXT = (
 SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=3, logprobs=3)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3moe"])
+@pytest.fixture(scope="module", params=TYPES)
 def packed_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights of several types, as in files of type Q4_K_M."""
     path = tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf"
-    write(path, request.param, LLAMA if request.param == "llama" else MOE)
+    write(path, request.param, TYPES[request.param])
     return path
 
 
@@ -72,6 +74,15 @@ def scores(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], list[flo
 def nearest(x: Tensor) -> Tensor:
     codes, scale = rounded(x)
     return codes * scale.repeat_interleave(32, dim=-1)
+
+
+def in_dtype(family: str, dtype: torch.dtype, folder: Path) -> Path:
+    """A checkpoint whose weights are stored in 16 bits."""
+    copied = copy_of(family, folder)
+    for file in copied.glob("*.safetensors"):
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    edit_config(copied, lambda raw: raw.update(dtype=str(dtype).removeprefix("torch.")))
+    return copied
 
 
 def of_pairs(llm: LLM) -> list[float]:
@@ -137,7 +148,7 @@ def test_dtype_of_the_kv_cache_beside_packed_weights(
     monkeypatch.setattr("nanovllm.native.support.this_cpu", lambda: cpu)
     sizes = [LLM.plan(str(packed_file), device="cpu", num_kv_cache_blocks=4, **options).kv_bytes_per_token]
     with open_packed(packed_file, **options) as llm:
-        assert executor_of(llm).states[0].kv.dtype == getattr(torch, expected)
+        assert executor_of(llm).states[-1].kv.dtype == getattr(torch, expected)
     sizes.append(LLM.plan(str(packed_file), device="cpu", num_kv_cache_blocks=4, dtype="float32").kv_bytes_per_token)
     assert sizes[0] * (1 if expected == "float32" else 2) == sizes[1]
 
@@ -238,7 +249,7 @@ def check_batches(model: str | Path, **options: Any) -> None:
     assert batches(model, max_num_batched_tokens=16, max_num_seqs=4, num_kv_cache_blocks=8, **options) == whole
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "ministral3", "olmo3", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "ministral3", "olmo3", "phi3", "lfm2", "lfm2-attention-last"])
 def test_results_do_not_depend_on_the_batch(family: str) -> None:
     check_batches(family)
 
@@ -248,9 +259,9 @@ def test_results_of_packed_weights_do_not_depend_on_the_batch(kv_dtype: str, pac
     check_batches(packed_file, kv_cache_dtype=kv_dtype)
 
 
-@pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral-full", 150)])
+@pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral-full", 150), ("lfm2", None)])
 def test_long_prompts_in_several_segments(family: str, window: int | None, tmp_path: Path) -> None:
-    """Attention reads 128 positions at a time, and a step has parts of 256 tokens."""
+    """Attention reads 128 positions at a time, and a step has parts of 256 tokens, between which convolutions go on."""
     prompt, small = prompt_of(480), {"max_model_len": 512}
     model = copy_of(family, tmp_path)
     edit_config(model, lambda config: config.update(sliding_window=window))
@@ -260,6 +271,43 @@ def test_long_prompts_in_several_segments(family: str, window: int | None, tmp_p
         assert scores(chunked, [prompt]) == whole
     with open_llm(model, cpu_kernels="torch", **small) as plain:
         np.testing.assert_allclose(whole[0][1], scores(plain, [prompt])[0][1], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["lfm2", "lfm2-attention-last"])
+def test_convolutions_of_weights_in_16_bits(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = in_dtype(family, dtype, tmp_path)
+    with open_llm(folder, cpu_kernels="native") as native, open_llm(folder, cpu_kernels="torch") as plain:
+        check_planned_bytes(native, folder)
+        assert executor_of(native).model._weights["model.layers.0.conv.in_proj.weight[1]"].data.dtype == dtype
+        for (ours, own), (tokens, logprobs) in zip(scores(native, PROMPTS), scores(plain, PROMPTS), strict=True):
+            assert ours == tokens
+            np.testing.assert_allclose(own, logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "lfm2-attention-last"])
+def test_a_sequence_reads_nothing_that_others_left(family: str) -> None:
+    with open_llm(family, cpu_kernels="native", enable_prefix_caching=False) as llm:
+        expected = scores(llm, PROMPTS)
+        states = executor_of(llm)._row_states.layers
+        assert states and all(state.any() for state in states)
+        with torch.inference_mode():
+            for state in states:
+                state.fill_(float("nan"))
+        assert scores(llm, PROMPTS) == expected
+
+
+def test_a_row_goes_on_where_its_tokens_were_rejected() -> None:
+    """Proposed tokens, some of them wrong, beside decodes and chunks: the bits of each request alone."""
+    with open_llm("lfm2", cpu_kernels="native", enable_prefix_caching=False) as llm:
+        expected = [llm.generate([prompt], SCORED, use_tqdm=False)[0] for prompt in PROMPTS]
+    known = [output.prompt_token_ids + output["token_ids"] for output in expected[:2]]
+    proposer = TwoTokens(known)
+    with open_llm("lfm2", cpu_kernels="native", proposer=proposer, max_num_batched_tokens=12) as llm:
+        found = llm.generate(PROMPTS, SCORED, use_tqdm=False)
+    assert proposer.num_asked > 2
+    for ours, alone in zip(found, expected, strict=True):
+        assert (ours["token_ids"], ours.outputs[0].logprobs) == (alone["token_ids"], alone.outputs[0].logprobs)
 
 
 # --- indices ----------------------------------------------------------------------------------------------------------
@@ -273,14 +321,17 @@ def test_long_prompts_in_several_segments(family: str, window: int | None, tmp_p
         ("positions", 10_000, "position"),
         ("sequences", 1, "sequence"),
         ("tables", 64, "block"),
+        ("rows", 9, "row"),
+        ("rows", -1, "row"),
         ("kept", 5, "wanted token"),
     ],
 )
 def test_a_wrong_index_is_an_error(name: str, value: int, error: str) -> None:
-    with open_llm("llama", cpu_kernels="native") as llm:
-        llm.generate([PROMPTS[1]], greedy_params(1), use_tqdm=False)  # gives the model its cache
+    with open_llm("lfm2", cpu_kernels="native") as llm:
+        llm.generate([PROMPTS[1]], greedy_params(1), use_tqdm=False)  # gives the model its states
         model = executor_of(llm).model
         arrays = {"tokens": [1, 2], "positions": [0, 1], "sequences": [0, 0], "tables": [[[3]]], "kept": [0, 1]}
+        arrays["rows"] = [8]
         good = {key: np.array(values, dtype=np.int32) for key, values in arrays.items()}
         model._check(**good)
         good[name].flat[-1] = value
@@ -325,7 +376,7 @@ def test_two_engines_at_the_same_time() -> None:
     [
         ("gemma4", {}, "Gemma4LayerSpec"),
         ("gpt-oss", {}, "SinkAttentionSpec"),
-        ("lfm2", {}, "ShortConvSpec"),
+        ("lfm2-moe", {}, "GroupedMoeSpec"),
         ("deepseek-v2", {}, "LatentAttentionSpec"),
         ("llama", {"quantization": "fp8"}, "quantization='fp8'"),
         ("llama", {"quantization": "int8", "dtype": "float32"}, "round activations to 8 bits"),
@@ -346,19 +397,11 @@ def test_torch_computes_what_is_not_supported(
     assert reason in line
 
 
-def bfloat16_model(folder: Path) -> Path:
-    copied = copy_of("llama", folder)
-    for file in copied.glob("*.safetensors"):
-        save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
-    edit_config(copied, lambda raw: raw.update(dtype="bfloat16"))
-    return copied
-
-
 def test_bfloat16_rounds_inputs_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this CPU has no matrix unit, products are exact all the same, and only the cache rounds."""
     monkeypatch.setattr("nanovllm.native.support.multiplies_bfloat16", lambda: True)
     monkeypatch.setattr("nanovllm.runner.device.cpu_has_bfloat16", lambda: True)
-    folder = bfloat16_model(tmp_path)
+    folder = in_dtype("llama", torch.bfloat16, tmp_path)
     with open_llm(folder, cpu_kernels="native", dtype="float32") as llm:
         exact = scores(llm, PROMPTS)
     with open_llm(folder, cpu_kernels="native", dtype="bfloat16") as llm:
@@ -373,7 +416,7 @@ def test_bfloat16_without_a_matrix_unit(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("nanovllm.native.support.multiplies_bfloat16", lambda: False)
     monkeypatch.setattr("nanovllm.runner.device.cpu_has_bfloat16", lambda: True)
     with pytest.raises(ConfigError, match="matrix unit"):
-        open_llm(bfloat16_model(tmp_path), cpu_kernels="native", dtype="bfloat16")
+        open_llm(in_dtype("llama", torch.bfloat16, tmp_path), cpu_kernels="native", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("kernels", "kind"), [("auto", NativeModel), ("native", NativeModel), ("torch", Decoder)])
@@ -385,7 +428,8 @@ def test_where_it_is_chosen(kernels: str, kind: type) -> None:
 def test_no_access_out_of_bounds(tmp_path: Path) -> None:
     """Products, attention and steps with the address and undefined-behaviour sanitizers."""
     files = [f"tests/native/test_{name}.py" for name in ("products", "attention", "step")]
-    chosen = "products or test_attention or (depend_on_the_batch and (ministral3 or bfloat16))"
+    steps = "gemma3 or attention-last or qwen3moe-float32 or lfm2-float32"
+    chosen = f"products or test_attention or (depend_on_the_batch and ({steps}))"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
     environment = sanitized_environment("address,undefined", cache=tmp_path) | {"HYPOTHESIS_PROFILE": "few"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

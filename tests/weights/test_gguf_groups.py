@@ -44,7 +44,7 @@ def write(path: Path, arch: str, types: dict[str, str]) -> None:
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(HIDDEN)
     writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_head_count_kv([0, KV_HEADS] if arch == "lfm2" else KV_HEADS)  # without: a convolution
     writer.add_key_length(HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
@@ -58,14 +58,22 @@ def write(path: Path, arch: str, types: dict[str, str]) -> None:
         shapes["ffn_gate_inp"] = (EXPERTS, HIDDEN)
     else:
         shapes |= {f"ffn_{name}": (HIDDEN, HIDDEN) for name in ("gate", "up", "down")}
+    convolution = {name: shape for name, shape in shapes.items() if name.startswith("ffn")}
+    convolution |= {"shortconv.in_proj": (3 * HIDDEN, HIDDEN), "shortconv.out_proj": (HIDDEN, HIDDEN)}
+    if arch == "lfm2":
+        writer.add_shortconv_l_cache(3)
     rng = np.random.default_rng(1)
     for layer in range(2):
+        convolves = arch == "lfm2" and layer == 0
         for name in norms:
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(HIDDEN, np.float32))
-        if arch == "qwen3moe":
+        if convolves:
+            filters = rng.normal(size=(HIDDEN, 3)).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.shortconv.conv.weight", filters)
+        elif arch != "llama":
             for name in ("attn_q_norm", "attn_k_norm"):
                 writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(HEAD_DIM, np.float32))
-        for name, shape in shapes.items():
+        for name, shape in (convolution if convolves else shapes).items():
             kind = types.get(f"{layer}.{name}", types.get(name, "F32"))
             if kind in FORMS:
                 scale = 0.0005 if kind.endswith("K") else 0.01
@@ -74,7 +82,8 @@ def write(path: Path, arch: str, types: dict[str, str]) -> None:
             else:
                 writer.add_tensor(f"blk.{layer}.{name}.weight", rng.normal(size=shape).astype(np.float32) / 16)
     writer.add_tensor("token_embd.weight", rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32))
-    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    last_norm = "token_embd_norm" if arch == "lfm2" else "output_norm"
+    writer.add_tensor(f"{last_norm}.weight", np.ones(HIDDEN, np.float32))
     head = random_blocks("Q6_K", (VOCAB, HIDDEN), 0.0005)
     writer.add_tensor("output.weight", head, raw_dtype=GGMLQuantizationType.Q6_K)
     finish(writer)
@@ -85,6 +94,8 @@ LLAMA = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q
 LLAMA |= {"0.ffn_up": "Q4_1", "0.ffn_down": "Q5_0", "1.ffn_gate": "Q4_K", "1.ffn_up": "Q4_K", "1.ffn_down": "Q8_0"}
 MOE = {"attn_q": "Q5_1", "attn_k": "Q5_1", "attn_v": "Q5_1", "attn_output": "Q8_0", "ffn_gate_exps": "Q4_K"}
 MOE |= {"0.ffn_up_exps": "Q4_K", "1.ffn_up_exps": "Q6_K", "ffn_down_exps": "Q6_K"}
+CONVOLUTION = LLAMA | {"shortconv.in_proj": "Q4_K", "shortconv.out_proj": "Q6_K"}
+TYPES = {"llama": LLAMA, "qwen3moe": MOE, "lfm2": CONVOLUTION}
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "num_kv_cache_blocks": 16}
 OPTIONS |= {"skip_tokenizer_init": True, "cpu_kernels": "torch"}
 
@@ -92,7 +103,7 @@ OPTIONS |= {"skip_tokenizer_init": True, "cpu_kernels": "torch"}
 @pytest.fixture(scope="module", params=["llama", "qwen3moe"])
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf"
-    write(path, request.param, LLAMA if request.param == "llama" else MOE)
+    write(path, request.param, TYPES[request.param])
     return path
 
 

@@ -8,6 +8,7 @@
 
 enum { PASS_ROWS = 256, PASS_SEGMENTS = 2048 }; /* of a part of a step: they bound the memory of its activations */
 enum { MOST_OUTPUTS = 3, MOST_BLOCKS = 32 };    /* matrices of one product; blocks of memory */
+enum { CHANNELS = 128 };                        /* of a convolution, that a thread computes at a time */
 
 /* Rows of activations, and the same as the matrices need it that read them: rounded to int8, or split into parts. */
 typedef struct {
@@ -28,7 +29,7 @@ struct Engine {
     int num_threads, num_blocks;
     void *blocks[MOST_BLOCKS];       /* all memory below */
     float *residual, *last;          /* [PASS_ROWS][hidden]: of all tokens, and of those that are wanted */
-    float *qkv;                      /* [PASS_ROWS][q | k | v] */
+    float *qkv;                      /* [PASS_ROWS][q | k | v], or of a convolution [PASS_ROWS][b | c | h] */
     float *product;                  /* [PASS_ROWS][hidden]: what a norm or a share is applied to before it is added */
     Rows normed, mixed, activated;
     float *partial, *largest;        /* of attention */
@@ -40,6 +41,7 @@ struct Engine {
     int32_t first_segments[PASS_ROWS];
     AttentionJob jobs[PASS_SEGMENTS];
     const int32_t *tables[PASS_ROWS];
+    int32_t state_rows[PASS_ROWS];
     double seconds[NUM_PARTS];       /* since engine_seconds was called */
 };
 

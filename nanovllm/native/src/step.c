@@ -12,7 +12,12 @@ void engine_seconds(Engine *e, double seconds[NUM_PARTS]) {
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
-static int64_t qkv_size(const Model *m) { return (int64_t)(m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
+static int64_t larger_size(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Floats from one token to the next in `qkv`. */
+static int64_t qkv_size(const Model *m) {
+    return larger_size((int64_t)(m->num_heads + 2 * m->num_kv_heads) * m->head_dim, m->conv_taps ? 3 * m->hidden : 0);
+}
 
 /* Memory that lasts as long as the engine; NULL without any. */
 static void *reserve(Engine *e, int64_t bytes) {
@@ -52,7 +57,7 @@ Engine *engine_create(const Model *model, int num_threads) {
     e->partial = reserve_floats(e, PASS_SEGMENTS * m->num_heads, m->head_dim + LANES);
     e->largest = reserve_floats(e, PASS_SEGMENTS, m->num_heads);
     e->normed = reserve_rows(e, m->hidden);
-    e->mixed = reserve_rows(e, (int64_t)m->num_heads * m->head_dim);
+    e->mixed = reserve_rows(e, larger_size((int64_t)m->num_heads * m->head_dim, m->conv_taps ? m->hidden : 0));
     e->activated = reserve_rows(e, m->intermediate);
     if (m->num_experts) {
         e->routed = reserve_floats(e, PASS_ROWS, m->num_experts);
@@ -179,6 +184,35 @@ static void merge_chunk(void *argument, int row) {
                (size_t)m->hidden * sizeof(float));
 }
 
+/* Some channels of a convolution of b * h, times c, one token after the other. Their states hold the newest inputs of the
+ * tokens before, also from one part of a step to the next. A sequence begins with zeros, whatever its state holds. */
+static void convolve_chunk(void *argument, int chunk) {
+    const Pass *p = argument;
+    const Layer *layer = p->layer;
+    const int size = p->e->model.hidden, num_before = p->e->model.conv_taps - 1;
+    const int begin = chunk * CHANNELS, end = begin + CHANNELS < size ? begin + CHANNELS : size;
+    for (int token = 0, row = 0; token < p->num_tokens; token++) {
+        const int is_wanted = !p->wanted || (row < p->num_rows && p->wanted[row] == p->first_wanted + token);
+        const float *b = p->e->qkv + token * qkv_size(&p->e->model), *c = b + size, *h = c + size;
+        float *state = layer->states + (int64_t)p->e->state_rows[token] * layer->state_stride;
+        float *out = p->e->mixed.x + (int64_t)row * size, *x = p->x + (int64_t)row * size;
+        for (int i = begin; i < end; i += 4) {
+            const f32x4 newest = load(b + i) * load(h + i);
+            f32x4 sum = newest * load(layer->filters + num_before * size + i);
+            for (int k = 0; k < num_before; k++) {
+                const f32x4 input = p->positions[token] ? load(state + k * size + i) : splat(0);
+                sum = multiply_add(sum, input, load(layer->filters + k * size + i));
+                if (k > 0) store(state + (k - 1) * size + i, input);
+            }
+            if (num_before > 0) store(state + (num_before - 1) * size + i, newest);
+            if (layer->filter_bias) sum += load(layer->filter_bias + i);
+            if (is_wanted) store(out + i, sum * load(c + i));
+            if (is_wanted && p->wanted) store(x + i, load(p->e->residual + (int64_t)token * size + i));
+        }
+        row += is_wanted;
+    }
+}
+
 /* The norm of x, or x itself where there is no norm: what matrices of these `forms` read. */
 static Rows normed_rows(Engine *e, float *x, int rows, const float *weight, float eps, int forms) {
     Rows found = e->normed;
@@ -294,26 +328,35 @@ static void run_experts(Pass *p) {
     }
 }
 
-static void run_layer(Pass *p) {
+static void run_attention(Pass *p) {
     Engine *e = p->e;
     const Layer *layer = p->layer;
-    const Model *m = &e->model;
-    const int heads = m->num_heads * m->head_dim, keys = m->num_kv_heads * m->head_dim;
-    const int forms = form_of(&layer->q) | form_of(&layer->k) | form_of(&layer->v);
-
-    const Rows normed = normed_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, forms);
-    Product qkv = {.matrices = {&layer->q, &layer->k, &layer->v}, .stride = qkv_size(m), .num_outputs = 3,
-                   .outputs = {e->qkv, e->qkv + heads, e->qkv + heads + keys},
-                   .in = inputs_of(&normed, p->num_tokens, m->hidden)};
-    run_product(e, QKV, &qkv);
     p->attention.keys = layer->keys;
     p->attention.values = layer->values;
     p->attention.window = layer->window;
     p->attention.table_offset = layer->group * p->group_stride;
     engine_run(e, ROTATION, rotate_chunk, p, p->num_tokens);
     if (p->num_rows == 0) return;
-    engine_run(e, ATTENTION, attend_chunk, p, p->num_jobs * m->num_kv_heads);
+    engine_run(e, ATTENTION, attend_chunk, p, p->num_jobs * e->model.num_kv_heads);
     engine_run(e, ATTENTION, merge_chunk, p, p->num_rows);
+}
+
+static void run_layer(Pass *p) {
+    Engine *e = p->e;
+    const Layer *layer = p->layer;
+    const Model *m = &e->model;
+    const int forms = form_of(&layer->q) | form_of(&layer->k) | form_of(&layer->v);
+
+    const Rows normed = normed_rows(e, e->residual, p->num_tokens, layer->input_norm, m->eps, forms);
+    Product qkv = {.matrices = {&layer->q, &layer->k, &layer->v}, .stride = qkv_size(m), .num_outputs = 3,
+                   .outputs = {e->qkv, e->qkv + layer->q.rows, e->qkv + layer->q.rows + layer->k.rows},
+                   .in = inputs_of(&normed, p->num_tokens, m->hidden)};
+    run_product(e, layer->filters ? GATES : QKV, &qkv);
+    if (layer->filters)
+        engine_run(e, CONVOLUTION, convolve_chunk, p, (m->hidden + CHANNELS - 1) / CHANNELS);
+    else
+        run_attention(p);
+    if (p->num_rows == 0) return;
     add_product(p, OUTPUT, &layer->o, &e->mixed, layer->after_attention);
     if (layer->experts)
         run_experts(p);
@@ -332,7 +375,9 @@ static int begin_pass(Pass *p, const Step *step, int first) {
         if (count > 0 && segments + own > PASS_SEGMENTS) break;
         e->first_segments[count] = segments;
         segments += own;
-        e->tables[count] = step->tables + (int64_t)step->sequences[first + count] * step->table_stride;
+        const int32_t sequence = step->sequences[first + count];
+        e->tables[count] = step->tables + (int64_t)sequence * step->table_stride;
+        e->state_rows[count] = step->rows[sequence];
     }
     const Model *m = &e->model;
     p->tokens = step->tokens + first;

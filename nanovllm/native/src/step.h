@@ -1,10 +1,11 @@
-/* A step of a Llama-shaped decoder: tokens of any sequences in, hidden states and logits out. */
+/* A step of a Llama-shaped decoder: tokens of any sequences in, hidden states and logits out. The new tokens of a
+ * sequence lie side by side. */
 #pragma once
 #include <stdint.h>
 #include "products.h"
 
 typedef struct {
-    Matrix q, k, v, o, gate, up, down;
+    Matrix q, k, v, o, gate, up, down;  /* of a convolution q, k and v are b, c and h */
     Matrix router;                      /* of a mixture of experts, which has no gate, up and down of its own */
     const Matrix *experts;              /* [expert][gate, up, down]; NULL = no mixture */
     const float *input_norm, *ffn_norm; /* [hidden], before a part of the layer; NULL = none */
@@ -12,7 +13,11 @@ typedef struct {
     const float *q_norm, *k_norm;       /* [head_dim] or of all heads; NULL = none */
     const float *rotary;                /* [position][head_dim]: cosines, then sines */
     void *keys, *values;                /* as attention.h says, of the type kv_type */
+    const float *filters;               /* [conv_taps][hidden], of the oldest input first; NULL = attention */
+    const float *filter_bias;           /* [hidden]; NULL = none */
+    float *states;                      /* [row][state_stride]: [conv_taps - 1][hidden] newest inputs, the oldest first */
     int32_t window, group;              /* window: 0 = none; group: whose block tables it reads */
+    int32_t state_stride;               /* floats from one row of `states` to the next */
 } Layer;
 
 typedef struct {
@@ -23,6 +28,7 @@ typedef struct {
     int32_t num_parts;                      /* see split_row */
     int32_t uses_gelu;                      /* in place of silu */
     int32_t norms_all_heads;                /* q_norm spans all query heads, k_norm all KV heads */
+    int32_t conv_taps;                      /* of layers with a convolution; 0 = there are none */
     float eps, head_norm_eps, last_norm_eps, scale, embedding_scale;
     const float *query_scales;              /* [position]; NULL = none */
     const Layer *layers;
@@ -35,6 +41,7 @@ typedef struct {
     const int32_t *tokens, *positions; /* [num_tokens] */
     const int32_t *sequences;          /* [num_tokens]: the row of `tables` that a token reads */
     const int32_t *tables;             /* [group][sequence][table_stride] numbers of blocks */
+    const int32_t *rows;               /* [sequence]: where layers have its state */
     const int32_t *wanted;             /* [num_wanted] tokens, ascending, whose hidden states are needed */
     float *hidden;                     /* [num_wanted][hidden]: as the last layer leaves them */
     float *logits;                     /* [num_wanted][vocabulary]; NULL = not needed */
@@ -43,7 +50,9 @@ typedef struct {
 typedef struct Engine Engine;
 
 /* The parts of a step whose times are measured. */
-enum { EMBEDDING, NORMS, QKV, ROTATION, ATTENTION, OUTPUT, ROUTING, GATE_UP, DOWN, HEAD, NUM_PARTS };
+enum {
+    EMBEDDING, NORMS, QKV, ROTATION, ATTENTION, GATES, CONVOLUTION, OUTPUT, ROUTING, GATE_UP, DOWN, HEAD, NUM_PARTS
+};
 
 Engine *engine_create(const Model *model, int num_threads); /* NULL = no memory or threads */
 void engine_destroy(Engine *engine);
