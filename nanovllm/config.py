@@ -147,7 +147,7 @@ class Config:
     )
     cpu_kernels: str = option(
         "auto",
-        "On a CPU: native (nanovllm's C library, built at first use) or torch. auto means native if it has the model.",
+        "On a CPU: native (nanovllm's C library, built at first use) or torch. auto means native as far as possible.",
         one_of(("auto", "native", "torch")),
     )
     enforce_eager: bool = option(

@@ -17,6 +17,7 @@ remote -> engine
 models -> layers -> attention, weights -> kernels, native
 runner -> checkpoint
 runner -> native.support -> models
+runner -> native.formats -> native.support, native.weights
 runner -> native.weights -> weights
 executor, remote -> remote.transport
 executor, layers -> distributed

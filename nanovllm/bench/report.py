@@ -43,16 +43,16 @@ def environment(llm: "LLM") -> Row:
     """The hardware and software that the numbers depend on."""
     import torch
 
-    from nanovllm.engine.memory_plan import runs_native
+    from nanovllm.engine.memory_plan import cpu_kernels
     from nanovllm.runner.device import resolve_device, resolve_dtype
 
     device = resolve_device(llm.config.device)
     dtype = resolve_dtype(llm.config.dtype, llm.model_config.dtype, device)
     kernels = {}
     if device.type == "cpu":
-        native = runs_native(llm.config, llm.model_config, device, max_model_len=llm.max_model_len)
-        kernels["cpu_kernels"] = "native" if native else "torch"
-        dtype = torch.float32 if native else dtype
+        found = cpu_kernels(llm.config, llm.model_config, device, max_model_len=llm.max_model_len)
+        kernels["cpu_kernels"] = found
+        dtype = dtype if found == "torch" else torch.float32
     return {
         "model": _model_name(llm.config.model),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),

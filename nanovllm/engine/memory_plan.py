@@ -1,7 +1,7 @@
 """Computes how much memory a model needs and how many tokens fit, without loading it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Rank
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from nanovllm.runner.kv_cache import CacheSize
 
 GIB = 2**30
+
+
+CpuKernels = Literal["native", "native products", "torch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +112,15 @@ def _group_plans(model: ModelSpec, size: "CacheSize") -> tuple[GroupPlan, ...]:
     )
 
 
-def runs_native(config: Config, model: ModelSpec, device: "torch.device", *, max_model_len: int) -> bool:
-    """Whether the native step of a CPU computes the model, where its library can be built."""
-    from nanovllm.native.support import reason_against
+def cpu_kernels(config: Config, model: ModelSpec, device: "torch.device", *, max_model_len: int) -> CpuKernels:
+    """What computes the model on a CPU where the native library can be built; elsewhere "torch"."""
+    from nanovllm.native.support import reason_against, reason_against_products
 
     if device.type != "cpu" or config.cpu_kernels == "torch":
-        return False
-    return reason_against(config, model, max_model_len=max_model_len) is None
+        return "torch"
+    if reason_against(config, model, max_model_len=max_model_len) is None:
+        return "native"
+    return "native products" if reason_against_products(config, model) is None else "torch"
 
 
 def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
@@ -134,9 +139,9 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
     max_model_len = min(config.max_model_len, model_config.max_position)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
-    native = runs_native(config, model_config, device, max_model_len=max_model_len)
-    computed = torch.float32 if native else dtype
-    wanted = native_cache_dtype(config, model_config) if native else config.kv_cache_dtype
+    kernels = cpu_kernels(config, model_config, device, max_model_len=max_model_len)
+    computed = dtype if kernels == "torch" else torch.float32
+    wanted = native_cache_dtype(config, model_config) if kernels == "native" else config.kv_cache_dtype
     cache_dtype = resolve_cache_dtype(wanted, computed)
     tensor, pipeline = config.tensor_parallel_size, config.pipeline_parallel_size
 
@@ -144,10 +149,11 @@ def make_plan(model: str | None, options: dict[str, Any]) -> MemoryPlan:
         shard = shard_of(model_config, Rank(stage * tensor, tensor, pipeline))
         own_bytes = weight_bytes(config, shard, itemsize=dtype.itemsize)
         has_weights = path.is_file() or any(path.glob("*.safetensors"))
-        if native and has_weights and config.load_format != "dummy":
-            from nanovllm.runner.native_plan import native_weight_bytes
+        if kernels != "torch" and has_weights and config.load_format != "dummy":
+            from nanovllm.runner.native_plan import products_weight_bytes, step_weight_bytes
 
-            own_bytes = native_weight_bytes(config, model_config, path)
+            of_weights = step_weight_bytes if kernels == "native" else products_weight_bytes
+            own_bytes = of_weights(config, model_config, path)
         size = size_kv_cache(config, shard, max_model_len=max_model_len, dtype=cache_dtype)
         if config.num_kv_cache_blocks == -1:
             size = fit(size, config, shard, device, weight_bytes=own_bytes, num_ranks=tensor * pipeline)

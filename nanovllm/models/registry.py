@@ -50,13 +50,13 @@ def parse_config(raw: dict[str, Any]) -> ModelSpec:
         near = difflib.get_close_matches(str(architecture), FAMILIES, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
         raise CheckpointError(f"architecture {architecture!r} is not known{hint}; known: {', '.join(FAMILIES)}")
-    packing = None
-    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
-        from nanovllm.checkpoint.packed.config import read_packing
-
-        packing = read_packing(quantization)
     try:
-        return replace(FAMILIES[architecture](raw), packing=packing)
+        model = FAMILIES[architecture](raw)
+        if quantization := raw.get("quantization_config") or raw.get("compression_config"):
+            from nanovllm.checkpoint.packed.config import read_packing
+
+            model = replace(model, packing=read_packing(quantization).in_specs(model.file_names))
+        return model
     except KeyError as error:
         raise CheckpointError(f"config: {error.args[0]!r} is missing for {architecture}") from error
     except CheckpointError:

@@ -9,8 +9,9 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from nanovllm.native.compiler import CompileError, Compiler, find_compilers
 from nanovllm.native.cpu import CpuLevel, this_cpu
@@ -58,6 +59,14 @@ def find_library(level: CpuLevel, *, sources: Path, prebuilt: Path, cache: Path)
 
 def load(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(trusted_file(path)))
+
+
+def declare(library: ctypes.CDLL, signatures: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
+    """Set the types of functions: of the result and of the arguments."""
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def prebuilt_name(level: CpuLevel, sources: Path) -> str:

@@ -1,5 +1,6 @@
 """Which models and options the native step of a CPU computes."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from nanovllm.models.post_norm_spec import PostNormLayerSpec, SandwichLayerSpec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
 from nanovllm.native.cpu import multiplies_bfloat16, this_cpu
-from nanovllm.weights.forms import HEAD, INT4, Form, GroupForm, Int8Form
+from nanovllm.weights.forms import HEAD, INT4, Form, Fp4Form, GroupForm, Int8Form, Packing
 
 # The fields of specs that the step knows, or that do not concern it. Where another one is not at its default, the model
 # has something that was added since.
@@ -55,6 +56,32 @@ MAX_POSITIONS = 1 << 18  # of a sequence: src/step.c, PASS_SEGMENTS segments
 def reason_against(config: Config, model: ModelSpec, *, max_model_len: int) -> str | None:
     """Why torch has to compute this model with these options; None if the native step can."""
     return _option_against(config, model) or _shape_against(config, model, max_model_len)
+
+
+def reason_against_products(config: Config, model: ModelSpec) -> str | None:
+    """Why layers of torch have to multiply on torch, too."""
+    if config.dtype == "bfloat16":
+        return "dtype='bfloat16': the native library computes in float32"
+    return _option_against(config, model)
+
+
+def products_make(config: Config, model: ModelSpec) -> Callable[[str, Weight], Form | None]:
+    """What weights of torch's layers are rounded to while loading, by their prefix and themselves."""
+    dummy = config.load_format == "dummy" and keeps_packed(config)
+
+    def made(prefix: str, weight: Weight) -> Form | None:
+        stored = forms_of(model.packing if dummy else None, prefix, weight)
+        return next(iter(stored), None) or form_made(config.quantization, weight)
+
+    return made
+
+
+def forms_of(packing: Packing | None, prefix: str, weight: Weight) -> set[Form]:
+    """Which the tensors of a weight have in a checkpoint. Any may be packed in a GGUF file."""
+    if packing is None or not (weight.packable or packing.layout == "gguf"):
+        return set()
+    modules = [(prefix + name.format(0)).removesuffix(".weight") for name in weight.names]
+    return {form for module in modules if (form := packing.form_of(module)) is not None}
 
 
 def form_made(quantization: str | None, weight: Weight) -> Form | None:
@@ -139,13 +166,15 @@ def _shape_against(config: Config, model: ModelSpec, max_model_len: int) -> str 
     sizes = (model.hidden_size, *sorted(widths), mixer.num_heads * mixer.head_dim)
     if any(size % multiple for size in sizes):
         return f"a width of {', '.join(map(str, sizes))} is no multiple of {multiple}"
-    if model.packing is not None and not all(_fits(form, size) for form in model.packing.forms for size in sizes):
+    if model.packing is not None and not all(fits(form, size) for form in model.packing.forms for size in sizes):
         return f"{model.packing.layout} weights of this kind are not implemented in it"
     return None if max_model_len <= MAX_POSITIONS else f"max_model_len is above {MAX_POSITIONS}"
 
 
-def _fits(form: Form, columns: int) -> bool:
+def fits(form: Form, columns: int) -> bool:
     """Whether a matrix of this form, with so many columns, can stay packed."""
+    if isinstance(form, Fp4Form):
+        return form.group_size == GROUP and not form.has_unit and columns % GROUP == 0
     if not isinstance(form, GroupForm):
         return isinstance(form, Int8Form)
     size, _ = form.sizes_in(columns)

@@ -2,11 +2,12 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, quantize_fp4
 from nanovllm.checkpoint.packed.groups import Pieces, quantize_groups
 from nanovllm.checkpoint.packed.int8 import Int8Tensor
 from nanovllm.checkpoint.packed.tensor import InMemory
@@ -14,14 +15,19 @@ from nanovllm.checkpoint.stored import Index, Part, Slot, Stored, Target
 from nanovllm.layers.spec import TensorPart, Weight, norm_weight
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
-from nanovllm.weights.forms import Form, GroupForm
+from nanovllm.weights.forms import Form, Fp4Form, GroupForm
 from nanovllm.weights.int8 import quantize_rows
 
 TILE = 16  # rows of a matrix in memory are a multiple of this
 DENSE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INT4, INT8, INT8_BY_16 = 3, 4, 5
+INT4, INT8, INT8_BY_16, FP4 = 3, 4, 5, 6
 IN_STRIP_ORDER = ("Q4_0", "Q4_1", "Q8_0")  # GGUF types whose blocks have the codes in the order of a strip
 CPU = torch.device("cpu")
+NUMBER, ADDRESS = ctypes.c_int, ctypes.c_void_p
+PACKING: dict[str, tuple[Any, list[Any]]] = {  # of the functions that pack weights
+    "pack": (None, [ADDRESS, *6 * [NUMBER], ADDRESS]),
+    "order_halves": (None, [ADDRESS, ctypes.c_int64, ADDRESS]),
+}
 
 
 class Matrix(ctypes.Structure):
@@ -60,8 +66,12 @@ class NativeWeight:
         if self._packs and isinstance(tensor, Int8Tensor):
             self._keep_rows(*tensor.pieces(part, CPU))
             return
-        if self._packs and len(self.shape) == 2 and isinstance(getattr(tensor, "form", None), GroupForm):
+        form: Form | None = getattr(tensor, "form", None) if self._packs and len(self.shape) == 2 else None
+        if isinstance(form, GroupForm):
             self._keep_groups(tensor, part)
+            return
+        if isinstance(form, Fp4Form) and not form.has_unit:
+            self._keep_fp4(cast(Any, tensor).pieces(part, GROUP, CPU))
             return
         data = tensor.read(part)
         if len(self.shape) == 2:
@@ -145,6 +155,14 @@ class NativeWeight:
         scale = self._in_strips(scale.contiguous()[:, None])
         return scale, None if minimum is None else self._in_strips(minimum.contiguous()[:, None])
 
+    def _keep_fp4(self, pieces: Fp4Pieces) -> None:
+        """MXFP4. The codes stand for twice the numbers, and the scales are halved."""
+        self._store_codes(pieces.codes, bits=4)
+        scale = pieces.scale.view(torch.float8_e8m0fnu).float() / 2
+        exact = scale.half() if torch.equal(scale.half().float(), scale) else scale
+        self.scales = self._in_strips(exact.contiguous()[:, None])
+        self._type = FP4
+
     @property
     def is_packed(self) -> bool:
         return self._type >= INT4
@@ -215,6 +233,8 @@ def made(form: Form, weight: Tensor) -> Any:
     """A dense matrix rounded to a packed form."""
     if isinstance(form, GroupForm):
         return quantize_groups(weight, form.dividing(weight.shape[1]))
+    if isinstance(form, Fp4Form):
+        return quantize_fp4(weight, form)
     codes, scale = quantize_rows(weight)
     if not torch.isfinite(scale).all():
         raise ValueError("a row holds NaN or infinity, which 8-bit weights cannot represent")

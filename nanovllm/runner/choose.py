@@ -28,17 +28,27 @@ def choose_runner(
 
 
 def _on_cpu(config: Config, model: ModelSpec, max_model_len: int) -> Callable[..., ModelRunner]:
-    """torch where the native step cannot run, after a log line that says why; ConfigError if the options ask for it."""
+    """torch where the native step cannot run, with native products where these can, after a log line that says why;
+    ConfigError if the options ask for the step."""
     from nanovllm.native.build import library
-    from nanovllm.native.support import reason_against
-    from nanovllm.runner.native_runner import NativeRunner
+    from nanovllm.native.support import reason_against, reason_against_products
 
     reason = reason_against(config, model, max_model_len=max_model_len)
-    built = library() if reason is None else None  # it logs why there is none
-    if built is not None:
+    multiplies = reason_against_products(config, model) is None
+    if reason is not None and config.cpu_kernels == "native":
+        raise ConfigError(f"cpu_kernels='native': {reason}")
+    built = library() if reason is None or multiplies else None  # it logs why there is none
+    if reason is None and built is not None:
+        from nanovllm.runner.native_runner import NativeRunner
+
         return partial(NativeRunner, built)
     if config.cpu_kernels == "native":
-        raise ConfigError(f"cpu_kernels='native': {reason or 'the library could not be built; the log says why'}")
+        raise ConfigError("cpu_kernels='native': the library could not be built; the log says why")
+    if built is not None:
+        from nanovllm.runner.native_products import NativeProductsRunner
+
+        logger.info("torch computes this model with native products, and not the faster native step: %s", reason)
+        return partial(NativeProductsRunner, built)
     if reason is not None:
         logger.info("torch computes this model, and not the faster native step: %s", reason)
     return ModelRunner

@@ -26,7 +26,7 @@ from nanovllm.runner.results import PendingStep
 from nanovllm.runner.sampling import Sampling
 from nanovllm.runner.stage import Stage
 from nanovllm.runner.upload import Upload
-from nanovllm.weights.formats import weight_formats
+from nanovllm.weights.formats import WeightFormats, weight_formats
 
 if TYPE_CHECKING:
     from nanovllm.runner.guided_step import GuidedStep
@@ -87,7 +87,6 @@ class ModelRunner:
             cache_dtype=resolve_cache_dtype(config.kv_cache_dtype, dtype),
             device=self.device,
         )
-        formats = weight_formats(config.quantization, model_config.packing, dummy=config.load_format == "dummy")
         self._context = BuildContext.on(
             self.device,
             dtype=dtype,
@@ -95,12 +94,15 @@ class ModelRunner:
             ropes=ropes_of(attention),
             group=self._parallel.tensor,
             deterministic=config.deterministic,
-            weight_formats=formats,
+            weight_formats=self._weight_formats(config, model_config),
         )
         decoder = Decoder
         if model_config.per_layer is not None:
             from nanovllm.models.per_layer import PerLayerDecoder as decoder
         self.model = decoder(shard, self._context)
+
+    def _weight_formats(self, config: Config, model_config: ModelSpec) -> WeightFormats:
+        return weight_formats(config.quantization, model_config.packing, dummy=config.load_format == "dummy")
 
     def _build_steps(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
         """Build what runs the steps of the model."""

@@ -21,8 +21,9 @@ from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.layers.step import Step
 from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
 from nanovllm.models.shard import Shard
+from nanovllm.native.build import declare
 from nanovllm.native.support import norms_of
-from nanovllm.native.weights import DENSE, Matrix, NativeWeight, named_parts, native_slots, pointer
+from nanovllm.native.weights import DENSE, PACKING, Matrix, NativeWeight, named_parts, native_slots, pointer
 from nanovllm.weights.forms import Form
 
 PARTS = (
@@ -67,21 +68,13 @@ class StepArguments(ctypes.Structure):
     )
 
 
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The types of the functions in the library."""
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "engine_create": (POINTER, [ctypes.POINTER(Model), ctypes.c_int]),
-        "engine_destroy": (None, [POINTER]),
-        "engine_step": (None, [POINTER, ctypes.POINTER(StepArguments)]),
-        "engine_logits": (None, [POINTER, POINTER, ctypes.c_int, POINTER]),
-        "engine_seconds": (None, [POINTER, POINTER]),
-        "pack": (None, [POINTER, *6 * [ctypes.c_int], POINTER]),
-        "order_halves": (None, [POINTER, ctypes.c_int64, POINTER]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+SIGNATURES = PACKING | {  # of the functions in the library
+    "engine_create": (POINTER, [ctypes.POINTER(Model), ctypes.c_int]),
+    "engine_destroy": (None, [POINTER]),
+    "engine_step": (None, [POINTER, ctypes.POINTER(StepArguments)]),
+    "engine_logits": (None, [POINTER, POINTER, ctypes.c_int, POINTER]),
+    "engine_seconds": (None, [POINTER, POINTER]),
+}
 
 
 class NativeBackend:
@@ -119,7 +112,7 @@ class NativeModel:
         rounds_inputs: bool,  # of dense products to bfloat16, if the CPU multiplies such numbers
     ) -> None:
         self.shard, self.spec = shard, shard.model
-        self._library, self._num_threads = declare(library), num_threads
+        self._library, self._num_threads = declare(library, SIGNATURES), num_threads
         self._packs, self._makes, self._kv_dtype, self._rounds_inputs = packs, makes, kv_dtype, rounds_inputs
         self._rotary, self._block_size = rotary, block_size
         self._most_positions = min(map(len, rotary.values()))

@@ -39,6 +39,9 @@ class DenseWeight:
             if not keep:
                 self.tensor = torch.empty(0, dtype=tensor.dtype)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.tensor)
+
     def dequantized(self, expert: int | None = None) -> Tensor:
         return self.tensor if expert is None else self.tensor[expert]
 

@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from nanovllm.checkpoint.names import FileNames
+
 
 @dataclass(frozen=True)
 class Fp8Form:
@@ -89,6 +91,17 @@ class Packing:
     def forms(self) -> list[Form]:
         """Every form that occurs."""
         return list(dict.fromkeys(form for _, form in (*self.rules, *self.modules) if form is not None))
+
+    def in_specs(self, names: FileNames | None) -> "Packing":
+        """With names of modules as in the layers' specs, where those of the files differ. Patterns stay as they are."""
+        if names is None:
+            return self
+
+        def both(modules: frozenset[str]) -> frozenset[str]:
+            return modules | {names.in_specs(f".{module}.").strip(".") for module in modules}
+
+        rules = ((which if isinstance(which, str) else both(which), form) for which, form in self.rules)
+        return replace(self, rules=tuple(rules))
 
     def with_scales(self, dtype: str) -> "Packing":
         """With scales of groups in this type."""

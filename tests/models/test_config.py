@@ -170,3 +170,18 @@ def test_missing_key(key: str) -> None:
     del raw[key]
     with pytest.raises(CheckpointError, match=key):
         parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("family", "named", "module"),
+    [
+        ("lfm2", "model.layers.0.feed_forward.w1", "model.layers.0.mlp.gate_proj"),
+        ("lfm2", "self_attn.out_proj", "model.layers.1.self_attn.o_proj"),
+        ("granite4", "model.layers.0.shared_mlp.output_linear", "model.layers.0.mlp.down_proj"),
+    ],
+)
+def test_modules_that_stay_dense_may_have_the_names_of_the_files(family: str, named: str, module: str) -> None:
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": [named]}
+    packing = parse_config(raw_config(family, quantization_config=quantization)).packing
+    assert packing is not None and packing.form_of(module) is None
+    assert packing.form_of("model.layers.1.mlp.up_proj") is not None

@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm.checkpoint.gguf_header import BLOCKS
+from nanovllm.checkpoint.packed.fp4 import quantize_fp4
 from nanovllm.checkpoint.packed.gguf import unpack_blocks
 from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.native.build import library
+from nanovllm.native.formats import Products, ProductWeight
 from nanovllm.native.weights import GROUP, IN_STRIP_ORDER, TILE, Matrix, NativeWeight, pointer
+from nanovllm.weights.forms import Fp4Form
 from tests.weights.test_gguf_groups import random_blocks
 
 LIBRARY = library()
@@ -27,6 +30,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no native libr
 MOST_ROWS, PANEL = 64, 192  # src/products.h
 LANES = LIBRARY.rows_of_strip() if LIBRARY is not None else 4
 DENSE = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = [*FORMS, "MXFP4"]
 
 
 class Rounded(ctypes.Structure):
@@ -82,6 +86,13 @@ class Blocks:
 
     def pieces(self, part: Any, sizes: tuple[int, int], device: torch.device) -> Any:
         return unpack_blocks(self.blocks(part)[0], self.type_name)
+
+
+def packed(kind: str, rows: int, columns: int) -> Any:
+    """A random matrix; implements `Stored`."""
+    if kind == "MXFP4":
+        return quantize_fp4(torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns)), Fp4Form(32))
+    return blocks(kind, rows, columns)
 
 
 def blocks(kind: str, rows: int, columns: int) -> Blocks:
@@ -140,11 +151,11 @@ def _multiply(weight: NativeWeight, x: Tensor, num_tiles: int, num_parts: int) -
 
 @settings(max_examples=min(20, settings().max_examples))
 @given(rows=st.integers(1, 18), outputs=st.integers(1, 37), size=st.integers(1, 3), seed=st.integers(0, 1000))
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_packed_products(kind: str, rows: int, outputs: int, size: int, seed: int) -> None:
     columns = size * max(BLOCKS[kind][0], 64)
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    tensor = blocks(kind, outputs, columns)
+    tensor = packed(kind, outputs, columns)
     weight = loaded(tensor)
     assert weight.is_packed
     codes, scales = rounded(x)
@@ -190,11 +201,11 @@ def test_inputs_rounded_to_bfloat16(rows: int) -> None:
         assert torch.equal(multiply(weight, x, at_once=at_once, num_parts=1), y)
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_a_packed_matrix_are_those_of_the_file(kind: str) -> None:
     """As the embedding reads them; and in exact arithmetic the whole matrix is dequantized."""
     assert LIBRARY is not None
-    tensor = blocks(kind, 7, 512)
+    tensor = packed(kind, 7, 512)
     weight, exact = loaded(tensor), loaded(tensor, packs=False)
     assert not exact.is_packed
     row = torch.empty(512)
@@ -240,3 +251,30 @@ def test_activations_are_rounded_to_the_nearest_code() -> None:
     expected_codes, expected_scales = rounded(x)
     assert torch.equal(codes.flatten(), expected_codes) and torch.equal(scales, expected_scales)
     torch.testing.assert_close(minus_sums, -codes.float().sum(dim=-1) * scales)
+
+
+def test_matrices_one_below_the_other() -> None:
+    """For more rows of x than are multiplied at a time, and more matrices: the bits of each by itself."""
+    assert LIBRARY is not None
+    generator = torch.Generator().manual_seed(0)
+    dense = [
+        InMemory(torch.randn(rows, 256, generator=generator).to(dtype))
+        for rows, dtype in zip((7, 16), DENSE, strict=False)
+    ]
+    parts = [packed("Q4_K", 20, 256), dense[0], packed("MXFP4", 33, 256), dense[1], packed("Q6_K", 5, 256)]
+    products = Products(LIBRARY, 2)
+    products.reserve(256)
+    weight = ProductWeight(products, (81, 256), lambda: NativeWeight(LIBRARY, packs=True))
+    first = 0
+    for part in parts:
+        weight.load((slice(first, first + part.shape[0]),), part, ())
+        first += part.shape[0]
+    x = torch.randn(300, 256, generator=generator)
+    expected = torch.cat([multiply(loaded(part), x) for part in parts], dim=1)
+    assert torch.equal(weight.matmul(x), expected)
+    residual, bias = torch.randn(300, 81, generator=generator), torch.randn(81, generator=generator)
+    assert torch.equal(weight.matmul_add(x, residual.clone(), bias), residual + expected + bias)
+    assert weight.matmul(x[:0]).shape == (0, 81)
+    rows = weight.dequantized()
+    assert torch.equal(rows[20:27], dense[0].tensor) and torch.equal(rows[60:76], dense[1].tensor.float())
+    products.close()

@@ -37,6 +37,7 @@ INLINE Reader reader_of(const Matrix *w, int strip, const int type) {
     else function(w, __VA_ARGS__, type, minima, 0);
 #define BY_KIND(function, w, ...)                                                  \
     if ((w)->type == INT4) BY_SCALES(function, w, INT4, 1, __VA_ARGS__)            \
+    else if ((w)->type == FP4) BY_SCALES(function, w, FP4, 0, __VA_ARGS__)         \
     else if ((w)->type == INT8_BY_16) function(w, __VA_ARGS__, INT8_BY_16, 0, 0);  \
     else if ((w)->minima) BY_SCALES(function, w, INT8, 1, __VA_ARGS__)             \
     else BY_SCALES(function, w, INT8, 0, __VA_ARGS__)
@@ -48,6 +49,18 @@ INLINE wide load_scales(const void *scales, int64_t index, const int half_scales
     return (wide)((uwide)wide_load((const float *)scales + index) & ~3u);
 }
 
+/* The numbers that 4-bit codes of FP4 stand for. */
+INLINE Codes look_up(Codes codes) {
+    const s8x16 table = load_bytes(fp4_codes);
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (Codes)vqtbl1q_s8((int8x16_t)table, (uint8x16_t)codes);
+#elif defined(__AVX512F__)
+    return (Codes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)codes);
+#else
+    return (Codes)_mm_shuffle_epi8((__m128i)table, (__m128i)codes);
+#endif
+}
+
 /* Unpack the next group, and begin to fetch a later one from memory: the same of the next strip, or one that is a fixed
  * distance ahead. */
 INLINE void read_group(Reader *reader, const Matrix *w, const int type, const int has_minima, const int half_scales,
@@ -57,8 +70,9 @@ INLINE void read_group(Reader *reader, const Matrix *w, const int type, const in
     EACH(i, group_bytes(type) / (int)sizeof(Codes)) {
         Codes codes;
         memcpy(&codes, reader->codes + i * (int)sizeof(Codes), sizeof(Codes));
-        group->part[i] = type == INT4 ? codes & 15 : codes;
-        if (type == INT4) group->part[i + 4] = (Codes)((UnsignedCodes)codes >> 4);
+        group->part[i] = has_4_bits(type) ? codes & 15 : codes;
+        if (has_4_bits(type)) group->part[i + 4] = (Codes)((UnsignedCodes)codes >> 4);
+        if (type == FP4) group->part[i] = look_up(group->part[i]), group->part[i + 4] = look_up(group->part[i + 4]);
     }
     group->scale = load_scales(w->scales, reader->at + (type == INT8_BY_16 ? STRIP : 0), half_scales);
     group->minus_zero = group->scale * wide_splat(-ZERO);

@@ -3,7 +3,7 @@
 #include <stdint.h>
 #include "floats.h"
 
-enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16 }; /* the packed types of a matrix */
+enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16, FP4 }; /* the packed types of a matrix; FP4 is MXFP4 */
 enum { GROUP = 32, STRIP = LANES };            /* packed: columns that share a scale of x; rows of W in one vector */
 enum { TILE = 16, MOST_TILES = 2, MOST_ROWS = 64 }; /* of a product: rows of a tile of W, tiles and rows of x at most */
 enum { BLOCK = LANES == 16 ? 8 : 4 };               /* rows of x whose sums are in registers */
@@ -62,6 +62,9 @@ void amx_products(const Place places[], int num, const Inputs *in, int first, in
                   float y[][MOST_ROWS][TILE]);
 void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
 
+/* Twice the numbers of FP4, whose scales are halved. */
+static const int8_t fp4_codes[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 /* Round a row of x, the `row`th of LANES that are together. */
 void round_row(const float *x, int columns, Rounded *rounded, int row);
 
@@ -78,8 +81,9 @@ int uses_amx(const Matrix *w);
  * bfloat16, or 3, which is exact. */
 void split_row(const float *x, int first, int columns, int all_columns, uint16_t *parts, int num_parts, int row);
 
-/* Row `row` of W in float32. */
+/* Row `row` of W in float32, and `count` rows of it. */
 void matrix_row(const Matrix *w, int row, float *out);
+void matrix_rows(const Matrix *w, const int64_t *rows, int64_t count, float *out);
 
 /* A weight in the order in which products read it: [rows][groups][items] of `size` bytes (2 or 4), where a group begins
  * every `stride` bytes, as [strip of `together` rows][group][item][row]. Dense: an item is a number, or two columns in
@@ -91,7 +95,8 @@ void pack(const uint8_t *from, int rows, int groups, int stride, int items, int 
  * 15 become the low halves of the bytes that hold columns 16 to 31, as in a GGUF file. */
 void order_halves(const uint8_t *codes, int64_t num_groups, uint8_t *out);
 
-static inline int group_bytes(int type) { return STRIP * GROUP / (type == INT4 ? 2 : 1); } /* of a strip */
+static inline int has_4_bits(int type) { return type == INT4 || type == FP4; }
+static inline int group_bytes(int type) { return STRIP * GROUP / (has_4_bits(type) ? 2 : 1); } /* of a strip */
 static inline int is_packed(const Matrix *w) { return w->type >= INT4; }
 /* What a product reads instead of floats: bits of a set. */
 enum { ROUNDED = 1, SPLIT = 2 };

@@ -21,7 +21,7 @@ static int64_t qkv_size(const Model *m) {
 
 /* Memory that lasts as long as the engine; NULL without any. */
 static void *reserve(Engine *e, int64_t bytes) {
-    return e->blocks[e->num_blocks++] = aligned_alloc(64, ((size_t)bytes + 63) / 64 * 64);
+    return e->blocks[e->num_blocks++] = aligned_alloc(64, ((size_t)bytes + 64) / 64 * 64);
 }
 
 static float *reserve_floats(Engine *e, int64_t rows, int64_t columns) {
@@ -71,6 +71,11 @@ Engine *engine_create(const Model *model, int num_threads) {
     if (made) return e;
     engine_destroy(e);
     return NULL;
+}
+
+Engine *engine_for_products(int columns, int num_threads) {
+    const Model widths = {.hidden = columns, .num_parts = MOST_PARTS};
+    return engine_create(&widths, num_threads);
 }
 
 /* --- a layer ------------------------------------------------------------------------------------------------------ */

@@ -58,4 +58,10 @@ Engine *engine_create(const Model *model, int num_threads); /* NULL = no memory 
 void engine_destroy(Engine *engine);
 void engine_step(Engine *engine, const Step *step);
 void engine_logits(Engine *engine, float *hidden, int num_rows, float *logits);
+
+/* An engine without a model, for products of x, [rows][at most `columns`]: out = x W^T, or added to it, where W are
+ * matrices with the same columns, one below the other. */
+Engine *engine_for_products(int columns, int num_threads);
+void engine_products(Engine *engine, const Matrix *matrices, int num, const float *x, int rows, float *out, int adds);
+
 void engine_seconds(Engine *engine, double seconds[NUM_PARTS]); /* of each part since the last call */

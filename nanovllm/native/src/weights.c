@@ -40,14 +40,21 @@ static void packed_row(const Matrix *w, int row, float *out) {
     const int scale_type = w->half_scales ? FLOAT16 : FLOAT32;
     const uint8_t *strip = (const uint8_t *)w->data + (int64_t)(row / STRIP) * groups * group_size;
     for (int c = 0; c < w->columns; c++) {
-        const int i = w->type == INT4 ? c % 16 : c % GROUP;
+        const int i = c % (has_4_bits(w->type) ? 16 : GROUP);
         const uint8_t byte = strip[c / GROUP * group_size + i / 4 * STRIP * 4 + lane * 4 + i % 4];
         float code = (int8_t)byte;
-        if (w->type == INT4) code = c % GROUP < 16 ? byte & 15 : byte >> 4;
+        if (has_4_bits(w->type)) {
+            const int half = c % GROUP < 16 ? byte & 15 : byte >> 4;
+            code = w->type == FP4 ? fp4_codes[half] : (float)half;
+        }
         const int64_t at = ((int64_t)(row / STRIP) * (w->columns / size) + c / size) * STRIP + lane;
         const float minimum = w->minima ? number_at(w->minima, at, scale_type) : 0.0f;
         out[c] = code * number_at(w->scales, at, scale_type) - minimum;
     }
+}
+
+void matrix_rows(const Matrix *w, const int64_t *rows, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i++) matrix_row(w, (int)rows[i], out + i * w->columns);
 }
 
 void matrix_row(const Matrix *w, int row, float *out) {

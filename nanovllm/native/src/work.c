@@ -126,4 +126,24 @@ void run_product(Engine *e, int part, const Product *job) {
     engine_run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + MOST_ROWS - 1) / MOST_ROWS));
 }
 
+void engine_products(Engine *e, const Matrix *matrices, int num, const float *x, int rows, float *out, int adds) {
+    const int columns = matrices->columns;
+    int stride = 0, forms = 0;
+    for (int i = 0; i < num; i++) stride += matrices[i].rows, forms |= form_of(&matrices[i]);
+    for (int64_t first = 0; first < rows; first += PASS_ROWS) {
+        const int count = rows - first < PASS_ROWS ? (int)(rows - first) : PASS_ROWS;
+        Rows inputs = e->normed;
+        inputs.x = (float *)x + first * columns;
+        form_inputs(e, QKV, &inputs, count, columns, forms);
+        float *to = out + first * stride;
+        for (int i = 0, here; i < num; i += here) {
+            Product job = {.stride = stride, .mode = adds ? ADD : STORE, .in = inputs_of(&inputs, count, columns)};
+            for (here = 0; here < MOST_OUTPUTS && i + here < num; to += job.matrices[here++]->rows)
+                job.matrices[here] = &matrices[i + here], job.outputs[here] = to;
+            job.num_outputs = here;
+            run_product(e, QKV, &job);
+        }
+    }
+}
+
 #endif
