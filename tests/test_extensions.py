@@ -22,7 +22,7 @@ from nanovllm.layers.step import Step
 from nanovllm.models import registry
 from nanovllm.models.spec import ModelSpec, llama_shaped
 from nanovllm.row_state import RowState
-from nanovllm.weights import formats
+from nanovllm.weights import quantized
 from tests.helpers import assert_greedy, greedy_params, model_dir, prompt_of
 
 HIDDEN, SIZE, LAYERS, VOCAB = 32, 48, 2, 160
@@ -126,7 +126,7 @@ def test_a_family_with_its_own_mixer_and_a_weight_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
 ) -> None:
     monkeypatch.setitem(registry.FAMILIES, "RunningMean", running_mean)
-    monkeypatch.setitem(formats.FORMATS, "half", HalfFormat)
+    monkeypatch.setitem(quantized.FORMATS, "half", HalfFormat)
     monkeypatch.setattr(config, "QUANTIZATIONS", (*config.QUANTIZATIONS, "half"))
     weights = random_weights()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

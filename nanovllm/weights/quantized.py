@@ -1,9 +1,15 @@
 """What a quantized checkpoint, or the option `quantization`, makes of the weight formats."""
 
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.weights.format import WeightFormat
 from nanovllm.weights.forms import Packing
+from nanovllm.weights.int8 import Int8Format
+from nanovllm.weights.packed import made_while_loading
+
+FORMATS: dict[str, Callable[[], WeightFormat]] = {"int8": Int8Format}  # one for all weights, made while loading
 
 
 def quantized(quantization: str | None, packing: Packing | None, *, dummy: bool) -> dict[str, Any]:
@@ -16,11 +22,6 @@ def quantized(quantization: str | None, packing: Packing | None, *, dummy: bool)
         return {"packing": packing, "quantizes": dummy}
     if quantization is None:
         return {}
-    if quantization == "int8":
-        from nanovllm.weights.int8 import Int8Format
-
-        return {"made": Int8Format()}
-    assert quantization in ("fp8", "int4"), quantization
-    from nanovllm.weights.packed import made_while_loading
-
-    return {"packing": made_while_loading(quantization), "quantizes": True}
+    if quantization in ("fp8", "int4"):
+        return {"packing": made_while_loading(quantization), "quantizes": True}
+    return {"made": FORMATS[quantization]()}

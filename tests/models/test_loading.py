@@ -57,7 +57,7 @@ def test_what_may_lie_beside_the_weights(tmp_path: Path) -> None:
     expected = answer(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    tensors["lm_head.weight"] = torch.zeros(3, 3)  # tied: the embedding is used instead
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # tied: the embedding is used instead
     rewrite(folder, tensors)
     rewrite(folder, {"another.layout": torch.zeros(2)}, "consolidated.safetensors")
     assert answer(folder) == expected
