@@ -15,17 +15,19 @@ CHUNK = 64
 def step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """q, k: [n, heads, key_dim]; v: [n, heads, value_dim]; decay, beta: [n, heads]; state: [n, heads, key, value_dim].
 
-    Returns the result, [n, heads, value_dim], and the new state.
+    Returns the result, [n, heads, value_dim], and the new state, which replaces the old one in memory: on a CPU, time
+    goes into reading and writing states. The result is that of the old state, with what the token adds to it.
     """
-    state = state * decay.exp()[..., None, None]
-    known = (state * k[..., None]).sum(dim=-2)
-    state = state + k[..., None] * ((v - known) * beta[..., None])[..., None, :]
-    return (state * q[..., None]).sum(dim=-2), state
+    factor = decay.exp()[..., None]
+    known, found = (torch.stack([k, q], dim=-2) @ state * factor[..., None]).unbind(dim=-2)
+    new = (v - known) * beta[..., None]
+    state.mul_(factor[..., None]).addcmul_(k[..., None], new[..., None, :])
+    return found + (q * k).sum(dim=-1, keepdim=True) * new, state
 
 
 def steps(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """As `chunks`, one token after the other: the result does not depend on where a sequence is divided."""
-    out, state = torch.empty_like(v), state[None]
+    out, state = torch.empty_like(v), state[None].clone()
     for token in range(len(q)):
         one = slice(token, token + 1)
         out[one], state = step(q[one], k[one], v[one], decay[one], beta[one], state)

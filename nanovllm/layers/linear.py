@@ -37,9 +37,7 @@ class Operation:
 
 
 class Linear:
-    def __init__(
-        self, weights: dict[str, Weight], context: BuildContext, *, shared: "StoredWeight | None" = None
-    ) -> None:
+    def __init__(self, weights: dict[str, Weight], context: BuildContext, *, shared: Any = None) -> None:
         """`weights`: "weight" and maybe "bias". `shared`: an embedding's weight, used in place of its own."""
         self._context = context
         self._spec = weights

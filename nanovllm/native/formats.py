@@ -29,6 +29,7 @@ SIGNATURES = PACKING | {
     "engine_for_products": (ADDRESS, [NUMBER, NUMBER]),
     "engine_products": (None, [ADDRESS, ADDRESS, NUMBER, ADDRESS, NUMBER, ADDRESS, NUMBER]),
     "engine_destroy": (None, [ADDRESS]),
+    "engine_delta_rule": (None, [ADDRESS, ADDRESS]),
     "matrix_rows": (None, [ADDRESS, ADDRESS, ctypes.c_int64, ADDRESS]),
 }
 
@@ -49,10 +50,15 @@ class Products:
 
     def run(self, matrices: "ctypes.Array[Matrix]", x: Tensor, out: Tensor, *, adds: bool) -> None:
         """out = x W^T, or added to it. [rows, columns] -> [rows, rows of all matrices], contiguous float32."""
+        arguments = (matrices, len(matrices), x.data_ptr(), x.shape[0], out.data_ptr(), adds)
+        self.library.engine_products(self.engine, *arguments)
+
+    @property
+    def engine(self) -> int:
+        """Its address. Started when it is first needed."""
         if self._engine is None:
             self._start()
-        arguments = (matrices, len(matrices), x.data_ptr(), x.shape[0], out.data_ptr(), adds)
-        self.library.engine_products(self._engine, *arguments)
+        return self._engine
 
     def _start(self) -> None:
         self._engine = self.library.engine_for_products(self._columns, self._num_threads)

@@ -427,9 +427,9 @@ def test_where_it_is_chosen(kernels: str, kind: type) -> None:
 
 def test_no_access_out_of_bounds(tmp_path: Path) -> None:
     """Products, attention and steps with the address and undefined-behaviour sanitizers."""
-    files = [f"tests/native/test_{name}.py" for name in ("products", "attention", "step")]
+    files = [f"tests/native/test_{name}.py" for name in ("products", "attention", "delta_rule", "step")]
     steps = "gemma3 or attention-last or qwen3moe-float32 or lfm2-float32"
-    chosen = f"products or test_attention or (depend_on_the_batch and ({steps}))"
+    chosen = f"products or test_attention or the_definition or (depend_on_the_batch and ({steps}))"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
     environment = sanitized_environment("address,undefined", cache=tmp_path) | {"HYPOTHESIS_PROFILE": "few"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

@@ -64,4 +64,19 @@ void engine_logits(Engine *engine, float *hidden, int num_rows, float *logits);
 Engine *engine_for_products(int columns, int num_threads);
 void engine_products(Engine *engine, const Matrix *matrices, int num, const float *x, int rows, float *out, int adds);
 
+/* The tokens of a step in a layer with the gated delta rule. */
+typedef struct {
+    int32_t num_sequences, num_heads, key_dim, value_dim; /* value_dim: a multiple of 32; key_dim: at most 256 */
+    const float *q, *k;                /* [token][head][key_dim] */
+    const float *v;                    /* [token][head][value_dim] */
+    const float *factor, *beta;        /* [token][head]; factor: of the state */
+    float *out;                        /* [token][head][value_dim] */
+    float *states;                     /* [row][head][key_dim][value_dim], replaced */
+    int64_t state_stride;              /* floats from one row to the next */
+    const int64_t *rows, *first_tokens, *num_new; /* of each sequence */
+    const uint8_t *is_new;             /* of each sequence: whether it begins with zeros, whatever its state holds */
+} DeltaRule;
+
+void engine_delta_rule(Engine *engine, const DeltaRule *rule);
+
 void engine_seconds(Engine *engine, double seconds[NUM_PARTS]); /* of each part since the last call */
