@@ -87,6 +87,7 @@ DELTA_NET = {
     "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+WIDE_NET = {**DELTA_NET, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
 DEEPSEEK = {
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 12,
@@ -270,6 +271,10 @@ EVEN_FAMILIES = {
         "lfm2", {"full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}, seed=1
     ),
     "qwen3.5-moe": Family("qwen3_5_moe_text", {**DELTA_NET, **SHARED_MOE}, head_dim=32, norm_offset=1.0),
+    # With heads of the delta net as the native step wants them.
+    "qwen3.5-wide": replace(FAMILIES["qwen3.5"], settings=WIDE_NET),
+    "qwen3.5-moe-wide": Family("qwen3_5_moe_text", {**WIDE_NET, **SHARED_MOE}, head_dim=32, norm_offset=1.0),
+    "qwen3-next-wide": replace(FAMILIES["qwen3-next"], settings={**WIDE_NET, **SHARED_MOE, "mlp_only_layers": [1]}),
     "lfm2-moe-even": replace(FAMILIES["lfm2-moe"], heads=(4, 2)),
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
     "gpt-oss-even": replace(FAMILIES["gpt-oss"], heads=(4, 2)),

@@ -6,9 +6,14 @@ from typing import Any
 
 from nanovllm.attention.select import ropes_of
 from nanovllm.config import Config
+from nanovllm.layers.delta_net_spec import DeltaNetSpec
+from nanovllm.layers.gated_attention_spec import GatedAttentionSpec
+from nanovllm.layers.grouped_moe_spec import GroupedMoeSpec
 from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
+from nanovllm.layers.shared_expert_spec import SharedExpertSpec
 from nanovllm.layers.short_conv_spec import ShortConvSpec
+from nanovllm.layers.sink_spec import SinkAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.layers.stored_spec import StoredAttentionSpec, StoredMlpSpec
 from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
@@ -29,6 +34,11 @@ ATTENTION = {
     *("qkv_bias", "o_bias", "qk_norm_eps", "qk_norm_offset"),
 }
 MLP = {"hidden_size", "intermediate_size", "bias", "activation"}
+MOE = {
+    *("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token", "norm_topk_prob", "router_name"),
+    *("activation", "bias"),
+}
+SHARED = MOE | {"shared_size", "shared_name", "gated"}
 KNOWN: dict[type, set[str]] = {
     ModelSpec: {
         *("architecture", "vocab_size", "hidden_size", "layers", "norm_eps", "max_position", "tie_word_embeddings"),
@@ -40,16 +50,24 @@ KNOWN: dict[type, set[str]] = {
     AttentionSpec: ATTENTION,
     ScaledQueryAttentionSpec: ATTENTION | {"beta", "original_length", "max_position"},
     StoredAttentionSpec: ATTENTION | {"as_one", "interleaved"},
+    GatedAttentionSpec: ATTENTION | {"as_one", "interleaved"},
+    SinkAttentionSpec: ATTENTION,
     WideNormAttentionSpec: ATTENTION | {"wide_norm_eps"},
     RopeSpec: {"theta", "scaling", "rotated_dim"},
     ShortConvSpec: {"hidden_size", "kernel_size", "bias"},
+    DeltaNetSpec: {
+        *("hidden_size", "num_key_heads", "num_value_heads", "key_dim", "value_dim", "kernel_size", "norm_eps"),
+        "by_key_head",
+    },
     MlpSpec: MLP,
     StoredMlpSpec: MLP,
-    MoeSpec: {
-        *("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token", "norm_topk_prob", "router_name"),
-    },
+    MoeSpec: MOE,
+    SharedExpertSpec: SHARED,
+    GroupedMoeSpec: SHARED | {"scoring", "num_groups", "num_chosen_groups", "scaling", "least_sum"},
 }
 FORMS_MADE: dict[str, Form] = {"int4": INT4, "int8": Int8Form()}  # while loading, by the option `quantization`
+Makes = Callable[[str, Weight], Form | None]  # what a weight is rounded to, by its prefix and itself
+MOST_KEYS = 256  # of a head of a delta net: src/delta.c
 MAX_POSITIONS = 1 << 18  # of a sequence: src/step.c, PASS_SEGMENTS segments
 
 
@@ -65,13 +83,16 @@ def reason_against_products(config: Config, model: ModelSpec) -> str | None:
     return _option_against(config, model)
 
 
-def products_make(config: Config, model: ModelSpec) -> Callable[[str, Weight], Form | None]:
-    """What weights of torch's layers are rounded to while loading, by their prefix and themselves."""
+def forms_to_make(config: Config, model: ModelSpec) -> Makes:
+    """What weights are rounded to while loading: by the option `quantization`, and dummy weights as the config says."""
     dummy = config.load_format == "dummy" and keeps_packed(config)
 
     def made(prefix: str, weight: Weight) -> Form | None:
         stored = forms_of(model.packing if dummy else None, prefix, weight)
-        return next(iter(stored), None) or form_made(config.quantization, weight)
+        asked = FORMS_MADE.get(config.quantization or "") if weight.packable else None
+        if asked is not None and weight.names == ("lm_head.weight",):
+            asked = HEAD
+        return next(iter(stored), asked)
 
     return made
 
@@ -82,12 +103,6 @@ def forms_of(packing: Packing | None, prefix: str, weight: Weight) -> set[Form]:
         return set()
     modules = [(prefix + name.format(0)).removesuffix(".weight") for name in weight.names]
     return {form for module in modules if (form := packing.form_of(module)) is not None}
-
-
-def form_made(quantization: str | None, weight: Weight) -> Form | None:
-    """What the option rounds this weight to while loading."""
-    made = FORMS_MADE.get(quantization or "") if weight.packable else None
-    return HEAD if made is not None and weight.names == ("lm_head.weight",) else made
 
 
 def keeps_packed(config: Config) -> bool:
@@ -145,7 +160,7 @@ def _shape_against(config: Config, model: ModelSpec, max_model_len: int) -> str 
     if unknown is not None:
         return f"{model.architecture}: {unknown} is not implemented in it"
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, AttentionSpec)]
-    convolutions = {layer.mixer for layer in model.layers if isinstance(layer.mixer, ShortConvSpec)}
+    states = {layer.mixer for layer in model.layers if isinstance(layer.mixer, ShortConvSpec | DeltaNetSpec)}
     if not mixers:
         return "no layer has attention"
     for rope in ropes_of(mixers):
@@ -155,20 +170,34 @@ def _shape_against(config: Config, model: ModelSpec, max_model_len: int) -> str 
     kinds = {replace(mixer, rope=mixers[0].rope, window=None) for mixer in mixers}
     experts = {each for each in feed_forwards if isinstance(each, MoeSpec)}
     activations = {part.activation for part in feed_forwards if isinstance(part, MlpSpec | MoeSpec)}
-    epsilons = {layer.norm_eps for layer in model.layers}
-    if any(len(found) > 1 for found in (kinds, convolutions, experts, activations, epsilons)):
+    epsilons = {layer.norm_eps for layer in model.layers} | {x.norm_eps for x in states if isinstance(x, DeltaNetSpec)}
+    if any(len(found) > 1 for found in (kinds, states, experts, activations, epsilons)):
         return "its layers differ from one another"
+    if experts and any("after_ffn" in norms_of(layer) for layer in model.layers):
+        return "a norm of what experts give is not implemented in it"
     mixer = mixers[0]
     if mixer.head_dim % 16:
         return f"head_dim={mixer.head_dim} is no multiple of 16"
+    if states and (reason := _states_against(next(iter(states)))) is not None:
+        return reason
     multiple = 4 if model.packing is None and config.quantization is None else 32
     widths = {each.intermediate_size for each in feed_forwards if isinstance(each, MlpSpec | MoeSpec)}
+    widths |= {each.shared_size for each in experts if isinstance(each, SharedExpertSpec) and each.shared_size}
+    widths |= {each.num_value_heads * each.value_dim for each in states if isinstance(each, DeltaNetSpec)}
     sizes = (model.hidden_size, *sorted(widths), mixer.num_heads * mixer.head_dim)
     if any(size % multiple for size in sizes):
         return f"a width of {', '.join(map(str, sizes))} is no multiple of {multiple}"
     if model.packing is not None and not all(fits(form, size) for form in model.packing.forms for size in sizes):
         return f"{model.packing.layout} weights of this kind are not implemented in it"
     return None if max_model_len <= MAX_POSITIONS else f"max_model_len is above {MAX_POSITIONS}"
+
+
+def _states_against(spec: ShortConvSpec | DeltaNetSpec) -> str | None:
+    if isinstance(spec, ShortConvSpec):
+        return f"a width of {spec.hidden_size} is no multiple of 16" if spec.hidden_size % 16 else None
+    if spec.key_dim % 16 or spec.key_dim > MOST_KEYS or spec.value_dim % 32:
+        return f"a delta net with heads of {spec.key_dim} and {spec.value_dim} numbers is not implemented in it"
+    return None
 
 
 def fits(form: Form, columns: int) -> bool:

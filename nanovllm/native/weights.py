@@ -203,8 +203,9 @@ def named_parts(prefix: str, weight: Weight) -> list[tuple[str, TensorPart]]:
     return [(prefix + part.name + number, part) for part, number in zip(parts, numbers, strict=True)]
 
 
-def native_slots(spec: ModelSpec, target_of: Callable[[str, Weight], Target]) -> dict[str, Slot]:
-    """Where every tensor of a checkpoint goes, by its Hugging Face name. `target_of`: from a part's name and weight."""
+def native_slots(spec: ModelSpec, target_of: Callable[[str, str, Weight], Target]) -> dict[str, Slot]:
+    """Where every tensor of a checkpoint goes, by its Hugging Face name. `target_of`: from the prefix of a weight, the
+    name of one of its parts, and the weight."""
     last_norm = norm_weight(spec.hidden_size, spec.norm_offset)
     weights = [("", spec.embedding_weight()), ("model.norm.", last_norm)]
     if not spec.tie_word_embeddings:
@@ -215,7 +216,7 @@ def native_slots(spec: ModelSpec, target_of: Callable[[str, Weight], Target]) ->
     for prefix, weight in weights:
         held: dict[str, list[tuple[Target, TensorPart]]] = {}
         for name, part in named_parts(prefix, weight):
-            held.setdefault(prefix + part.name, []).append((target_of(name, weight), part))
+            held.setdefault(prefix + part.name, []).append((target_of(prefix, name, weight), part))
         for name, parts in held.items():
             targets, own = [target for target, _ in parts], parts[0][1]
             places = tuple(((number,), part.part) for number, (_, part) in enumerate(parts))

@@ -1,7 +1,6 @@
 """The runner of a CPU with the native library: the whole step of the model is one call of C."""
 
 import ctypes
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from nanovllm.layers.spec import AttentionSpec
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
-from nanovllm.native.support import FORMS_MADE, cache_dtype, form_made, keeps_packed
+from nanovllm.native.support import FORMS_MADE, cache_dtype, forms_to_make, keeps_packed
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.native_model import NativeBackend, NativeModel
 from nanovllm.runner.native_sampler import NativeSampler
@@ -56,7 +55,7 @@ class NativeRunner(ModelRunner):
             block_size=config.kv_cache_block_size,
             num_threads=torch.get_num_threads(),
             packs=keeps_packed(config) and config.quantization not in FORMS_MADE,
-            makes=partial(form_made, config.quantization),
+            makes=forms_to_make(config, model_config),
             kv_dtype=shape.cache_dtype,
             rounds_inputs=config.dtype == "bfloat16",
         )

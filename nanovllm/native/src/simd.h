@@ -158,4 +158,11 @@ INLINE wide exponential(wide x) {
     p = wide_multiply_add(wide_splat(1.0f), p, r);
     return (wide)((uwide)p + ((uwide)sum << 23));
 }
+
+/* 1 / (1 + e^-x) */
+INLINE wide logistic(wide x) {
+    const wide one = wide_splat(1), size = exponential(-wide_absolute(x)); /* e^-|x| cannot overflow */
+    const swide positive = x > wide_splat(0);
+    return (wide)(((swide)one & positive) | ((swide)size & ~positive)) / (one + size);
+}
 #endif
