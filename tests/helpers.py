@@ -287,6 +287,9 @@ EVEN_FAMILIES = {
         FAMILIES["gemma4"], settings=gemma4_settings.DENSE | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
     "gemma4-e-even": replace(FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER_8, heads=(4, 2), seed=1),
+    "gemma4-e-wide": replace(  # with an input of each layer as the native step wants it
+        FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER | {"hidden_size_per_layer_input": 32}
+    ),
     "gemma4-moe-even": replace(
         FAMILIES["gemma4-moe"], settings=gemma4_settings.EXPERTS | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),

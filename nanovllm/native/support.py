@@ -10,13 +10,18 @@ from nanovllm.layers.delta_net_spec import DeltaNetSpec
 from nanovllm.layers.gated_attention_spec import GatedAttentionSpec
 from nanovllm.layers.grouped_moe_spec import GroupedMoeSpec
 from nanovllm.layers.moe_spec import MoeSpec
+from nanovllm.layers.normed_router_spec import NormedRouterMoeSpec
 from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
 from nanovllm.layers.shared_expert_spec import SharedExpertSpec
+from nanovllm.layers.shared_kv_spec import SharedKvAttentionSpec
 from nanovllm.layers.short_conv_spec import ShortConvSpec
 from nanovllm.layers.sink_spec import SinkAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, Weight
 from nanovllm.layers.stored_spec import StoredAttentionSpec, StoredMlpSpec
+from nanovllm.layers.value_norm_spec import ValueNormAttentionSpec
 from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
+from nanovllm.models.gemma4_layer_spec import Gemma4LayerSpec
+from nanovllm.models.per_layer_spec import PerLayerSpec
 from nanovllm.models.post_norm_spec import PostNormLayerSpec, SandwichLayerSpec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
@@ -42,16 +47,19 @@ SHARED = MOE | {"shared_size", "shared_name", "gated"}
 KNOWN: dict[type, set[str]] = {
     ModelSpec: {
         *("architecture", "vocab_size", "hidden_size", "layers", "norm_eps", "max_position", "tie_word_embeddings"),
-        *("dtype", "eos_token_ids", "norm_offset", "scales", "packing", "file_names"),
+        *("dtype", "eos_token_ids", "norm_offset", "scales", "per_layer", "packing", "file_names"),
     },
     LayerSpec: LAYER,
     PostNormLayerSpec: LAYER,
     SandwichLayerSpec: LAYER | {"after_names"},
+    Gemma4LayerSpec: LAYER | {"after_names", "index", "input_size", "experts", "experts_name", "expert_norms"},
     AttentionSpec: ATTENTION,
     ScaledQueryAttentionSpec: ATTENTION | {"beta", "original_length", "max_position"},
     StoredAttentionSpec: ATTENTION | {"as_one", "interleaved"},
     GatedAttentionSpec: ATTENTION | {"as_one", "interleaved"},
     SinkAttentionSpec: ATTENTION,
+    ValueNormAttentionSpec: ATTENTION | {"values_are_keys", "shared_as"},
+    SharedKvAttentionSpec: {"attention", "index", "source"},
     WideNormAttentionSpec: ATTENTION | {"wide_norm_eps"},
     RopeSpec: {"theta", "scaling", "rotated_dim"},
     ShortConvSpec: {"hidden_size", "kernel_size", "bias"},
@@ -63,6 +71,7 @@ KNOWN: dict[type, set[str]] = {
     StoredMlpSpec: MLP,
     MoeSpec: MOE,
     SharedExpertSpec: SHARED,
+    NormedRouterMoeSpec: MOE | {"router_norm_eps"},
     GroupedMoeSpec: SHARED | {"scoring", "num_groups", "num_chosen_groups", "scaling", "least_sum"},
 }
 FORMS_MADE: dict[str, Form] = {"int4": INT4, "int8": Int8Form()}  # while loading, by the option `quantization`
@@ -154,42 +163,73 @@ def _option_against(config: Config, model: ModelSpec) -> str | None:
     return None
 
 
+def attention_specs(model: ModelSpec) -> list[AttentionSpec]:
+    """Of the layers that have keys and values of their own."""
+    return [layer.mixer for layer in model.layers if isinstance(layer.mixer, AttentionSpec)]
+
+
+def expert_specs(model: ModelSpec) -> set[MoeSpec]:
+    """Those that differ."""
+    parts = (part for layer in model.layers for part in (layer.feed_forward, getattr(layer, "experts", None)))
+    return {part for part in parts if isinstance(part, MoeSpec)}
+
+
 def _shape_against(config: Config, model: ModelSpec, max_model_len: int) -> str | None:
-    parts = [part for layer in model.layers for part in (layer, layer.mixer, layer.feed_forward)]
+    experts = expert_specs(model)
+    parts = [*experts, *(part for layer in model.layers for part in (layer, layer.mixer, layer.feed_forward))]
     unknown = next((found for part in (model, *parts) if (found := _unknown(part)) is not None), None)
     if unknown is not None:
         return f"{model.architecture}: {unknown} is not implemented in it"
-    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, AttentionSpec)]
+    mixers = attention_specs(model)
     states = {layer.mixer for layer in model.layers if isinstance(layer.mixer, ShortConvSpec | DeltaNetSpec)}
     if not mixers:
         return "no layer has attention"
     for rope in ropes_of(mixers):
         if _unknown(rope) is not None:
             return f"{model.architecture}: {_unknown(rope)} of its rotary positions is not implemented in it"
-    feed_forwards = [layer.feed_forward for layer in model.layers]
-    kinds = {replace(mixer, rope=mixers[0].rope, window=None) for mixer in mixers}
-    experts = {each for each in feed_forwards if isinstance(each, MoeSpec)}
-    activations = {part.activation for part in feed_forwards if isinstance(part, MlpSpec | MoeSpec)}
-    epsilons = {layer.norm_eps for layer in model.layers} | {x.norm_eps for x in states if isinstance(x, DeltaNetSpec)}
+    mlps = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MlpSpec)]
+    kinds = {_without_size(mixer) for mixer in mixers}
+    feed_forwards: list[MlpSpec | MoeSpec] = [*mlps, *experts]
+    activations = {part.activation for part in feed_forwards}
+    others = {x.norm_eps for x in (*states, model.per_layer) if isinstance(x, DeltaNetSpec | PerLayerSpec)}
+    others |= {x.router_norm_eps for x in experts if isinstance(x, NormedRouterMoeSpec)}
+    epsilons = {layer.norm_eps for layer in model.layers} | others
     if any(len(found) > 1 for found in (kinds, states, experts, activations, epsilons)):
         return "its layers differ from one another"
-    if experts and any("after_ffn" in norms_of(layer) for layer in model.layers):
+    if any(isinstance(layer.feed_forward, MoeSpec) and "after_ffn" in norms_of(layer) for layer in model.layers):
         return "a norm of what experts give is not implemented in it"
-    mixer = mixers[0]
-    if mixer.head_dim % 16:
-        return f"head_dim={mixer.head_dim} is no multiple of 16"
+    for mixer in mixers:
+        if mixer.head_dim % 16:
+            return f"head_dim={mixer.head_dim} is no multiple of 16"
     if states and (reason := _states_against(next(iter(states)))) is not None:
         return reason
     multiple = 4 if model.packing is None and config.quantization is None else 32
-    widths = {each.intermediate_size for each in feed_forwards if isinstance(each, MlpSpec | MoeSpec)}
+    if model.per_layer is not None and model.per_layer.size % 32:
+        return f"a layer's own input of {model.per_layer.size} numbers is not implemented in it"
+    widths = {each.intermediate_size for each in feed_forwards}
+    widths |= {mixer.num_heads * mixer.head_dim for mixer in mixers}
     widths |= {each.shared_size for each in experts if isinstance(each, SharedExpertSpec) and each.shared_size}
     widths |= {each.num_value_heads * each.value_dim for each in states if isinstance(each, DeltaNetSpec)}
-    sizes = (model.hidden_size, *sorted(widths), mixer.num_heads * mixer.head_dim)
+    sizes = (model.hidden_size, *sorted(widths))
     if any(size % multiple for size in sizes):
         return f"a width of {', '.join(map(str, sizes))} is no multiple of {multiple}"
     if model.packing is not None and not all(fits(form, size) for form in model.packing.forms for size in sizes):
         return f"{model.packing.layout} weights of this kind are not implemented in it"
     return None if max_model_len <= MAX_POSITIONS else f"max_model_len is above {MAX_POSITIONS}"
+
+
+def _without_size(mixer: AttentionSpec) -> AttentionSpec:
+    """What has to be the same in all layers with attention."""
+    same: dict[str, Any] = {
+        "rope": RopeSpec(theta=1.0),
+        "window": None,
+        "scale": None,
+        "head_dim": 1,
+        "num_kv_heads": 1,
+    }
+    if isinstance(mixer, ValueNormAttentionSpec):
+        same |= {"values_are_keys": False, "shared_as": None}
+    return replace(mixer, **same)
 
 
 def _states_against(spec: ShortConvSpec | DeltaNetSpec) -> str | None:

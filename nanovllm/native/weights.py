@@ -212,6 +212,8 @@ def native_slots(spec: ModelSpec, target_of: Callable[[str, str, Weight], Target
         weights.append(("", spec.head_weight()))
     for index, layer in enumerate(spec.layers):
         weights += [(f"model.layers.{index}.{prefix}", weight) for prefix, weight in layer.weights()]
+    if spec.per_layer is not None:
+        weights += spec.per_layer.weights()
     found: dict[str, Slot] = {}
     for prefix, weight in weights:
         held: dict[str, list[tuple[Target, TensorPart]]] = {}

@@ -12,11 +12,15 @@ from nanovllm.layers.gated_attention_spec import GatedAttentionSpec
 from nanovllm.layers.grouped_moe_spec import GroupedMoeSpec
 from nanovllm.layers.moe_spec import ClampedGlu, MoeSpec
 from nanovllm.layers.shared_expert_spec import SharedExpertSpec
+from nanovllm.layers.shared_kv_spec import SharedKvAttentionSpec
 from nanovllm.layers.short_conv_spec import ShortConvSpec
 from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight
+from nanovllm.layers.value_norm_spec import ValueNormAttentionSpec
 from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
+from nanovllm.models.gemma4_layer_spec import Gemma4LayerSpec
+from nanovllm.models.per_layer_spec import NORM, PROJECTION
 from nanovllm.models.spec import ModelSpec
-from nanovllm.native.support import norms_of
+from nanovllm.native.support import attention_specs, expert_specs, norms_of
 from nanovllm.native.weights import Matrix, NativeWeight, named_parts, pointer
 
 ATTENTION, CONVOLUTION, DELTA_NET = range(3)
@@ -31,11 +35,16 @@ class Layer(ctypes.Structure):
         ("num_inputs", INT),
         ("inputs", Matrix * MOST_INPUTS),
         *((name, Matrix) for name in ("o", "gate", "up", "down", "router", "shared_gate")),
-        *((name, POINTER) for name in ("experts", "choice_bias")),
-        *((name, POINTER) for name in ("input_norm", "ffn_norm", "after_attention", "after_ffn", "q_norm", "k_norm")),
+        *((name, POINTER) for name in ("experts", "choice_bias", "expert_factors")),
+        *((name, POINTER) for name in ("input_norm", "ffn_norm", "after_attention", "after_ffn")),
+        *((name, POINTER) for name in ("router_norm", "experts_norm", "after_mlp", "after_experts")),
+        *((name, Matrix) for name in ("own_gate", "own_projection")),
+        *((name, POINTER) for name in ("own_norm", "q_norm", "k_norm", "v_norm")),
         *((name, POINTER) for name in ("rotary", "sinks", "keys", "values", "filters", "filter_bias")),
         *((name, POINTER) for name in ("decay", "decay_bias", "out_norm", "states")),
-        *((name, INT) for name in ("num_kv_heads", "head_dim", "window", "group", "state_stride")),
+        *((name, INT) for name in ("num_kv_heads", "head_dim")),
+        *((name, FLOAT) for name in ("scale", "factor")),
+        *((name, INT) for name in ("window", "group", "state_stride")),
     )
 
 
@@ -52,11 +61,13 @@ class Model(ctypes.Structure):
         *((name, INT) for name in ("num_layers", "hidden", "num_heads", "block_size", "kv_type", "num_parts")),
         *((name, INT) for name in ("activation", "norms_all_heads", "gates_queries", "conv_taps")),
         *((name, INT) for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim")),
-        *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "scale", "embedding_scale")),
+        ("own_size", INT),
+        *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "embedding_scale", "own_scale")),
         *((name, FLOAT) for name in ("clamp_alpha", "clamp_limit")),
         ("router", Router),
         *((name, POINTER) for name in ("query_scales", "layers")),
-        *((name, Matrix) for name in ("embedding", "head")),
+        *((name, Matrix) for name in ("embedding", "head", "own_table", "own_projection")),
+        ("own_norm", POINTER),
         ("last_norm", POINTER),
     )
 
@@ -77,7 +88,7 @@ class NativeLayers:
         """The fields of `Model` that layers decide."""
         first = self._spec.layers[0]
         mixers = [layer.mixer for layer in self._spec.layers]
-        attention = next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+        attention = attention_specs(self._spec)[0]
         wide_eps = attention.wide_norm_eps if isinstance(attention, WideNormAttentionSpec) else None
         found: dict[str, Any] = {
             "num_heads": attention.num_heads,
@@ -85,7 +96,6 @@ class NativeLayers:
             "gates_queries": isinstance(attention, GatedAttentionSpec),
             "eps": first.norm_eps,
             "head_norm_eps": wide_eps or attention.qk_norm_eps or 0.0,
-            "scale": attention.score_scale,
         }
         convolution = next((mixer for mixer in mixers if isinstance(mixer, ShortConvSpec | DeltaNetSpec)), None)
         if convolution is not None:
@@ -93,21 +103,27 @@ class NativeLayers:
         if isinstance(convolution, DeltaNetSpec):
             names = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
             found |= {name: getattr(convolution, name) for name in names}
+        if (own := self._spec.per_layer) is not None:
+            found["own_size"] = own.size
+            found["own_table"] = self._weights[own.table().names[0]].matrix()
+            found["own_projection"] = self._weights[f"{PROJECTION}weight"].matrix()
+            found["own_norm"] = pointer(self._weights[f"{NORM}weight"].data)
         feed_forwards = cast(list[MlpSpec | MoeSpec], [layer.feed_forward for layer in self._spec.layers])
         activation = feed_forwards[0].activation
         if isinstance(activation, ClampedGlu):
             found |= {"activation": CLAMPED, "clamp_alpha": activation.alpha, "clamp_limit": activation.limit}
         else:
             found["activation"] = ACTIVATIONS[activation]
-        experts = next((each for each in feed_forwards if isinstance(each, MoeSpec)), None)
+        experts = next(iter(expert_specs(self._spec)), None)
         return found if experts is None else found | {"router": _router(experts)}
 
     def _describe_layer(self, layer: Layer, index: int) -> None:
         spec, prefix = self._spec.layers[index], f"model.layers.{index}."
         mixer, feed_forward = f"{prefix}{spec.mixer_name}.", f"{prefix}{spec.feed_forward_name}."
+        layer.factor = 1.0
         for field, name in norms_of(spec).items():
             self._set_vector(layer, field, f"{prefix}{name}.weight")
-        if isinstance(spec.mixer, AttentionSpec):
+        if isinstance(spec.mixer, AttentionSpec | SharedKvAttentionSpec):
             self._describe_attention(layer, mixer, spec.mixer)
         else:
             assert isinstance(spec.mixer, ShortConvSpec | DeltaNetSpec)
@@ -117,13 +133,35 @@ class NativeLayers:
             self._describe_experts(layer, feed_forward, spec.feed_forward)
         else:
             self._describe_mlp(layer, feed_forward, weights)
+        if isinstance(spec, Gemma4LayerSpec):
+            self._describe_additions(layer, prefix, spec)
 
-    def _describe_attention(self, layer: Layer, prefix: str, spec: AttentionSpec) -> None:
-        weights = spec.weights()
+    def _describe_additions(self, layer: Layer, prefix: str, spec: Gemma4LayerSpec) -> None:
+        """What Gemma 4 has beside attention and MLP."""
+        layer.factor = float(self._weights[f"{prefix}layer_scalar.weight"].data)
+        if spec.input_size:
+            gate, projection, norm = (f"{prefix}{name}" for name in spec.input_weights())
+            layer.own_gate, layer.own_projection = self._matrix(gate, None), self._matrix(projection, None)
+            self._set_vector(layer, "own_norm", f"{norm}.weight")
+        if spec.experts is not None:
+            experts = f"{prefix}{spec.experts_name}."
+            self._describe_experts(layer, experts, spec.experts)
+            for field, name in zip(("after_mlp", "experts_norm", "after_experts"), spec.expert_norms, strict=True):
+                self._set_vector(layer, field, f"{prefix}{name}.weight")
+            names = {name: experts + weight.names[0] for name, weight in spec.experts.weights().items()}
+            self._set_vector(layer, "expert_factors", names["expert_factors"])
+            layer.router_norm = self._hold(self._weights[names["router_norm"]].data * spec.hidden_size**-0.5)
+
+    def _describe_attention(self, layer: Layer, prefix: str, mixer: AttentionSpec | SharedKvAttentionSpec) -> None:
+        spec, inputs = (mixer, "qkv_") if isinstance(mixer, AttentionSpec) else (mixer.attention, "query_")
+        weights = mixer.weights()
+        layer.scale = spec.score_scale
         layer.kind, layer.num_kv_heads, layer.head_dim = ATTENTION, spec.num_kv_heads, spec.head_dim
         layer.rotary = pointer(self._rotary[spec.rope])
         layer.window, layer.group = spec.window or 0, self._windows.index(spec.window)
-        self._set_inputs(layer, self._matrices(prefix, weights, "qkv_"))
+        self._set_inputs(layer, self._matrices(prefix, weights, inputs))
+        if isinstance(spec, ValueNormAttentionSpec):
+            layer.v_norm = self._hold(torch.ones(spec.head_dim))
         (layer.o,) = self._matrices(prefix, weights, "o_")
         for field in ("q_norm", "k_norm", "sinks"):
             if field in weights:

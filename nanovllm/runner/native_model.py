@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from nanovllm.layers.query_scale import query_factors
 from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
 from nanovllm.layers.spec import AttentionSpec, RopeSpec, Weight
 from nanovllm.layers.step import Step
+from nanovllm.models.scales import Scales
 from nanovllm.models.shard import Shard
 from nanovllm.native.build import declare
-from nanovllm.native.support import Makes
+from nanovllm.native.support import Makes, attention_specs
 from nanovllm.native.weights import DENSE, PACKING, NativeWeight, native_slots, pointer
 from nanovllm.runner.native_layers import Model, NativeLayers
 
@@ -52,12 +53,13 @@ class NativeBackend:
 
     plans_on_device = False
 
-    def __init__(self, shape: CacheShape) -> None:
-        self.shape, self.block_size = shape, shape.block_size
+    def __init__(self, shape: CacheShape, layers: Sequence[AttentionSpec]) -> None:
+        """`shape`: that of the first layer."""
+        self.shape, self.block_size, self._layers = shape, shape.block_size, layers
 
     def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
         s = self.shape
-        sizes = [(2, num_blocks[window], s.num_kv_heads, s.block_size, s.head_dim) for window in s.windows]
+        sizes = [(2, num_blocks[x.window], x.num_kv_heads, s.block_size, x.head_dim) for x in self._layers]
         return [LayerCache(zeros(size, s.cache_dtype, s.device)) for size in sizes]
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> BatchGeometry:
@@ -117,7 +119,8 @@ class NativeModel:
             kv_type=DENSE[self._kv_dtype],
             num_parts=1 if self._rounds_inputs else 3,
             last_norm_eps=spec.norm_eps,
-            embedding_scale=self._embedding_scale(),
+            embedding_scale=self._factor(spec.scales or Scales()),
+            own_scale=self._factor(spec.per_layer.scales) if spec.per_layer is not None else 1.0,
             query_scales=self._scales_of_queries(),
             layers=ctypes.addressof(self._layers.all),
             embedding=embedding.matrix(),
@@ -131,17 +134,14 @@ class NativeModel:
         self.close = weakref.finalize(self, self._library.engine_destroy, self._engine)
 
     def _scales_of_queries(self) -> ctypes.c_void_p | None:
-        mixer = next(layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, AttentionSpec))
+        mixer = attention_specs(self.spec)[0]
         if not isinstance(mixer, ScaledQueryAttentionSpec):
             return None
         self._query_scales = query_factors(mixer, torch.arange(self._most_positions) // mixer.original_length)
         return pointer(self._query_scales)
 
-    def _embedding_scale(self) -> float:
-        """The factor of embedded tokens; transformers rounds it to the dtype in which it computes."""
-        scales = self.spec.scales
-        if scales is None:
-            return 1.0
+    def _factor(self, scales: Scales) -> float:
+        """Of embedded tokens; transformers rounds it to the dtype in which it computes."""
         dtype = torch.bfloat16 if self._rounds_inputs and scales.rounds_embedding else torch.float32
         return float(scales.embedded(torch.ones((), dtype=dtype)))
 

@@ -37,7 +37,7 @@ SUPPORTED = [
     *("qwen2-upper-layers-slide", "qwen3", "smollm3", "qwen3-moe", "qwen3-moe-stacked"),
     *("gemma3", "granite", "granite4", "ministral3", "olmo2", "olmo3", "glm", "glm4", "phi3", "phi4-mini"),
     *("lfm2", "lfm2-attention-last", "lfm2-moe", "qwen3.5-wide", "qwen3.5-moe-wide", "qwen3-next-wide"),
-    *("gpt-oss", "gpt-oss-even"),
+    *("gpt-oss", "gpt-oss-even", "gemma4", "gemma4-e-wide", "gemma4-moe", "gemma4-unified"),
 ]
 STATES = ["lfm2", "lfm2-attention-last", "qwen3.5-wide", "qwen3-next-wide"]  # with a state per sequence
 PROMPTS = [prompt_of(45), prompt_of(1), prompt_of(33), prompt_of(16)]
@@ -379,7 +379,7 @@ def test_two_engines_at_the_same_time() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("gemma4", {}, "Gemma4LayerSpec"),
+        ("gemma4-e", {}, "own input of 8 numbers"),
         ("qwen3.5", {}, "heads of 8 and 16"),
         ("deepseek-v2", {}, "LatentAttentionSpec"),
         ("llama", {"quantization": "fp8"}, "quantization='fp8'"),

@@ -32,6 +32,7 @@ struct Engine {
     float *inputs;                   /* [PASS_ROWS][inputs_size]: what the input matrices of a layer give */
     int64_t inputs_size;
     float *product;                  /* [EXPERT_ROWS][hidden]: what a norm or a share is applied to before it is added */
+    float *sum, *own_inputs;         /* [PASS_ROWS][hidden] of MLP and experts; [PASS_ROWS][layer][own_size] */
     Rows normed, mixed, activated;
     float *partial, *largest;        /* of attention */
     float *routed, *shares;          /* [PASS_ROWS][num_experts] logits of the router, [PASS_ROWS][per_token] */
@@ -92,6 +93,7 @@ void add_product(Pass *p, int part, const Matrix *w, const Rows *inputs, const f
 
 /* The norm of x, into `out` or, with `adds`, added to it. */
 void norm_row(const float *x, const float *weight, int size, float eps, float *out, int adds);
+void norm_rows(Engine *e, const float *x, int rows, const float *weight, float *out, int adds);
 
 /* The norm of rows of x, or x itself where there is no norm: what matrices of these `forms` read. */
 Rows normed_rows(Engine *e, float *x, int rows, const float *weight, float eps, int forms);

@@ -74,14 +74,17 @@ static void route_chunk(void *argument, int row) {
         ranks[best] = -INFINITY;
     }
     qsort(chosen, (size_t)r->per_token, sizeof(*chosen), ascending);
-    for (int k = 0; k < r->per_token; k++)
-        shares[k] = scores[chosen[k]] / (r->normalizes ? kept : 1) * r->scaling;
+    for (int k = 0; k < r->per_token; k++) {
+        const float factor = p->layer->expert_factors ? p->layer->expert_factors[chosen[k]] : 1;
+        shares[k] = scores[chosen[k]] / (r->normalizes ? kept : 1) * r->scaling * factor;
+    }
 }
 
 /* Some experts that are computed together: each has rows for the tokens that chose it, from a multiple of LANES on. */
 typedef struct {
     Pass *pass;
-    const float *normed; /* [row][hidden] */
+    const float *normed; /* [row][hidden]: their inputs */
+    float *out;          /* [row][hidden]: what they are added to */
     int begin, end, num_jobs, forms;
     Product gates[MOST_JOBS], downs[MOST_JOBS];
 } Experts;
@@ -155,7 +158,7 @@ static void add_chunk(void *argument, int row) {
     const int size = e->model.hidden, per_token = e->model.router.per_token;
     for (int pair = row * per_token; pair < (row + 1) * per_token; pair++)
         if (takes(x, pair))
-            add_share(x->pass->x + (int64_t)row * size, e->product + (int64_t)e->expert_rows[pair] * size,
+            add_share(x->out + (int64_t)row * size, e->product + (int64_t)e->expert_rows[pair] * size,
                       e->shares[pair], size);
 }
 
@@ -177,19 +180,21 @@ static void run_shared(Pass *p, const Rows *normed) {
     engine_run(e, ROUTING, add_shared_chunk, p, p->num_rows);
 }
 
-static void run_experts(Pass *p) {
+/* Choose the experts of each token. */
+static void route(Pass *p, const Rows *normed) {
+    multiply(p->e, ROUTING, &p->layer->router, normed, p->num_rows, p->e->routed, STORE);
+    engine_run(p->e, ROUTING, route_chunk, p, p->num_rows);
+}
+
+/* Add what the chosen experts make of `normed` to `out`. */
+static void add_experts(Pass *p, const Rows *normed, float *out) {
     Engine *e = p->e;
-    const Layer *layer = p->layer;
     const Router *r = &e->model.router;
-    const int num_pairs = p->num_rows * r->per_token, has_shared = layer->gate.rows > 0;
-    const int forms = has_shared ? form_of(&layer->gate) | form_of(&layer->up) : 0;
-    const Rows normed = normed_rows(e, p->x, p->num_rows, layer->ffn_norm, e->model.eps, forms);
+    const int num_pairs = p->num_rows * r->per_token;
     int counts[r->num_experts];
-    multiply(e, ROUTING, &layer->router, &normed, p->num_rows, e->routed, STORE);
-    engine_run(e, ROUTING, route_chunk, p, p->num_rows);
     memset(counts, 0, sizeof(counts));
     for (int i = 0; i < num_pairs; i++) counts[e->chosen[i]]++;
-    for (Experts x = {.pass = p, .normed = normed.x}; x.end < r->num_experts;) {
+    for (Experts x = {.pass = p, .normed = normed->x, .out = out}; x.end < r->num_experts;) {
         take_experts(&x, x.end, counts);
         engine_run(e, ROUTING, gather_chunk, &x, num_pairs);
         run_products(e, GATE_UP, x.gates, x.num_jobs);
@@ -197,11 +202,41 @@ static void run_experts(Pass *p) {
         run_products(e, DOWN, x.downs, x.num_jobs);
         engine_run(e, ROUTING, add_chunk, &x, p->num_rows);
     }
+}
+
+static void run_experts(Pass *p) {
+    const Layer *layer = p->layer;
+    const int has_shared = layer->gate.rows > 0, forms = has_shared ? form_of(&layer->gate) | form_of(&layer->up) : 0;
+    const Rows normed = normed_rows(p->e, p->x, p->num_rows, layer->ffn_norm, p->e->model.eps, forms);
+    route(p, &normed);
+    add_experts(p, &normed, p->x);
     if (has_shared) run_shared(p, &normed);
 }
 
+/* An MLP and a mixture of experts, both of x: norm(norm(mlp) + norm(experts)) is added to it. */
+static void run_both(Pass *p) {
+    Engine *e = p->e;
+    const Layer *layer = p->layer;
+    const float eps = e->model.eps;
+    const size_t size = (size_t)p->num_rows * (size_t)e->model.hidden;
+    float *sum = e->sum, *of_experts = sum + (int64_t)PASS_ROWS * e->model.hidden;
+    Rows normed = normed_rows(e, p->x, p->num_rows, layer->ffn_norm, eps, form_of(&layer->gate) | form_of(&layer->up));
+    activate(e, &layer->gate, &layer->up, &normed, p->num_rows);
+    multiply(e, DOWN, &layer->down, &e->activated, p->num_rows, e->product, STORE);
+    norm_rows(e, e->product, p->num_rows, layer->after_mlp, sum, 0);
+    normed = normed_rows(e, p->x, p->num_rows, layer->router_norm, eps, 0);
+    route(p, &normed);
+    memset(of_experts, 0, size * sizeof(float));
+    normed = normed_rows(e, p->x, p->num_rows, layer->experts_norm, eps, 0);
+    add_experts(p, &normed, of_experts);
+    norm_rows(e, of_experts, p->num_rows, layer->after_experts, sum, 1);
+    norm_rows(e, sum, p->num_rows, layer->after_ffn, p->x, 1);
+}
+
 void run_feed_forward(Pass *p) {
-    if (p->layer->experts)
+    if (p->layer->router_norm)
+        run_both(p);
+    else if (p->layer->experts)
         run_experts(p);
     else
         run_mlp(p);

@@ -39,17 +39,22 @@ static void rotate_chunk(void *argument, int token) {
     const int position = p->positions[token], offset = position % size;
     const int64_t block = (p->attention.tables[token] + p->attention.table_offset)[position / size];
     float *queries = p->e->inputs + token * p->e->inputs_size, *keys = queries + layer->inputs[0].rows;
-    const float *values = keys + kv_heads * dim, scale = m->query_scales ? m->query_scales[position] : 1;
-    rotate_heads(p, queries, m->num_heads, p->attention.head_stride, layer->q_norm, scale, position);
-    rotate_heads(p, keys, kv_heads, dim, layer->k_norm, 1, position);
-    for (int h = 0; h < kv_heads; h++) {
-        const int64_t at = (block * kv_heads + h) * size * dim;
-        for (int d = 0; d < dim; d += 4) {
-            const f32x4 key = load(keys + h * dim + d), value = load(values + h * dim + d);
-            store_apart(layer->keys, at + d * size + offset, size, key, m->kv_type);
-            store_as(layer->values, at + offset * dim + d, value, m->kv_type);
-        }
+    const float *values = layer->num_inputs > 2 ? keys + kv_heads * dim : keys;
+    rotate_heads(p, queries, m->num_heads, p->attention.head_stride, layer->q_norm,
+                 m->query_scales ? m->query_scales[position] : 1, position);
+    if (layer->num_inputs == 1) return;
+    for (int h = 0; h < kv_heads; h++, values += dim) { /* before the keys change */
+        float normed[dim];
+        if (layer->v_norm) norm_row(values, layer->v_norm, dim, m->head_norm_eps, normed, 0);
+        const int64_t at = ((block * kv_heads + h) * size + offset) * dim;
+        for (int d = 0; d < dim; d += 4)
+            store_as(layer->values, at + d, load((layer->v_norm ? normed : values) + d), m->kv_type);
     }
+    rotate_heads(p, keys, kv_heads, dim, layer->k_norm, 1, position);
+    for (int h = 0; h < kv_heads; h++)
+        for (int d = 0; d < dim; d += 4)
+            store_apart(layer->keys, ((block * kv_heads + h) * dim + d) * size + offset, size, load(keys + h * dim + d),
+                        m->kv_type);
 }
 
 static void attend_chunk(void *argument, int chunk) {
@@ -77,7 +82,7 @@ void run_attention(Pass *p) {
     const Layer *layer = p->layer;
     p->attention = (Attention){
         .num_heads = m->num_heads, .num_kv_heads = layer->num_kv_heads, .head_dim = layer->head_dim,
-        .block_size = m->block_size, .window = layer->window, .scale = m->scale, .keys = layer->keys,
+        .block_size = m->block_size, .window = layer->window, .scale = layer->scale, .keys = layer->keys,
         .values = layer->values, .type = m->kv_type, .queries = e->inputs, .query_stride = e->inputs_size,
         .head_stride = layer->head_dim * (m->gates_queries ? 2 : 1), .positions = p->positions, .tables = e->tables,
         .table_offset = layer->group * p->group_stride, .first_segments = e->first_segments, .partial = e->partial,

@@ -165,4 +165,9 @@ INLINE wide logistic(wide x) {
     const swide positive = x > wide_splat(0);
     return (wide)(((swide)one & positive) | ((swide)size & ~positive)) / (one + size);
 }
+
+/* With tanh: x times the logistic function of a polynomial. */
+INLINE wide gelu(wide x) {
+    return x * logistic(x * wide_splat(1.5957691216f) * (wide_splat(1) + wide_splat(0.044715f) * x * x));
+}
 #endif

@@ -54,6 +54,7 @@ Engine *engine_create(const Model *model, int num_threads) {
         e->inputs_size = larger_size(e->inputs_size, inputs);
         mixed = larger_size(mixed, layer->o.columns);
         intermediate = larger_size(intermediate, layer->gate.rows);
+        intermediate = larger_size(intermediate, layer->own_gate.rows);
         if (layer->experts) intermediate = larger_size(intermediate, layer->experts->rows);
         if (layer->kind == ATTENTION_LAYER) partial = larger_size(partial, layer->head_dim + LANES);
     }
@@ -72,7 +73,9 @@ Engine *engine_create(const Model *model, int num_threads) {
         e->chosen = reserve(e, PASS_ROWS * r->per_token * (int64_t)sizeof(int32_t));
         e->expert_rows = reserve(e, PASS_ROWS * r->per_token * (int64_t)sizeof(int32_t));
         e->gathered = reserve_rows(e, EXPERT_ROWS, m->hidden);
+        e->sum = reserve_floats(e, 2 * PASS_ROWS, m->hidden);
     }
+    if (m->own_size) e->own_inputs = reserve_floats(e, PASS_ROWS, m->own_table.columns);
     e->pool = pool_create(num_threads);
     int made = e->pool != NULL;
     for (int i = 0; i < e->num_blocks; i++) made &= e->blocks[i] != NULL;
@@ -119,12 +122,40 @@ static void norm_chunk(void *argument, int row) {
     norm_row(job->x + at, job->weight, job->size, job->eps, job->out + at, job->adds);
 }
 
+void norm_rows(Engine *e, const float *x, int rows, const float *weight, float *out, int adds) {
+    Norm norm = {x, weight, e->model.hidden, e->model.eps, out, adds};
+    engine_run(e, NORMS, norm_chunk, &norm, rows);
+}
+
 static void embed_chunk(void *argument, int row) {
     const Pass *p = argument;
     const Model *m = &p->e->model;
     float *x = p->e->residual + (int64_t)row * m->hidden;
     matrix_row(&m->embedding, p->tokens[row], x);
     for (int i = 0; m->embedding_scale != 1 && i < m->hidden; i++) x[i] *= m->embedding_scale;
+}
+
+/* The own inputs of a token in all layers: (norm(projection(x)) + row of the table) / sqrt(2). */
+static void own_inputs_chunk(void *argument, int row) {
+    const Pass *p = argument;
+    const Model *m = &p->e->model;
+    const int size = m->own_size, width = m->own_table.columns;
+    const float half = sqrtf(0.5f), scale = 1 / sqrtf((float)m->hidden);
+    float *x = p->e->own_inputs + (int64_t)row * width, looked_up[width];
+    matrix_row(&m->own_table, p->tokens[row], looked_up);
+    for (int i = 0; i < width; i++) x[i] *= scale;
+    for (int i = 0; i < width; i += size) norm_row(x + i, m->own_norm, size, m->eps, x + i, 0);
+    for (int i = 0; i < width; i++) x[i] = (x[i] + looked_up[i] * m->own_scale) * half;
+}
+
+static void embed(Pass *p) {
+    Engine *e = p->e;
+    const Model *m = &e->model;
+    engine_run(e, EMBEDDING, embed_chunk, p, p->num_tokens);
+    if (!m->own_size) return;
+    const Rows x = normed_rows(e, e->residual, p->num_tokens, NULL, 0, 0);
+    multiply(e, EMBEDDING, &m->own_projection, &x, p->num_tokens, e->own_inputs, STORE);
+    engine_run(e, EMBEDDING, own_inputs_chunk, p, p->num_tokens);
 }
 
 Rows normed_rows(Engine *e, float *x, int rows, const float *weight, float eps, int forms) {
@@ -148,9 +179,32 @@ void multiply(Engine *e, int part, const Matrix *w, const Rows *inputs, int rows
 void add_product(Pass *p, int part, const Matrix *w, const Rows *inputs, const float *norm) {
     Engine *e = p->e;
     multiply(e, part, w, inputs, p->num_rows, norm ? e->product : p->x, norm ? STORE : ADD);
-    if (norm == NULL) return;
-    Norm after = {e->product, norm, e->model.hidden, e->model.eps, p->x, 1};
-    engine_run(e, NORMS, norm_chunk, &after, p->num_rows);
+    if (norm) norm_rows(e, e->product, p->num_rows, norm, p->x, 1);
+}
+
+static void gate_own_chunk(void *argument, int row) {
+    const Pass *p = argument;
+    const Model *m = &p->e->model;
+    const int size = m->own_size, layer = (int)(p->layer - m->layers);
+    const float *input = p->e->own_inputs + ((int64_t)token_of(p, row) * m->num_layers + layer) * size;
+    float *x = p->e->activated.x + (int64_t)row * size;
+    for (int i = 0; i < size; i += LANES) wide_store(x + i, gelu(wide_load(x + i)) * wide_load(input + i));
+}
+
+static void scale_chunk(void *argument, int row) {
+    const Pass *p = argument;
+    const int size = p->e->model.hidden;
+    float *x = p->x + (int64_t)row * size;
+    for (int i = 0; i < size; i += 4) store(x + i, load(x + i) * splat(p->layer->factor));
+}
+
+/* Add what the layer makes of its own input of each token. */
+static void add_own_input(Pass *p) {
+    Engine *e = p->e;
+    const Rows x = normed_rows(e, p->x, p->num_rows, NULL, 0, 0);
+    multiply(e, GATE_UP, &p->layer->own_gate, &x, p->num_rows, e->activated.x, STORE);
+    engine_run(e, GATE_UP, gate_own_chunk, p, p->num_rows);
+    add_product(p, DOWN, &p->layer->own_projection, &e->activated, p->layer->own_norm);
 }
 
 static void run_layer(Pass *p) {
@@ -177,6 +231,8 @@ static void run_layer(Pass *p) {
     if (p->num_rows == 0) return;
     add_product(p, OUTPUT, &layer->o, &e->mixed, layer->after_attention);
     run_feed_forward(p);
+    if (layer->own_gate.rows) add_own_input(p);
+    if (layer->factor != 1) engine_run(e, NORMS, scale_chunk, p, p->num_rows);
 }
 
 /* --- a step ------------------------------------------------------------------------------------------------------- */
@@ -224,7 +280,7 @@ void engine_step(Engine *e, const Step *step) {
     int num_done = 0; /* of the wanted tokens */
     for (int first = 0; first < step->num_tokens;) {
         const int count = begin_pass(&pass, step, first);
-        engine_run(e, EMBEDDING, embed_chunk, &pass, count);
+        embed(&pass);
         for (int i = 0; i < m->num_layers; i++) {
             pass.layer = &m->layers[i];
             pass.num_rows = count;

@@ -6,7 +6,8 @@
 
 /* What mixes the tokens of a sequence, and what its input matrices give. */
 enum {
-    ATTENTION_LAYER,   /* q, k, v; with gates_queries each head of q is a query, then its gate */
+    ATTENTION_LAYER,   /* q, k, v; with gates_queries each head of q is a query, then its gate. Without v the values are
+                        * the keys, and with q alone keys and values are those of an earlier layer */
     CONVOLUTION_LAYER, /* b, c, h */
     DELTA_NET_LAYER,   /* q, k, v, z, b, a */
 };
@@ -19,9 +20,15 @@ typedef struct {
     Matrix router, shared_gate;         /* of a mixture of experts; shared_gate: no rows = none */
     const Matrix *experts;              /* [expert][gate, up, down]; NULL = no mixture */
     const float *choice_bias;           /* [expert], for the choice alone; NULL = none */
+    const float *expert_factors;        /* [expert], of what it gives; NULL = none */
     const float *input_norm, *ffn_norm; /* [hidden], before a part of the layer; NULL = none */
     const float *after_attention, *after_ffn; /* [hidden], norms of what a part gives; NULL = none */
-    const float *q_norm, *k_norm;       /* [head_dim] or of all heads; NULL = none */
+    /* [hidden], norms of a mixture of experts that is added to an MLP: before the router and the experts, and of what
+     * the MLP and the experts give; NULL = the experts are not beside an MLP */
+    const float *router_norm, *experts_norm, *after_mlp, *after_experts;
+    Matrix own_gate, own_projection;    /* x + norm(projection(gelu(gate(x)) * the layer's own input)); no rows = none */
+    const float *own_norm;              /* [hidden] */
+    const float *q_norm, *k_norm, *v_norm; /* [head_dim], or of all heads; NULL = none */
     const float *rotary;                /* [position][head_dim]: cosines, then sines */
     const float *sinks;                 /* [head] scores that take part in the softmax; NULL = none */
     void *keys, *values;                /* as attention.h says, of the type kv_type */
@@ -32,6 +39,7 @@ typedef struct {
     float *states;                      /* [row][state_stride]: [conv_taps - 1][channel] newest inputs, the oldest first, then
                                          * of a delta net [value head][key_dim][value_dim] */
     int32_t num_kv_heads, head_dim;     /* of attention */
+    float scale, factor;                /* of scores; of the residual after the layer */
     int32_t window, group;              /* window: 0 = none; group: whose block tables it reads */
     int32_t state_stride;               /* floats from one row of `states` to the next */
 } Layer;
@@ -55,12 +63,15 @@ typedef struct {
     int32_t gates_queries;   /* what a query gathers is multiplied with sigmoid(gate) */
     int32_t conv_taps;       /* of convolutions */
     int32_t num_key_heads, num_value_heads, key_dim, value_dim; /* of delta nets; value_dim: a multiple of 32 */
-    float eps, head_norm_eps, last_norm_eps, scale, embedding_scale;
+    int32_t own_size;               /* of the input that each layer has of its own; 0 = there is none */
+    float eps, head_norm_eps, last_norm_eps, embedding_scale, own_scale; /* own_scale: of rows of own_table */
     float clamp_alpha, clamp_limit; /* of CLAMPED */
     Router router;
     const float *query_scales;      /* [position]; NULL = none */
     const Layer *layers;
     Matrix embedding, head;
+    Matrix own_table, own_projection; /* own inputs of all layers: of a token, and from its embedding */
+    const float *own_norm;            /* [own_size], of each layer's part of the projection */
     const float *last_norm; /* [hidden] */
 } Model;
 

@@ -54,18 +54,22 @@ void form_inputs(Engine *e, int part, const Rows *rows, int count, int columns, 
     if (forms) engine_run(e, part, form_chunk, &job, (count + LANES - 1) / LANES * chunks_per_rows(&job));
 }
 
-/* y = activation(y) * up, of one tile. GELU with tanh is y times the logistic function of a polynomial. */
+/* gate * sigmoid(alpha * gate) * (up + 1), with gate at most the limit and up between it and -limit. */
+INLINE wide clamped(wide gate, wide up, const Model *m) {
+    const wide limit = wide_splat(m->clamp_limit);
+    gate = -wide_larger(-gate, -limit);
+    up = -wide_larger(-wide_larger(up, -limit), -limit);
+    return gate * logistic(gate * wide_splat(m->clamp_alpha)) * (up + wide_splat(1));
+}
+
+/* y = activation(y) * up, of one tile. */
 INLINE void activate(float y[TILE], const float up[TILE], const Model *m) {
     for (int i = 0; i < TILE; i += LANES) {
-        const wide limit = wide_splat(m->clamp_limit), one = wide_splat(1);
-        wide x = wide_load(y + i), gate = x, factor = wide_load(up + i);
-        if (m->activation == GELU) gate = x * wide_splat(1.5957691216f) * (one + wide_splat(0.044715f) * x * x);
-        if (m->activation == CLAMPED) {
-            x = -wide_larger(-x, -limit);
-            gate = x * wide_splat(m->clamp_alpha);
-            factor = one - wide_larger(-wide_larger(factor, -limit), -limit);
-        }
-        wide_store(y + i, x * logistic(gate) * factor);
+        const wide x = wide_load(y + i), factor = wide_load(up + i);
+        if (m->activation == CLAMPED)
+            wide_store(y + i, clamped(x, factor, m));
+        else
+            wide_store(y + i, (m->activation == GELU ? gelu(x) : x * logistic(x)) * factor);
     }
 }
 
