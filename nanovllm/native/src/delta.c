@@ -6,9 +6,9 @@
 
 #if HAVE_SIMD
 
-enum { CHANNELS = 128 };                                          /* of the convolution, that a thread computes at a time */
+enum { CHANNELS = 128 }; /* of the convolution, that a thread computes at a time */
 enum { VECTORS = LANES == 16 ? 2 : 4, COLUMNS = VECTORS * LANES }; /* of a state, that are computed together */
-enum { MOST_KEYS = 256 };                                         /* rows of a state */
+enum { MOST_KEYS = 256 }; /* rows of a state */
 
 /* The inputs of a token. */
 typedef struct {
@@ -23,7 +23,9 @@ static Token inputs_of_token(const Pass *p, int token) {
     return (Token){q, k, v, z, z + w[3].rows, z + w[3].rows + w[4].rows};
 }
 
-static int num_channels(const Model *m) { return 2 * m->num_key_heads * m->key_dim + m->num_value_heads * m->value_dim; }
+static int num_channels(const Model *m) {
+    return 2 * m->num_key_heads * m->key_dim + m->num_value_heads * m->value_dim;
+}
 
 static void convolve_chunk(void *argument, int chunk) {
     const Pass *p = argument;

@@ -31,7 +31,7 @@ struct Engine {
     float *residual, *last;          /* [PASS_ROWS][hidden]: of all tokens, and of those that are wanted */
     float *inputs;                   /* [PASS_ROWS][inputs_size]: what the input matrices of a layer give */
     int64_t inputs_size;
-    float *product;                  /* [EXPERT_ROWS][hidden]: what a norm or a share is applied to before it is added */
+    float *product;                  /* [EXPERT_ROWS][hidden]: before a norm or a share is applied to it */
     float *sum, *own_inputs;         /* [PASS_ROWS][hidden] of MLP and experts; [PASS_ROWS][layer][own_size] */
     Rows normed, mixed, activated;
     float *partial, *largest;        /* of attention */
@@ -73,7 +73,7 @@ void form_row(const Rows *rows, const float *x, int row, int columns, int forms)
 
 enum { STORE, ADD, GATE };
 
-/* y[i] = x W[i]^T, which is stored. With ADD it is added to y, and with GATE y[0] = activation(x W[0]^T) * (x W[1]^T). */
+/* y[i] = x W[i]^T, which is stored. With ADD it is added to y, with GATE y[0] = activation(x W[0]^T) * (x W[1]^T). */
 typedef struct {
     const Matrix *matrices[MOST_INPUTS];
     float *outputs[MOST_INPUTS];

@@ -141,9 +141,8 @@ static void gather_chunk(void *argument, int pair) {
 static void form_chunk(void *argument, int pair) {
     const Experts *x = argument;
     const Engine *e = x->pass->e;
-    const int size = x->downs[0].in.columns;
-    if (!takes(x, pair)) return;
-    form_row(&e->activated, e->activated.x + (int64_t)e->expert_rows[pair] * size, e->expert_rows[pair], size, x->forms);
+    const int size = x->downs[0].in.columns, row = e->expert_rows[pair];
+    if (takes(x, pair)) form_row(&e->activated, e->activated.x + (int64_t)row * size, row, size, x->forms);
 }
 
 /* x = x + share * y */

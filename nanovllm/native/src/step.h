@@ -26,7 +26,7 @@ typedef struct {
     /* [hidden], norms of a mixture of experts that is added to an MLP: before the router and the experts, and of what
      * the MLP and the experts give; NULL = the experts are not beside an MLP */
     const float *router_norm, *experts_norm, *after_mlp, *after_experts;
-    Matrix own_gate, own_projection;    /* x + norm(projection(gelu(gate(x)) * the layer's own input)); no rows = none */
+    Matrix own_gate, own_projection;    /* x + norm(projection(gelu(gate(x)) * own input)); no rows = none */
     const float *own_norm;              /* [hidden] */
     const float *q_norm, *k_norm, *v_norm; /* [head_dim], or of all heads; NULL = none */
     const float *rotary;                /* [position][head_dim]: cosines, then sines */
@@ -34,7 +34,7 @@ typedef struct {
     void *keys, *values;                /* as attention.h says, of the type kv_type */
     const float *filters;               /* of a convolution, [conv_taps][channel], of the oldest input first */
     const float *filter_bias;           /* [channel]; NULL = none */
-    const float *decay, *decay_bias;    /* of a delta net, [value head]: the factor of a state is e^(decay * softplus(a + bias)) */
+    const float *decay, *decay_bias;    /* of a delta net, [value head]: a state's factor is e^(decay * softplus(a + bias)) */
     const float *out_norm;              /* of a delta net, [value_dim] */
     float *states;                      /* [row][state_stride]: [conv_taps - 1][channel] newest inputs, the oldest first, then
                                          * of a delta net [value head][key_dim][value_dim] */
