@@ -4,8 +4,6 @@ ggml-common.h defines the blocks: of 32 weights with float16 scales, or (K) of 2
 scales and minima are integers in units of one float16 number per block. Numbers of 5 and 6 bits are kept in 8.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,25 +11,7 @@ from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, Fp4Tensor
 from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.packed.groups import Pieces, pack_nibbles
 from nanovllm.checkpoint.packed.tensor import InMemory
-from nanovllm.checkpoint.reordered import Reordered
-from nanovllm.checkpoint.stored import Part
 from nanovllm.weights.forms import Fp4Form
-
-
-class ReorderedBlocks(Reordered):
-    """A tensor of a GGUF file whose rows are read in another order; it stays packed."""
-
-    @property
-    def form(self) -> Any:
-        packed: Any = self.tensor
-        return packed.form
-
-    def pieces(self, part: Part, sizes: tuple[int, int], device: torch.device) -> Pieces:
-        packed: Any = self.tensor
-        rows, *columns = part or (slice(None),)
-        wanted = torch.tensor(self.order[rows], device=device)
-        whole: Pieces = packed.pieces((slice(None), *columns), sizes, device)
-        return whole._replace(**{name: one[wanted] for name, one in whole._asdict().items() if one is not None})
 
 
 def unpack_blocks(raw: Tensor, kind: str) -> Pieces:
@@ -90,12 +70,16 @@ def _q8_0(raw: Tensor) -> Pieces:
     return Pieces(raw[..., 2:].contiguous().view(torch.int8), _halves(raw, 0))
 
 
-def _in_units(raw: Tensor, codes: Tensor) -> Pieces:
-    """With the eight scales and eight minima of 6 bits in bytes 4 to 15: of the first four of each the low 6 bits of
-    the first and the second four bytes; of the last four the halves of the third four bytes, and the high 2 bits."""
+def scales_and_minima(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """The eight scales and eight minima of 6 bits in bytes 4 to 15: of the first four of each the low 6 bits of the
+    first and the second four bytes; of the last four the halves of the third four bytes, and the high 2 bits."""
     first, second, third = raw[..., 4:16].split(4, dim=-1)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
-    minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
+    return scales, torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
+
+
+def _in_units(raw: Tensor, codes: Tensor) -> Pieces:
+    scales, minima = scales_and_minima(raw)
     return Pieces(codes, scales, minimum=minima, scale_unit=_halves(raw, 0), minimum_unit=_halves(raw, 2))
 
 

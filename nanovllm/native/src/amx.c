@@ -157,10 +157,11 @@ AMX INLINE void add_groups(const Group *w, int groups, const Rounded *x, const i
     {                                                                            \
         const float *minus_sums = (x)->minus_sums, *scales = (x)->scales;        \
         const float(*product)[TILE] = (const float(*)[TILE])products[which];     \
-        const wide minimum = (w)->minimum;                                       \
+        const Scales *s = &(w)->scales;                                          \
+        const wide minimum = s->minimum;                                         \
         const int first = by_16 && which == 0;                                   \
-        const wide scale = first ? (w)->first_scale : (w)->scale;                \
-        const wide zero = first ? (w)->first_minus_zero : (w)->minus_zero;       \
+        const wide scale = first ? minimum : s->scale;                           \
+        const wide zero = first ? minus_zero_of(minimum) : s->minus_zero;        \
         if (has_minima) {                                                        \
             EACH_ROW(ADD_MINIMUM)                                                \
         }                                                                        \
@@ -173,13 +174,13 @@ AMX INLINE void add_groups(const Group *w, int groups, const Rounded *x, const i
     EACH_ROW(STORE_SUM)
 }
 
-AMX void amx_add_groups(const Group *panel, int groups, const Rounded *x, int64_t x_groups, int count,
-                        int by_16, int has_minima, float y[][TILE]) {
-    use_shapes(by_16 ? &HALF_GROUPS : &GROUPS);
+AMX void amx_add_groups(const Matrix *w, const Group *panel, int groups, const Rounded *x, int64_t x_groups, int count,
+                        float y[][TILE]) {
+    use_shapes(has_two_scales(w) ? &HALF_GROUPS : &GROUPS);
     for (int m = 0; m < count; m += ROWS, x += x_groups) {
-        if (by_16)
+        if (has_two_scales(w))
             add_groups(panel, groups, x, 1, 0, y + m);
-        else if (has_minima)
+        else if (has_minima(w))
             add_groups(panel, groups, x, 0, 1, y + m);
         else
             add_groups(panel, groups, x, 0, 0, y + m);
