@@ -16,6 +16,21 @@ from scipy import stats
 
 from nanovllm import LLM, SamplingParams
 from tests import gemma4_settings
+from tests.family_settings import (
+    DEEPSEEK,
+    DEEPSEEK_ROPE,
+    DELTA_NET,
+    EXPERT_GROUPS,
+    GPT_OSS,
+    GRANITE,
+    LLAMA3_ROPE,
+    LONG_ROPE,
+    MINISTRAL_ROPE,
+    MOE,
+    SHARED_MOE,
+    WIDE_NET,
+    YARN_ROPE,
+)
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -47,58 +62,6 @@ class Family:
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,  # small, so that the scaling affects short prompts
-}
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-MINISTRAL_ROPE = {
-    **YARN_ROPE,
-    "factor": 32.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.5,
-}
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.75,  # of 16
-    "short_factor": [1.0 + i / 8 for i in range(6)],
-    "long_factor": [2.0 + i for i in range(6)],
-}
-GRANITE = {
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.1,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 0.25,
-}
-MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 12, "swiglu_limit": 1.5}
-SHARED_MOE = {**MOE, "shared_expert_intermediate_size": 32}
-DELTA_NET = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
-DEEPSEEK = {
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 16,  # head_dim
-    "v_head_dim": 20,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-}
-EXPERT_GROUPS = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-DEEPSEEK_ROPE = {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 1.2}
 GEMMA3: dict[str, Any] = {"heads": (6, 2), "tied": True, "norm_offset": 1.0, "signed_norm": True, "seed": 1}
 GEMMA4: dict[str, Any] = {"heads": (6, 2), "tied": True, "signed_norm": True, "rope": gemma4_settings.ROPE}
 
@@ -270,6 +233,10 @@ EVEN_FAMILIES = {
         "lfm2", {"full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}, seed=1
     ),
     "qwen3.5-moe": Family("qwen3_5_moe_text", {**DELTA_NET, **SHARED_MOE}, head_dim=32, norm_offset=1.0),
+    # With heads of the delta net as the native step wants them.
+    "qwen3.5-wide": replace(FAMILIES["qwen3.5"], settings=WIDE_NET),
+    "qwen3.5-moe-wide": Family("qwen3_5_moe_text", {**WIDE_NET, **SHARED_MOE}, head_dim=32, norm_offset=1.0),
+    "qwen3-next-wide": replace(FAMILIES["qwen3-next"], settings={**WIDE_NET, **SHARED_MOE, "mlp_only_layers": [1]}),
     "lfm2-moe-even": replace(FAMILIES["lfm2-moe"], heads=(4, 2)),
     "llama-bias-even": replace(FAMILIES["llama-bias"], heads=(4, 2)),
     "gpt-oss-even": replace(FAMILIES["gpt-oss"], heads=(4, 2)),
@@ -282,6 +249,9 @@ EVEN_FAMILIES = {
         FAMILIES["gemma4"], settings=gemma4_settings.DENSE | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),
     "gemma4-e-even": replace(FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER_8, heads=(4, 2), seed=1),
+    "gemma4-e-wide": replace(  # with an input of each layer as the native step wants it
+        FAMILIES["gemma4-e"], settings=gemma4_settings.PER_LAYER | {"hidden_size_per_layer_input": 32}
+    ),
     "gemma4-moe-even": replace(
         FAMILIES["gemma4-moe"], settings=gemma4_settings.EXPERTS | {"num_global_key_value_heads": 2}, heads=(4, 2)
     ),

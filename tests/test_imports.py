@@ -18,7 +18,6 @@ models -> layers -> attention, weights -> kernels, native
 runner -> checkpoint
 runner -> native.support -> models
 runner -> native.formats -> native.support, native.weights
-layers -> native.delta_rule
 runner -> native.weights -> weights
 executor, remote -> remote.transport
 executor, layers -> distributed

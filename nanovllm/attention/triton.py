@@ -32,10 +32,9 @@ from nanovllm.kernels.attention.rope_store import rope_store
 from nanovllm.kernels.attention.small_batch import (
     MAX_PAIRS,
     MAX_PROGRAMS,
-    merges_together,
+    small_batch_config,
     small_batch_decode,
     small_batch_serves,
-    small_batch_splits,
 )
 
 MANY_DECODES, MOST_DECODES = 32, 80  # see `_starts_early`
@@ -304,8 +303,13 @@ class TritonBackend:
     def _decode_small_batch(
         self, qkv: Tensor, layer: LayerAttention, cache: LayerCache, step: TritonStep, tables: Tensor, out: Tensor
     ) -> None:
-        pairs = len(tables) * self.shape.num_kv_heads
-        together = merges_together(self._group, window=layer.window, sinks=layer.sinks is not None)
+        config = small_batch_config(
+            len(tables) * self.shape.num_kv_heads,
+            self._group,
+            window=layer.window,
+            sinks=layer.sinks is not None,
+            long=step.lengths is Lengths.LONG,
+        )
         small_batch_decode(
             qkv,
             cache.kv,
@@ -320,7 +324,7 @@ class TritonBackend:
             window=layer.window,
             sinks=layer.sinks,
             out=out,
-            splits=small_batch_splits(pairs, self._group, together=together, long=step.lengths is Lengths.LONG),
+            config=config,
             pdl=self._pdl,
         )
 

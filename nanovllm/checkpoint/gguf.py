@@ -137,8 +137,7 @@ class GGUFFile:
 
     def tensor_types(self) -> Iterator[tuple[str, str]]:
         """Yield (HF name, type) of every weight that may stay packed."""
-        named = ((self._hf_name(i.name), i.type_name) for i in self.tensors.values() if i.name not in ROPE_TENSORS)
-        yield from ((name, kind) for name, kind in named if not name.endswith(self.family.dense))
+        yield from ((self._hf_name(i.name), i.type_name) for i in self.tensors.values() if i.name not in ROPE_TENSORS)
 
     def iter_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (HF name, tensor), each read completely."""

@@ -27,10 +27,8 @@ class Group:
         return x
 
     def gather(self, x: Tensor, to: int, dim: int = -1) -> Tensor | None:
-        """Concatenate the `x` of all ranks, which have the same shape, along `dim` in the order of ranks.
-
-        Only rank `to` gets the result; the others get None.
-        """
+        """Concatenate the `x` of all ranks, which have the same shape, along `dim` in the order of ranks. Only rank
+        `to` gets the result; the others get None."""
         return x
 
     def close(self) -> None:

@@ -180,10 +180,8 @@ class Scheduler:
         return step.plan
 
     def _handle_events(self, at_event: list[Sequence]) -> tuple[set[Sequence], list[NewBlocks]]:
-        """Handle sequences that need a block or whose last token is in flight.
-
-        Returns the sequences that rest in this step, and the blocks that the others were given.
-        """
+        """Handle sequences that need a block or whose last token is in flight. Returns the sequences that rest in this
+        step, and the blocks that the others were given."""
         resting: set[Sequence] = set()
         new_blocks: list[NewBlocks] = []
         if self.proposer is not None:  # proposals continue known tokens
@@ -262,10 +260,8 @@ class Scheduler:
         )
 
     def _chunk(self, seq: Sequence, budget: int, new_blocks: list[NewBlocks]) -> ScheduledRow:
-        """Schedule as many uncomputed tokens as budget and blocks allow. With the last one it starts to decode.
-
-        Its new blocks are added to `new_blocks`.
-        """
+        """Schedule as many uncomputed tokens as budget and blocks allow. With the last one it starts to decode. Its new
+        blocks are added to `new_blocks`."""
         start = seq.num_computed_tokens
         num_new = min(seq.num_tokens - start, budget)
         if self.block_manager.extends_chunks:  # else all blocks were allocated when the sequence was admitted

@@ -417,6 +417,12 @@ def select_linear(case: LinearCase) -> LinearKernel | None:
     return None
 
 
+def joins_layers(*linears: LinearCase) -> bool:
+    """Whether `packed_layer` may compute o, gate and up, down, and q, k and v, if it serves their sizes."""
+    int4 = all(one.format == "int4_groups" and one.group == SUMMED_GROUP and _packed_at_once(one) for one in linears)
+    return int4 and all(one.bfloat16 and one.whole and not one.bias and one.rows <= EIGHT_ROWS for one in linears)
+
+
 def delta_net_serves(key_dim: int, value_dim: int) -> bool:
     """Whether our kernels compute a gated delta net with heads of these sizes, whose states they keep in registers."""
     return max(key_dim, value_dim) <= LARGEST_DELTA_NET_HEAD
@@ -468,6 +474,7 @@ SLOW_TO_COMPILE = (
     "_decode_kernel",
     "_cut_kernel",
     "_packed_wide_kernel",
+    "_packed_layer_kernel",
     "_packed_at_once_kernel",
     "_packed_wide_experts_kernel",
     "_latent_decode_hopper_kernel",
@@ -486,5 +493,5 @@ def linear_symbols() -> list[str]:
     experts = {"_experts_kernel", "_fp8_experts_kernel", "_packed_experts_kernel", "_row_kernel"}
     experts |= {"_packed_expert_rows_kernel", "_packed_wide_experts_kernel"}
     experts |= {"_route_rows_kernel", "_route_tokens_kernel"}
-    latent = {"_absorb_kernel", "_project_kernel"}
-    return sorted({kernel.symbol for kernel in LINEAR_KERNELS if kernel.symbol} | experts | latent)
+    others = {"_absorb_kernel", "_project_kernel", "_packed_layer_kernel"}
+    return sorted({kernel.symbol for kernel in LINEAR_KERNELS if kernel.symbol} | experts | others)

@@ -51,5 +51,8 @@ class Attention:
 
     def mix(self, x: Residual, state: LayerCache, step: Step, *, norm: RMSNorm) -> Tensor:
         """[num_tokens, heads * head_dim]: what each token gathers from those before it; `o_proj` adds it to x."""
-        qkv = self.qkv_proj(x, norm=norm).view(len(x), -1, self._own.head_dim)
-        return self._backend.forward(qkv, self._layer, state, step.attention)
+        return self.attend(self.qkv_proj(x, norm=norm), state, step)
+
+    def attend(self, qkv: Tensor, state: LayerCache, step: Step) -> Tensor:
+        """`mix` of what `qkv_proj` gives."""
+        return self._backend.forward(qkv.view(len(qkv), -1, self._own.head_dim), self._layer, state, step.attention)

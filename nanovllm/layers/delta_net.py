@@ -1,7 +1,5 @@
 """The gated delta net of Qwen3-Next and Qwen3.5: its plain form on torch, or our kernels where they run."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +17,6 @@ from nanovllm.layers.mlp import part_of
 from nanovllm.layers.residual import Residual
 from nanovllm.layers.sequences import Sequences
 from nanovllm.layers.step import Step
-from nanovllm.native.delta_rule import native_delta_rule, native_delta_rule_serves
 from nanovllm.weights.dense import DenseWeight
 
 if TYPE_CHECKING:
@@ -45,9 +42,6 @@ class DeltaNet:
             shape = self._weights[name].shard_shape(self._group.rank, self._group.size)
             dtype = torch.float32 if name in IN_FLOAT32 else context.dtype
             self.held[name] = torch.empty(shape, dtype=dtype, device=context.device)
-        self._native_rule: Callable[..., Tensor] | None = None
-        if context.weight_formats.products is not None and native_delta_rule_serves(spec.key_dim, spec.value_dim):
-            self._native_rule = partial(native_delta_rule, context.weight_formats.products)
         self._kernels: DeltaNetKernels | None = None
         if context.kernels and delta_net_serves(spec.key_dim, spec.value_dim):
             from nanovllm.layers import delta_net_kernels
@@ -92,8 +86,7 @@ class DeltaNet:
         decay = -self.held["A_log"].exp() * F.softplus(a + self.held["dt_bias"])
         matrices = state[:, kept[0].numel() :].unflatten(1, (own.num_value_heads, own.key_dim, own.value_dim))
         v = v.unflatten(1, (own.num_value_heads, own.value_dim))
-        compute = self._native_rule or self._delta_rule
-        out = compute(q * own.key_dim**-0.5, k, v, decay, b.sigmoid(), state=matrices, sequences=sequences)
+        out = self._delta_rule(q * own.key_dim**-0.5, k, v, decay, b.sigmoid(), state=matrices, sequences=sequences)
         out = F.rms_norm(out, out.shape[-1:], None, self._eps).to(z.dtype) * self.held["norm"]
         return (out.float() * F.silu(z.view(out.shape).float())).to(z.dtype).flatten(1)
 

@@ -113,10 +113,8 @@ class Weight:
 def linear_weights(
     names: Sequence[str], outputs: Sequence[Dim], inputs: Dim, *, bias: bool = False, prefix: str = ""
 ) -> dict[str, Weight]:
-    """The "weight" and, with `bias`, the "bias" of a linear that checkpoints store as the modules `names`.
-
-    `prefix`: of "weight" and "bias", for a part of a layer with several linears.
-    """
+    """The "weight" and, with `bias`, the "bias" of a linear that checkpoints store as the modules `names`. `prefix`: of
+    "weight" and "bias", for a part of a layer with several linears."""
     rows = tuple(outputs)
     found = {f"{prefix}weight": Weight(tuple(f"{name}.weight" for name in names), rows, inputs, packable=True)}
     if bias:

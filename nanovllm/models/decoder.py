@@ -84,6 +84,11 @@ class Decoder:
             build_part(layer, context.within(f"model.layers.{index}."))
             for index, layer in zip(shard.layers, shard.layer_specs, strict=True)
         ]
+        self._joined: Callable[..., Tensor | None] = lambda *_: None
+        if context.gluon and all(type(layer) is DecoderLayer for layer in self.layers):
+            from nanovllm.layers.joined_layers import JoinedLayers
+
+            self._joined = JoinedLayers(self.layers, context)
         self.norm: RMSNorm | None = None
         self.lm_head: Linear | None = None
         if shard.has_head:
@@ -99,8 +104,11 @@ class Decoder:
         With `wanted`, [n] indices of tokens, gives [n, hidden]: the last layer does no more than these need."""
         if self.spec.scales is not None and 0 in self.shard.layers[which]:
             x = self.spec.scales.embedded(x)
+        layers = list(zip(self.layers, states, strict=True))[which]
+        if wanted is None and (joined := self._joined(x, layers, step)) is not None:
+            return joined
         residual, last = self._residual(x), self.layers[-1]
-        for layer, state in list(zip(self.layers, states, strict=True))[which]:
+        for layer, state in layers:
             residual = layer(residual, state, step, wanted if layer is last else None)
         return residual.rows
 

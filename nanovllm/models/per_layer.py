@@ -4,7 +4,6 @@ The inputs of all layers stand beside the embedded tokens in one tensor, [num_to
 stages send it on like that, so a later stage needs no embeddings.
 """
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ class PerLayerEmbedding(Embedding):
         self.weight = tokens.weight
         self._tokens, self._scales, self._own = tokens, scales, spec
         self._table = type(tokens)(spec.table(), context)
-        self._table_scales = Scales(embedding=math.sqrt(spec.size), rounds_embedding=True)
         self.projection = Linear({"weight": spec.projection()}, context.within(PROJECTION))
         self.norm = RMSNorm(spec.norm(), context, eps=spec.norm_eps)
 
@@ -41,7 +39,7 @@ class PerLayerEmbedding(Embedding):
 
     def __call__(self, token_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden + layers * size]
         x = self._tokens(token_ids)
-        looked_up = self._table_scales.embedded(self._table(token_ids))
+        looked_up = self._own.scales.embedded(self._table(token_ids))
         projected = self.projection(self._scales.embedded(x)) * self._own.hidden_size**-0.5
         projected = self.norm(projected.view(-1, self._own.size)).reshape(looked_up.shape)
         return torch.cat([x, (projected + looked_up) * 2**-0.5], dim=1)

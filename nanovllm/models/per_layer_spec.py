@@ -1,9 +1,11 @@
 """Per-layer embeddings: a second table that gives every layer an input of its own for each token; no torch."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nanovllm.layers.spec import Dim, Weight, norm_weight
+from nanovllm.models.scales import Scales
 
 PROJECTION, NORM = "model.per_layer_model_projection.", "model.per_layer_projection_norm."  # in checkpoints
 
@@ -20,6 +22,11 @@ class PerLayerSpec:
     def width(self) -> int:
         """Columns of the table: the inputs of all layers, side by side."""
         return self.num_layers * self.size
+
+    @property
+    def scales(self) -> Scales:
+        """Of rows of the table."""
+        return Scales(embedding=math.sqrt(self.size), rounds_embedding=True)
 
     def table(self) -> Weight:
         vocab = Dim(self.vocab_size, divided="tokens of the vocabulary", pads=True)

@@ -81,7 +81,8 @@ def describe(path: Path) -> Description:
 
         with GGUFFile(path) as file:
             config = _with_all_eos(file.hf_config(), file.generation_config())
-            return Description(replace(config, packing=packing_of(file.tensor_types())), file.metadata)
+            packing = packing_of(file.tensor_types(), file.family.column_blocks(file))
+            return Description(replace(config, packing=packing), file.metadata)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
     raw = read_json(path / "config.json")

@@ -17,7 +17,7 @@ from nanovllm.checkpoint.stored import Index, Part, Stored
 from nanovllm.layers.spec import Weight
 from nanovllm.native import GROUP
 from nanovllm.native.build import declare
-from nanovllm.native.support import fits, forms_of
+from nanovllm.native.support import Makes, fits, forms_of
 from nanovllm.native.weights import ADDRESS, NUMBER, PACKING, Matrix, NativeWeight, pointer
 from nanovllm.weights.format import StoredWeight, WeightFormat
 from nanovllm.weights.formats import WeightFormats
@@ -29,7 +29,6 @@ SIGNATURES = PACKING | {
     "engine_for_products": (ADDRESS, [NUMBER, NUMBER]),
     "engine_products": (None, [ADDRESS, ADDRESS, NUMBER, ADDRESS, NUMBER, ADDRESS, NUMBER]),
     "engine_destroy": (None, [ADDRESS]),
-    "engine_delta_rule": (None, [ADDRESS, ADDRESS]),
     "matrix_rows": (None, [ADDRESS, ADDRESS, ctypes.c_int64, ADDRESS]),
 }
 
@@ -157,7 +156,7 @@ class NativeFormats(WeightFormats):
     products: Products
     stored: Packing | None  # as the checkpoint is packed
     packs: bool  # weights that the file holds packed stay packed
-    makes: Callable[[str, Weight], Form | None]  # what a weight is rounded to while loading
+    makes: Makes  # what a weight is rounded to while loading
 
     def of(self, prefix: str, weight: Weight, num_ranks: int = 1) -> WeightFormat:
         if multiplies(prefix, weight, self.stored if self.packs else None, self.makes):
@@ -165,9 +164,7 @@ class NativeFormats(WeightFormats):
         return super().of(prefix, weight, num_ranks)
 
 
-def multiplies(
-    prefix: str, weight: Weight, packing: Packing | None, makes: Callable[[str, Weight], Form | None]
-) -> bool:
+def multiplies(prefix: str, weight: Weight, packing: Packing | None, makes: Makes) -> bool:
     """Whether the library multiplies this weight, or reads rows of it. `packing`: in which it stays."""
     if weight.columns is None or not (weight.packable or weight.names[0].startswith("model.embed_tokens")):
         return False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.checkpoint.packed.fp4 import NUMBERS as NUMBERS_OF_FP4
 from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, quantize_fp4
-from nanovllm.checkpoint.packed.gguf import scales_and_minima
+from nanovllm.checkpoint.packed.gguf import ReorderedColumns, scales_and_minima
 from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.packed.groups import Pieces, quantize_groups
 from nanovllm.checkpoint.packed.int8 import Int8Tensor
@@ -40,7 +40,9 @@ class Matrix(ctypes.Structure):
         *((name, NUMBER) for name in ("type", "rows", "columns")),
         *((name, ADDRESS) for name in ("data", "bias")),
         *((name, NUMBER) for name in ("bits", "scale_type", "minimum_type", "groups_per_scale")),
-        *((name, ADDRESS) for name in ("table", "scales", "minima", "units")),
+        *((name, ADDRESS) for name in ("table", "scales", "minima")),
+        ("groups_per_unit", NUMBER),
+        ("units", ADDRESS),
     )
 
 
@@ -58,6 +60,7 @@ class NativeWeight:
         self.data = self.scales = torch.empty(0)
         self.minima: Tensor | None = None
         self.units: Tensor | None = None
+        self._groups_per_unit = 1
         self._table: Tensor | None = None
         self.shape: tuple[int, ...] = ()
 
@@ -72,6 +75,8 @@ class NativeWeight:
         kind = getattr(tensor, "type_name", None)
         if isinstance(form, GroupForm) and kind in IN_FILES:
             self._keep_blocks(cast(Any, tensor).blocks(part)[0], kind)
+            if isinstance(tensor, ReorderedColumns):
+                self._move_columns(tensor.order, form.unit_size)
             return
         if isinstance(form, GroupForm):
             sizes = form.sizes_in(self.shape[1])
@@ -118,6 +123,7 @@ class NativeWeight:
     def _keep_blocks(self, blocks: Tensor, kind: str) -> None:
         """Blocks of a type of GGUF, [rows, blocks, bytes]."""
         form, blocks = FORMS[kind], blocks.contiguous()
+        self._groups_per_unit = form.unit_size // GROUP
         self._keep_codes(blocks, IN_FILES[kind], scale_columns=form.group_size)
         if kind == "Q6_K":
             self.scales = self._in_strips(blocks[..., 192:208]).view(torch.int8)
@@ -131,6 +137,23 @@ class NativeWeight:
             if form.minimum:  # what the file adds, a minimum subtracts
                 self.minima = self._halves(blocks[..., 2:4]).neg_()
 
+    def _move_columns(self, order: Sequence[int], unit_size: int) -> None:
+        """Put block `order[i]` of columns at i, where the new units are those of `unit_size` columns."""
+        num_strips = self.data.shape[0] // self._library.rows_of_strip()
+
+        def moved(values: Tensor) -> Tensor:
+            """What a strip has for each block of columns is in one place."""
+            return values.view(num_strips, len(order), -1)[:, torch.tensor(order)].view_as(values)
+
+        self.data, self.scales = moved(self.data), moved(self.scales)
+        if self.minima is not None:
+            self.minima = moved(self.minima)
+        if self.units is not None:
+            units = self.units.view(num_strips, self.shape[1] // (GROUP * self._groups_per_unit), -1)
+            self._groups_per_unit = unit_size // GROUP
+            per_block = units.repeat_interleave(self.shape[1] // unit_size // units.shape[1], dim=1)
+            self.units = moved(per_block.view(self.data.shape[0], -1))
+
     def _halves(self, numbers: Tensor) -> Tensor:
         """Finite numbers in float16."""
         found = self._in_strips(numbers, size=2).view(torch.float16)
@@ -139,7 +162,9 @@ class NativeWeight:
         return found
 
     def _keep_pieces(self, pieces: Pieces, form: GroupForm, scale_columns: int) -> None:
-        self._keep_codes(pieces.codes, Blocks(GROUP, GROUP * form.bits // 8, form.bits, low_together=1), scale_columns=scale_columns)
+        self._keep_codes(
+            pieces.codes, Blocks(GROUP, GROUP * form.bits // 8, form.bits, low_together=1), scale_columns=scale_columns
+        )
         scale = pieces.scale if pieces.scale.dtype == torch.float16 else pieces.scale.float()
         self.scales = self._in_strips(scale.contiguous()[:, None])
         if pieces.zero is not None:
@@ -170,7 +195,7 @@ class NativeWeight:
         if self.minima is not None:
             found.minima, found.minimum_type = pointer(self.minima), NUMBERS[self.minima.dtype]
         if self.units is not None:
-            found.units = pointer(self.units)
+            found.units, found.groups_per_unit = pointer(self.units), self._groups_per_unit
         if self._table is not None:
             found.table = pointer(self._table)
         return found
@@ -196,19 +221,22 @@ def named_parts(prefix: str, weight: Weight) -> list[tuple[str, TensorPart]]:
     return [(prefix + part.name + number, part) for part, number in zip(parts, numbers, strict=True)]
 
 
-def native_slots(spec: ModelSpec, target_of: Callable[[str, Weight], Target]) -> dict[str, Slot]:
-    """Where every tensor of a checkpoint goes, by its Hugging Face name. `target_of`: from a part's name and weight."""
+def native_slots(spec: ModelSpec, target_of: Callable[[str, str, Weight], Target]) -> dict[str, Slot]:
+    """Where every tensor of a checkpoint goes, by its Hugging Face name. `target_of`: from the prefix of a weight, the
+    name of one of its parts, and the weight."""
     last_norm = norm_weight(spec.hidden_size, spec.norm_offset)
     weights = [("", spec.embedding_weight()), ("model.norm.", last_norm)]
     if not spec.tie_word_embeddings:
         weights.append(("", spec.head_weight()))
     for index, layer in enumerate(spec.layers):
         weights += [(f"model.layers.{index}.{prefix}", weight) for prefix, weight in layer.weights()]
+    if spec.per_layer is not None:
+        weights += spec.per_layer.weights()
     found: dict[str, Slot] = {}
     for prefix, weight in weights:
         held: dict[str, list[tuple[Target, TensorPart]]] = {}
         for name, part in named_parts(prefix, weight):
-            held.setdefault(prefix + part.name, []).append((target_of(name, weight), part))
+            held.setdefault(prefix + part.name, []).append((target_of(prefix, name, weight), part))
         for name, parts in held.items():
             targets, own = [target for target, _ in parts], parts[0][1]
             places = tuple(((number,), part.part) for number, (_, part) in enumerate(parts))

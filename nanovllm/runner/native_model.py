@@ -3,7 +3,7 @@
 import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,51 +13,22 @@ from torch import Tensor
 from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention, LayerCache
 from nanovllm.attention.sdpa import zeros
 from nanovllm.checkpoint.stored import Slot
-from nanovllm.layers.moe_spec import MoeSpec
 from nanovllm.layers.query_scale import query_factors
 from nanovllm.layers.query_scale_spec import ScaledQueryAttentionSpec
-from nanovllm.layers.short_conv_spec import ShortConvSpec
-from nanovllm.layers.spec import AttentionSpec, MlpSpec, RopeSpec, Weight
+from nanovllm.layers.spec import AttentionSpec, RopeSpec, Weight
 from nanovllm.layers.step import Step
-from nanovllm.layers.wide_norm_spec import WideNormAttentionSpec
+from nanovllm.models.scales import Scales
 from nanovllm.models.shard import Shard
 from nanovllm.native.build import declare
-from nanovllm.native.support import norms_of
-from nanovllm.native.weights import DENSE, PACKING, Matrix, NativeWeight, named_parts, native_slots, pointer
-from nanovllm.weights.forms import Form
+from nanovllm.native.support import Makes, attention_specs
+from nanovllm.native.weights import DENSE, PACKING, NativeWeight, native_slots, pointer
+from nanovllm.runner.native_layers import Model, NativeLayers
 
 PARTS = (
-    *("embedding", "norms", "q, k, v", "rotation", "attention", "b, c, h", "convolution", "output"),
+    *("embedding", "norms", "q, k, v", "rotation", "attention", "inputs of states", "states", "output"),
     *("routing", "gate, up", "down", "head"),
 )
-POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-
-
-class Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down", "router")),
-        ("experts", POINTER),
-        *((name, POINTER) for name in ("input_norm", "ffn_norm", "after_attention", "after_ffn", "q_norm", "k_norm")),
-        *((name, POINTER) for name in ("rotary", "keys", "values", "filters", "filter_bias", "states")),
-        *((name, INT) for name in ("window", "group", "state_stride")),
-    )
-
-
-class Model(ctypes.Structure):
-    _fields_ = (
-        *((name, INT) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *(
-            (name, INT)
-            for name in ("head_dim", "block_size", "num_experts", "experts_per_token", "kv_type", "normalize_shares")
-        ),
-        *((name, INT) for name in ("num_parts", "uses_gelu", "norms_all_heads", "conv_taps")),
-        *((name, FLOAT) for name in ("eps", "head_norm_eps", "last_norm_eps", "scale", "embedding_scale")),
-        ("query_scales", POINTER),
-        ("layers", POINTER),
-        ("embedding", Matrix),
-        ("head", Matrix),
-        ("last_norm", POINTER),
-    )
+POINTER, INT = ctypes.c_void_p, ctypes.c_int32
 
 
 class StepArguments(ctypes.Structure):
@@ -82,12 +53,13 @@ class NativeBackend:
 
     plans_on_device = False
 
-    def __init__(self, shape: CacheShape) -> None:
-        self.shape, self.block_size = shape, shape.block_size
+    def __init__(self, shape: CacheShape, layers: Sequence[AttentionSpec]) -> None:
+        """`shape`: that of the first layer."""
+        self.shape, self.block_size, self._layers = shape, shape.block_size, layers
 
     def make_cache(self, num_blocks: Mapping[int | None, int]) -> list[LayerCache]:
         s = self.shape
-        sizes = [(2, num_blocks[window], s.num_kv_heads, s.block_size, s.head_dim) for window in s.windows]
+        sizes = [(2, num_blocks[x.window], x.num_kv_heads, s.block_size, x.head_dim) for x in self._layers]
         return [LayerCache(zeros(size, s.cache_dtype, s.device)) for size in sizes]
 
     def prepare(self, geometry: BatchGeometry, upload: Callable[[np.ndarray], Tensor]) -> BatchGeometry:
@@ -107,7 +79,7 @@ class NativeModel:
         block_size: int,
         num_threads: int,
         packs: bool,  # weights that the file holds packed stay packed
-        makes: Callable[[Weight], Form | None],  # what a weight is rounded to while loading
+        makes: Makes,  # what a weight is rounded to while loading
         kv_dtype: torch.dtype,
         rounds_inputs: bool,  # of dense products to bfloat16, if the CPU multiplies such numbers
     ) -> None:
@@ -118,8 +90,7 @@ class NativeModel:
         self._most_positions = min(map(len, rotary.values()))
         self._query_scales = torch.empty(0)  # of each position, or none
         self._weights: dict[str, NativeWeight] = {}  # by name in checkpoints
-        self._layers = (Layer * self.spec.num_layers)()
-        self._experts: list[ctypes.Array[Matrix]] = []  # of each layer
+        self._layers: NativeLayers
         self._windows = list(self.spec.windows)  # of the groups
         self._bound: list[Any] = []  # the states whose addresses the layers have
         self._computed: tuple[Tensor, Tensor] | None = None  # hidden states and logits of the last step
@@ -130,116 +101,49 @@ class NativeModel:
     def slots(self) -> dict[str, Slot]:
         """Where every tensor of a checkpoint goes, by its Hugging Face name."""
 
-        def target_of(name: str, weight: Weight) -> NativeWeight:
-            self._weights[name] = NativeWeight(self._library, packs=self._packs, makes=self._makes(weight))
+        def target_of(prefix: str, name: str, weight: Weight) -> NativeWeight:
+            self._weights[name] = NativeWeight(self._library, packs=self._packs, makes=self._makes(prefix, weight))
             return self._weights[name]
 
         return native_slots(self.spec, target_of)
 
     def finish_loading(self) -> None:
         """Describe the weights to C, and start its threads."""
-        spec, first = self.spec, self.spec.layers[0]
-        mixer = next(layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec))
-        convolution = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, ShortConvSpec)), None)
-        head_norm_eps = mixer.wide_norm_eps if isinstance(mixer, WideNormAttentionSpec) else mixer.qk_norm_eps
-        if isinstance(mixer, ScaledQueryAttentionSpec):
-            self._query_scales = query_factors(mixer, torch.arange(self._most_positions) // mixer.original_length)
-        feed_forwards = cast(list[MlpSpec | MoeSpec], [layer.feed_forward for layer in spec.layers])
-        experts = next((each for each in feed_forwards if isinstance(each, MoeSpec)), None)
-        for index in range(spec.num_layers):
-            self._describe_layer(index)
+        spec = self.spec
+        self._layers = NativeLayers(spec, self._weights, self._rotary)
         embedding = self._weights["model.embed_tokens.weight"]
         model = Model(
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
-            intermediate=max(each.intermediate_size for each in feed_forwards),
-            num_heads=mixer.num_heads,
-            num_kv_heads=mixer.num_kv_heads,
-            head_dim=mixer.head_dim,
             block_size=self._block_size,
-            num_experts=experts.num_experts if experts else 0,
-            experts_per_token=experts.num_experts_per_token if experts else 0,
             kv_type=DENSE[self._kv_dtype],
-            normalize_shares=bool(experts and experts.norm_topk_prob),
             num_parts=1 if self._rounds_inputs else 3,
-            uses_gelu=feed_forwards[0].activation == "gelu",
-            norms_all_heads=isinstance(mixer, WideNormAttentionSpec),
-            conv_taps=convolution.kernel_size if convolution else 0,
-            eps=first.norm_eps,
-            head_norm_eps=head_norm_eps or 0.0,
             last_norm_eps=spec.norm_eps,
-            scale=mixer.score_scale,
-            embedding_scale=self._embedding_scale(),
-            query_scales=pointer(self._query_scales) if len(self._query_scales) else None,
-            layers=ctypes.addressof(self._layers),
+            embedding_scale=self._factor(spec.scales or Scales()),
+            own_scale=self._factor(spec.per_layer.scales) if spec.per_layer is not None else 1.0,
+            query_scales=self._scales_of_queries(),
+            layers=ctypes.addressof(self._layers.all),
             embedding=embedding.matrix(),
             head=(embedding if spec.tie_word_embeddings else self._weights["lm_head.weight"]).matrix(),
             last_norm=pointer(self._weights["model.norm.weight"].data),
+            **self._layers.sizes(),
         )
         self._engine = self._library.engine_create(model, self._num_threads)
         if not self._engine:
             raise MemoryError("no memory for the activations of the native step")
         self.close = weakref.finalize(self, self._library.engine_destroy, self._engine)
 
-    def _embedding_scale(self) -> float:
-        """The factor of embedded tokens; transformers rounds it to the dtype in which it computes."""
-        scales = self.spec.scales
-        if scales is None:
-            return 1.0
+    def _scales_of_queries(self) -> ctypes.c_void_p | None:
+        mixer = attention_specs(self.spec)[0]
+        if not isinstance(mixer, ScaledQueryAttentionSpec):
+            return None
+        self._query_scales = query_factors(mixer, torch.arange(self._most_positions) // mixer.original_length)
+        return pointer(self._query_scales)
+
+    def _factor(self, scales: Scales) -> float:
+        """Of embedded tokens; transformers rounds it to the dtype in which it computes."""
         dtype = torch.bfloat16 if self._rounds_inputs and scales.rounds_embedding else torch.float32
         return float(scales.embedded(torch.ones((), dtype=dtype)))
-
-    def _describe_layer(self, index: int) -> None:
-        layer, prefix = self._layers[index], f"model.layers.{index}"
-        spec = self.spec.layers[index]
-        mixer, feed_forward = f"{prefix}.{spec.mixer_name}.", f"{prefix}.{spec.feed_forward_name}."
-        norms = {field: f"{prefix}.{name}.weight" for field, name in norms_of(spec).items()}
-        if isinstance(spec.mixer, ShortConvSpec):
-            self._describe_convolution(layer, mixer, spec.mixer.weights())
-        else:
-            assert isinstance(spec.mixer, AttentionSpec)
-            layer.rotary = pointer(self._rotary[spec.mixer.rope])
-            layer.window, layer.group = spec.mixer.window or 0, self._windows.index(spec.mixer.window)
-            attention = spec.mixer.weights()
-            self._describe(layer, mixer, attention, "qkv_", ("q", "k", "v"))
-            self._describe(layer, mixer, attention, "o_", ("o",))
-            norms |= {field: mixer + attention[field].names[0] for field in ("q_norm", "k_norm") if field in attention}
-        weights = cast(MlpSpec | MoeSpec, spec.feed_forward).weights()
-        if isinstance(spec.feed_forward, MoeSpec):
-            layer.router = self._weights[feed_forward + weights["router"].names[0]].matrix()
-            layer.experts = self._describe_experts(f"{feed_forward}experts", spec.feed_forward.num_experts)
-        else:
-            self._describe(layer, feed_forward, weights, "gate_up_", ("gate", "up"))
-            self._describe(layer, feed_forward, weights, "down_", ("down",))
-        for field, name in norms.items():
-            setattr(layer, field, pointer(self._weights[name].data))
-
-    def _describe_convolution(self, layer: Layer, prefix: str, weights: Mapping[str, Weight]) -> None:
-        self._describe(layer, prefix, weights, "in_", ("q", "k", "v"))
-        self._describe(layer, prefix, weights, "out_", ("o",))
-        filters = self._weights[prefix + weights["conv"].names[0]]
-        filters.data = filters.data[:, 0].T.contiguous()  # [channels, 1, taps] -> [taps, channels]
-        layer.filters = pointer(filters.data)
-        if "conv_bias" in weights:
-            layer.filter_bias = pointer(self._weights[prefix + weights["conv_bias"].names[0]].data)
-
-    def _describe(
-        self, layer: Layer, prefix: str, weights: Mapping[str, Weight], kind: str, fields: Sequence[str]
-    ) -> None:
-        """The matrices of a linear, and their biases."""
-        names = [name for name, _ in named_parts(prefix, weights[f"{kind}weight"])]
-        biases: Sequence[str | None] = (None,) * len(names)
-        if f"{kind}bias" in weights:
-            biases = [name for name, _ in named_parts(prefix, weights[f"{kind}bias"])]
-        for field, name, bias in zip(fields, names, biases, strict=True):
-            setattr(layer, field, self._weights[name].matrix(None if bias is None else self._weights[bias]))
-
-    def _describe_experts(self, prefix: str, num_experts: int) -> int:
-        """The address of their matrices."""
-        names = [f"{prefix}.{n}.{name}_proj.weight" for n in range(num_experts) for name in ("gate", "up", "down")]
-        experts = (Matrix * len(names))(*(self._weights[name].matrix() for name in names))
-        self._experts.append(experts)
-        return ctypes.addressof(experts)
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -310,7 +214,7 @@ class NativeModel:
     def _bind(self, states: list[Any]) -> None:
         """`states`: of attention a cache, of a convolution [rows, conv_taps - 1, hidden]."""
         self._bound, self._num_blocks, self._num_rows = states, {}, 0
-        for layer, state in zip(self._layers, states, strict=True):
+        for layer, state in zip(self._layers.all, states, strict=True):
             if isinstance(state, LayerCache):
                 layer.keys, layer.values = pointer(state.kv[0]), pointer(state.kv[1])
                 self._num_blocks[layer.group] = state.kv.shape[1]

@@ -20,7 +20,7 @@ from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
 from nanovllm.native.blocks import row_bytes
 from nanovllm.native.formats import multiplies
-from nanovllm.native.support import FORMS_MADE, form_made, keeps_packed, products_make
+from nanovllm.native.support import FORMS_MADE, forms_to_make, keeps_packed
 from nanovllm.native.weights import DENSE, TILE, native_slots, part_shape
 from nanovllm.weights.formats import weight_formats
 from nanovllm.weights.forms import Form, Fp4Form, GroupForm, Int8Form
@@ -81,8 +81,10 @@ def step_weight_bytes(config: Config, model: ModelSpec, path: Path) -> int:
     packs = keeps_packed(config) and config.quantization not in FORMS_MADE
     counted: list[CountedWeight] = []
 
-    def target_of(name: str, weight: Weight) -> Target:
-        counted.append(CountedWeight(packs=packs, makes=form_made(config.quantization, weight)))
+    makes = forms_to_make(config, model)
+
+    def target_of(prefix: str, name: str, weight: Weight) -> Target:
+        counted.append(CountedWeight(packs=packs, makes=makes(prefix, weight)))
         return counted[-1]
 
     _count(config, model, path, native_slots(model, target_of))
@@ -91,7 +93,7 @@ def step_weight_bytes(config: Config, model: ModelSpec, path: Path) -> int:
 
 def products_weight_bytes(config: Config, model: ModelSpec, path: Path) -> int:
     """Of layers of torch with native products."""
-    shard, packs, makes = whole_model(model), keeps_packed(config), products_make(config, model)
+    shard, packs, makes = whole_model(model), keeps_packed(config), forms_to_make(config, model)
     plain = weight_formats(config.quantization, model.packing)
     counted: list[CountedWeight] = []
     slots: dict[str, Slot] = {}

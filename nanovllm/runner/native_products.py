@@ -9,7 +9,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native.formats import NativeFormats, Products
-from nanovllm.native.support import keeps_packed, products_make
+from nanovllm.native.support import forms_to_make, keeps_packed
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.native_sampler import NativeSampler
 from nanovllm.runner.sampling import Sampling
@@ -46,5 +46,5 @@ def native_formats(config: Config, model: ModelSpec, products: Products) -> Nati
         products=products,
         stored=model.packing,
         packs=keeps_packed(config),
-        makes=products_make(config, model),
+        makes=forms_to_make(config, model),
     )

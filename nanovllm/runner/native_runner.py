@@ -1,21 +1,18 @@
 """The runner of a CPU with the native library: the whole step of the model is one call of C."""
 
 import ctypes
-from functools import partial
 from typing import Any, cast
 
 import torch
 
 from nanovllm.attention.backend import CacheShape
 from nanovllm.attention.rotation import rotary_table
-from nanovllm.attention.select import ropes_of
 from nanovllm.config import Config
 from nanovllm.layers.context import BuildContext
-from nanovllm.layers.spec import AttentionSpec
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.shard import shard_of
 from nanovllm.models.spec import ModelSpec
-from nanovllm.native.support import FORMS_MADE, cache_dtype, form_made, keeps_packed
+from nanovllm.native.support import FORMS_MADE, attention_specs, cache_dtype, forms_to_make, keeps_packed
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.native_model import NativeBackend, NativeModel
 from nanovllm.runner.native_sampler import NativeSampler
@@ -32,7 +29,7 @@ class NativeRunner(ModelRunner):
         self._sampling = Sampling(self._stage, self.table, sampler)
 
     def _build_model(self, config: Config, model_config: ModelSpec, max_model_len: int) -> None:
-        mixers = [layer.mixer for layer in model_config.layers if isinstance(layer.mixer, AttentionSpec)]
+        mixers = attention_specs(model_config)
         mixer = mixers[0]
         shape = CacheShape(
             num_heads=mixer.num_heads,
@@ -44,19 +41,19 @@ class NativeRunner(ModelRunner):
             cache_dtype=getattr(torch, cache_dtype(config, model_config)),
             device=self.device,
         )
-        self.backend = NativeBackend(shape)
+        self.backend = NativeBackend(shape, mixers)
         self._context = BuildContext.on(self.device, dtype=torch.float32, attention=self.backend)
         self._native = NativeModel(
             shard_of(model_config, self._parallel.rank),
             self._library,
             rotary={
-                rope: rotary_table(rope, head_dim=mixer.head_dim, max_position=max_model_len, device=self.device)
-                for rope in ropes_of(mixers)
+                own.rope: rotary_table(own.rope, head_dim=own.head_dim, max_position=max_model_len, device=self.device)
+                for own in {each.rope: each for each in mixers}.values()
             },
             block_size=config.kv_cache_block_size,
             num_threads=torch.get_num_threads(),
             packs=keeps_packed(config) and config.quantization not in FORMS_MADE,
-            makes=partial(form_made, config.quantization),
+            makes=forms_to_make(config, model_config),
             kv_dtype=shape.cache_dtype,
             rounds_inputs=config.dtype == "bfloat16",
         )

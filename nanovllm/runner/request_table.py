@@ -131,10 +131,8 @@ class RequestTable:
         self._all[indices.long()] = values
 
     def append(self, rows: Tensor, tokens: Tensor, verification: "Verification | None" = None) -> None:
-        """Append sampled `tokens`, [n], to their `rows`, on the device. Row 0, padding, stays empty.
-
-        Without a verification each row occurs once and grows by one token.
-        """
+        """Append sampled `tokens`, [n], to their `rows`, on the device. Row 0, padding, stays empty. Without a
+        verification each row occurs once and grows by one token."""
         if verification is None:
             at = self.length[rows]
             new_length = at + (rows > 0)

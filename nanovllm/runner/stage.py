@@ -32,10 +32,8 @@ class Stage:
         return self.model.embed_tokens(tokens[rows, positions])
 
     def forward(self, x: Tensor, states: list[Any], step: Step, wanted: Tensor | None = None) -> Tensor | None:
-        """Run the layers; returns hidden states on the last pipeline stage, else None.
-
-        `wanted`: [n] indices of the tokens whose hidden states are needed; None = all.
-        """
+        """Run the layers; returns hidden states on the last pipeline stage, else None. `wanted`: [n] indices of the
+        tokens whose hidden states are needed; None = all."""
         return self.model(x, states, step, wanted)
 
     def logits(self, hidden: Tensor | None) -> Tensor | None:  # [num_rows, hidden] -> [num_rows, vocab]

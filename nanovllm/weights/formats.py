@@ -1,7 +1,7 @@
 """Which weight format each weight of a model has: the one that the option `quantization` names, or the checkpoint's."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.layers.spec import Weight
 from nanovllm.weights.dense import DenseFormat
@@ -16,7 +16,6 @@ class WeightFormats:
     made: "WeightFormat" = DenseFormat()  # of every weight that may have another format than dense
     packing: "Packing | None" = None  # the formats of a quantized checkpoint, by name
     quantizes: bool = False  # tensors of the checkpoint are converted to these formats
-    products: Any = None  # of the native library (native/formats.py), for layers of torch on a CPU
 
     def of(self, prefix: str, weight: Weight, num_ranks: int = 1) -> "WeightFormat":
         """The format of a weight whose tensors' names begin with `prefix` in checkpoints."""

@@ -14,6 +14,7 @@ from nanovllm.attention.backend import BatchGeometry, CacheShape, LayerAttention
 from nanovllm.attention.interface import AttentionBackend, Lengths
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import TritonBackend, padded
+from nanovllm.kernels.attention.small_batch import SmallBatchConfig
 from nanovllm.kernels.features import dependent_launch
 from tests.kernels.support import DEVICE
 
@@ -278,7 +279,7 @@ def test_a_decode_step_that_only_the_device_knows(
 ) -> None:
     """Equal to a step prepared on the host; padding rows among the others write nothing."""
     if DEVICE == "cpu":  # the interpreter runs one program after the other
-        monkeypatch.setattr("nanovllm.attention.triton.small_batch_splits", lambda *_, **__: 3)
+        monkeypatch.setattr("nanovllm.attention.triton.small_batch_config", lambda *_, **__: SmallBatchConfig(3))
     parts = [(40, 1), (3, 1), (100, 1)]
     shape = CacheShape(
         num_heads=num_heads,

@@ -77,8 +77,8 @@ OURS = {
         *("_dequantize_kernel", "_down_row_kernel", "_experts_kernel", "_few_rows_kernel", "_fp8_kernel"),
         *("_fp8_experts_kernel", "_fp8_many_rows_kernel", "_fp8_some_rows_kernel"),
         *("_gate_up_row_kernel", "_many_rows_kernel", "_matmul_kernel", "_one_row_kernel"),
-        *("_packed_at_once_kernel", "_packed_dequantize_kernel"),
-        *("_packed_expert_rows_kernel", "_packed_experts_kernel", "_packed_rows_kernel", "_packed_tiled_kernel"),
+        *("_packed_at_once_kernel", "_packed_dequantize_kernel", "_packed_expert_rows_kernel"),
+        *("_packed_experts_kernel", "_packed_layer_kernel", "_packed_rows_kernel", "_packed_tiled_kernel"),
         *("_packed_wide_experts_kernel", "_packed_wide_kernel", "_project_kernel", "_route_rows_kernel"),
         "_route_tokens_kernel",
         "_tiled_kernel",
@@ -172,14 +172,14 @@ def test_kernels_are_the_device_events_that_compute() -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="there is no native library on this machine")
-@pytest.mark.parametrize(("family", "has_convolutions"), [("llama", False), ("lfm2", True)])
-def test_parts_of_the_native_step(family: str, has_convolutions: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("family", "has_states"), [("llama", False), ("lfm2", True)])
+def test_parts_of_the_native_step(family: str, has_states: bool, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--batch-sizes", "1,2", "--input-len", "6", "--steps", "3", "--num-kv-cache-blocks", "16"]
     assert main(["bench", "profile", "--model", str(model_dir(family)), "--device", "cpu", *options, "--json"]) == 0
     for size, row in enumerate(json.loads(capsys.readouterr().out)["results"], 1):
         shares = [value for name, value in row.items() if name.endswith("_percent")]
         assert row["batch_size"] == size and row["attention_percent"] > 0 and "routing_percent" not in row
-        assert all((f"{part}_percent" in row) == has_convolutions for part in ("b, c, h", "convolution"))
+        assert all((f"{part}_percent" in row) == has_states for part in ("inputs of states", "states"))
         assert sum(shares) == pytest.approx(100)
 
 

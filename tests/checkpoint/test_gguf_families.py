@@ -56,6 +56,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, architectur
         ("phi4-mini", "phi3", "Q8_0", "self_attn.qkv_proj"),
         ("lfm2-attention-last", "lfm2", "Q8_0", "conv.in_proj"),
         ("qwen3.5-gguf", "qwen35", "Q8_0", "linear_attn.in_proj_qkv"),
+        ("qwen3.5-wide", "qwen35", "Q8_0", "linear_attn.out_proj"),
         ("gemma4-moe", "gemma4", "Q8_0", "moe.experts.0.up_proj"),
     ],
 )

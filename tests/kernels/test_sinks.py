@@ -23,7 +23,7 @@ chunks = {f"chunk_{name}": row for name in ("rows", "starts", "first_tokens", "n
 chunks |= dict(q_norm=None, tiles=torch.empty(4, 2, **count), blocks=table, num_heads=64, num_kv_heads=8)
 config = prefill.prefill_config(head_dim=64, group=8, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
 prefill.paged_prefill(qkv, cache, None, **chunks, window=128, config=config, **shared)
-small_batch.small_batch_decode(qkv, cache, tables=table, splits=4, window=128, **new)
+small_batch.small_batch_decode(qkv, cache, tables=table, config=small_batch.SmallBatchConfig(4), window=128, **new)
 """
 
 

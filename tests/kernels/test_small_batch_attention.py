@@ -10,10 +10,10 @@ from nanovllm.kernels.attention.decode_workspace import DecodeWorkspace
 from nanovllm.kernels.attention.small_batch import (
     MAX_PAIRS,
     MAX_PROGRAMS,
-    merges_together,
+    SmallBatchConfig,
+    small_batch_config,
     small_batch_decode,
     small_batch_serves,
-    small_batch_splits,
 )
 from tests.kernels.decode_inputs import NUM_POSITIONS, Inputs, Sequences, check_decode
 from tests.kernels.support import HALVES
@@ -25,6 +25,8 @@ EDGES = (1, 0, 15, 16, 17, 31, 32, 33, 34, 64, 65, 66, 0, 2)
 class Case(Sequences):
     reads_ahead: bool = True
     splits: int = 3
+    held: int = 1
+    together: bool = False
 
 
 def make_workspace(case: Case) -> DecodeWorkspace:
@@ -44,7 +46,7 @@ def check(case: Case, workspace: DecodeWorkspace | None = None, seed: int = 0, p
             tables=tables,
             workspace=workspace,
             out=out,
-            splits=case.splits,
+            config=SmallBatchConfig(case.splits, case.held, case.together),
             window=case.window,
             pdl=pdl,
             **inputs.arguments(),
@@ -59,10 +61,11 @@ def test_lengths_at_block_and_tile_edges(splits: int, heads: int) -> None:
     check(Case(lengths=EDGES, heads=heads, splits=splits))
 
 
+@pytest.mark.parametrize("held", [1, 2])
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
-def test_groups(group: int) -> None:
-    """One tile prefetched or two, and programs with any number of tiles."""
-    check(Case(lengths=(40, 0, 70, 130), heads=2 * group, kv_heads=2))
+def test_groups(group: int, held: int) -> None:
+    """Programs with any number of tiles."""
+    check(Case(lengths=(40, 0, 70, 130), heads=2 * group, kv_heads=2, held=held))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -115,6 +118,8 @@ def test_dependent_launch(dtype: torch.dtype) -> None:
     check(replace(case, lengths=(4000,), splits=32), pdl=True)
     check(replace(case, window=128), pdl=True)
     check(replace(case, heads=4, lengths=(4000, 90, 31)), pdl=True)
+    for heads in (2, 4, 6, 16):
+        check(replace(case, heads=heads, splits=32, held=2, together=True), pdl=True)
 
 
 def test_what_it_serves_and_how_it_is_cut() -> None:
@@ -128,10 +133,11 @@ def test_what_it_serves_and_how_it_is_cut() -> None:
         (256, torch.float16),
     ]:
         assert not small_batch_serves(head_dim=head_dim, group=1, cache_dtype=dtype)
-    assert [small_batch_splits(8 * batch, 2) for batch in (1, 2, 4, 8, 12, 16)] == [32, 32, 16, 16, 10, 8]
-    assert [small_batch_splits(8 * batch, 4) for batch in (1, 2, 4, 8, 12, 16)] == [16, 16, 16, 16, 10, 8]
-    assert [small_batch_splits(4 * batch, 8, together=True) for batch in (1, 2, 4, 8)] == [32, 16, 16, 16]
-    assert merges_together(8, window=None, sinks=False) and not merges_together(4, window=None, sinks=False)
-    assert not merges_together(8, window=128, sinks=False) and not merges_together(8, window=None, sinks=True)
-    assert [small_batch_splits(8 * batch, 4, long=True) for batch in (1, 2, 4, 8)] == [128, 64, 32, 16]
-    assert all(1 <= small_batch_splits(pairs, 2) * pairs <= MAX_PROGRAMS for pairs in range(1, MAX_PAIRS + 1))
+    assert [small_batch_config(8 * batch, 2).splits for batch in (1, 2, 4, 8, 12, 16)] == [32, 32, 16, 16, 10, 8]
+    assert [small_batch_config(8 * batch, 4).splits for batch in (1, 2, 4, 8, 12, 16)] == [32, 32, 16, 16, 10, 8]
+    assert [small_batch_config(4 * batch, 8).splits for batch in (1, 2, 4, 8)] == [32, 32, 32, 16]
+    assert [small_batch_config(8 * batch, 4, long=True).splits for batch in (1, 2, 4, 8)] == [128, 64, 32, 16]
+    assert [small_batch_config(8 * batch, 4).together for batch in (1, 2, 3)] == [True, True, False]
+    assert [small_batch_config(8 * batch, 8).together for batch in (1, 2, 3)] == [True, True, True]
+    assert not small_batch_config(4, 8, window=128).together and not small_batch_config(4, 8, sinks=True).together
+    assert all(1 <= small_batch_config(pairs, 2).splits * pairs <= MAX_PROGRAMS for pairs in range(1, MAX_PAIRS + 1))

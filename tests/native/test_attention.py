@@ -22,6 +22,7 @@ class Attention(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("queries", ctypes.c_void_p),
         ("query_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("type", ctypes.c_int),
@@ -35,12 +36,21 @@ class Attention(ctypes.Structure):
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, window: int = 0, together: int = 1
+    queries: Tensor,  # [token, head, head_dim]
+    keys: Tensor,  # [block, kv_head, position, head_dim]
+    values: Tensor,
+    table: Tensor,
+    length: int,
+    window: int = 0,
+    together: int = 1,
+    sinks: Tensor | None = None,  # [head]
+    gap: int = 0,  # numbers between two heads of `queries`
 ) -> Tensor:
-    """The last tokens of a sequence. queries: [token, head, head_dim]; keys, values: [block, kv_head, position, ...]"""
+    """The last tokens of a sequence."""
     assert LIBRARY is not None
     keys = keys.transpose(2, 3).contiguous()  # as C has them: the same number of a block's positions together
     num_tokens, num_heads, _ = queries.shape
+    apart = torch.nn.functional.pad(queries, (0, gap), value=float("nan"))
     positions = torch.arange(length - num_tokens, length, dtype=torch.int32)
     segments = positions // SEGMENT + 1
     first = (segments.cumsum(0) - segments).int()
@@ -49,7 +59,7 @@ def attend(
     tables = (ctypes.c_void_p * num_tokens)(*[table.data_ptr()] * num_tokens)
     arguments = Attention(
         *(num_heads, KV_HEADS, HEAD_DIM, BLOCK, window, HEAD_DIM**-0.5),
-        *(pointer(queries), num_heads * HEAD_DIM, pointer(keys), pointer(values), DENSE[keys.dtype]),
+        *(pointer(apart), apart.stride(0), apart.stride(1), pointer(keys), pointer(values), DENSE[keys.dtype]),
         *(pointer(positions), ctypes.addressof(tables), 0, pointer(first), pointer(partial), pointer(largest)),
     )
     out = torch.empty_like(queries)
@@ -61,7 +71,9 @@ def attend(
                 LIBRARY.attend_segment(ctypes.byref(arguments), token, count, head, segment)
         token += count
     for token in range(num_tokens):
-        LIBRARY.attend_merge(ctypes.byref(arguments), token, pointer(out[token]))
+        LIBRARY.attend_merge(
+            ctypes.byref(arguments), token, sinks if sinks is None else pointer(sinks), pointer(out[token])
+        )
     return out
 
 
@@ -88,9 +100,10 @@ def test_tokens_that_are_computed_together_have_the_same_bits(dtype: torch.dtype
     window=st.sampled_from([0, 1, 7, 100, 300]),
     group=st.integers(1, 3),
     seed=st.integers(0, 1000),
+    has_sinks=st.booleans(),
 )
 @pytest.mark.parametrize("dtype", DENSE)
-def test_attention(dtype: torch.dtype, length: int, window: int, group: int, seed: int) -> None:
+def test_attention(dtype: torch.dtype, length: int, window: int, group: int, seed: int, has_sinks: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_blocks = -(-length // BLOCK)
     shape = (num_blocks + 2, KV_HEADS, BLOCK, HEAD_DIM)
@@ -104,6 +117,9 @@ def test_attention(dtype: torch.dtype, length: int, window: int, group: int, see
         for kept in (keys, values)
     )
     scores = torch.einsum("hd,hpd->hp", query.double(), k) * HEAD_DIM**-0.5
-    expected = torch.einsum("hp,hpd->hd", scores.softmax(dim=-1), v)
-    out = attend(query[None], keys, values, table, length, window)[0]
+    sinks = torch.randn(group * KV_HEADS, generator=generator) * 4 if has_sinks else None
+    column = torch.full_like(scores[:, :1], float("-inf")) if sinks is None else sinks.double()[:, None]
+    weights = torch.cat([scores, column], dim=1).softmax(dim=-1)[:, :-1]
+    expected = torch.einsum("hp,hpd->hd", weights, v)
+    out = attend(query[None], keys, values, table, length, window, sinks=sinks, gap=16 * has_sinks)[0]
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

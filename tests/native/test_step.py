@@ -36,8 +36,10 @@ SUPPORTED = [
     *("llama", "llama-old-rope3", "llama-dynamic", "llama-bias", "mistral", "mistral-full", "qwen2", "qwen2-sliding"),
     *("qwen2-upper-layers-slide", "qwen3", "smollm3", "qwen3-moe", "qwen3-moe-stacked"),
     *("gemma3", "granite", "granite4", "ministral3", "olmo2", "olmo3", "glm", "glm4", "phi3", "phi4-mini"),
-    *("lfm2", "lfm2-attention-last"),
+    *("lfm2", "lfm2-attention-last", "lfm2-moe", "qwen3.5-wide", "qwen3.5-moe-wide", "qwen3-next-wide"),
+    *("gpt-oss", "gpt-oss-even", "gemma4", "gemma4-e-wide", "gemma4-moe", "gemma4-unified"),
 ]
+STATES = ["lfm2", "lfm2-attention-last", "qwen3.5-wide", "qwen3-next-wide"]  # with a state per sequence
 PROMPTS = [prompt_of(45), prompt_of(1), prompt_of(33), prompt_of(16)]
 PACKED_PROMPTS = [prompt_of(length, vocab_size=VOCAB) for length in (45, 1, 33, 16)]
 TEXT = (
@@ -249,7 +251,7 @@ def check_batches(model: str | Path, **options: Any) -> None:
     assert batches(model, max_num_batched_tokens=16, max_num_seqs=4, num_kv_cache_blocks=8, **options) == whole
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "ministral3", "olmo3", "phi3", "lfm2", "lfm2-attention-last"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "ministral3", "olmo3", "phi3", *STATES, "gpt-oss"])
 def test_results_do_not_depend_on_the_batch(family: str) -> None:
     check_batches(family)
 
@@ -259,7 +261,9 @@ def test_results_of_packed_weights_do_not_depend_on_the_batch(kv_dtype: str, pac
     check_batches(packed_file, kv_cache_dtype=kv_dtype)
 
 
-@pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral-full", 150), ("lfm2", None)])
+@pytest.mark.parametrize(
+    ("family", "window"), [("llama", None), ("mistral-full", 150), ("lfm2", None), ("qwen3.5-wide", None)]
+)
 def test_long_prompts_in_several_segments(family: str, window: int | None, tmp_path: Path) -> None:
     """Attention reads 128 positions at a time, and a step has parts of 256 tokens, between which convolutions go on."""
     prompt, small = prompt_of(480), {"max_model_len": 512}
@@ -285,7 +289,7 @@ def test_convolutions_of_weights_in_16_bits(family: str, dtype: torch.dtype, tmp
             np.testing.assert_allclose(own, logprobs, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "lfm2-attention-last"])
+@pytest.mark.parametrize("family", STATES)
 def test_a_sequence_reads_nothing_that_others_left(family: str) -> None:
     with open_llm(family, cpu_kernels="native", enable_prefix_caching=False) as llm:
         expected = scores(llm, PROMPTS)
@@ -297,13 +301,14 @@ def test_a_sequence_reads_nothing_that_others_left(family: str) -> None:
         assert scores(llm, PROMPTS) == expected
 
 
-def test_a_row_goes_on_where_its_tokens_were_rejected() -> None:
+@pytest.mark.parametrize("family", ["lfm2", "qwen3.5-wide"])
+def test_a_row_goes_on_where_its_tokens_were_rejected(family: str) -> None:
     """Proposed tokens, some of them wrong, beside decodes and chunks: the bits of each request alone."""
-    with open_llm("lfm2", cpu_kernels="native", enable_prefix_caching=False) as llm:
+    with open_llm(family, cpu_kernels="native", enable_prefix_caching=False) as llm:
         expected = [llm.generate([prompt], SCORED, use_tqdm=False)[0] for prompt in PROMPTS]
     known = [output.prompt_token_ids + output["token_ids"] for output in expected[:2]]
     proposer = TwoTokens(known)
-    with open_llm("lfm2", cpu_kernels="native", proposer=proposer, max_num_batched_tokens=12) as llm:
+    with open_llm(family, cpu_kernels="native", proposer=proposer, max_num_batched_tokens=12) as llm:
         found = llm.generate(PROMPTS, SCORED, use_tqdm=False)
     assert proposer.num_asked > 2
     for ours, alone in zip(found, expected, strict=True):
@@ -374,9 +379,8 @@ def test_two_engines_at_the_same_time() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("gemma4", {}, "Gemma4LayerSpec"),
-        ("gpt-oss", {}, "SinkAttentionSpec"),
-        ("lfm2-moe", {}, "GroupedMoeSpec"),
+        ("gemma4-e", {}, "own input of 8 numbers"),
+        ("qwen3.5", {}, "heads of 8 and 16"),
         ("deepseek-v2", {}, "LatentAttentionSpec"),
         ("llama", {"quantization": "fp8"}, "quantization='fp8'"),
         ("llama", {"quantization": "int8", "dtype": "float32"}, "round activations to 8 bits"),
@@ -427,8 +431,8 @@ def test_where_it_is_chosen(kernels: str, kind: type) -> None:
 
 def test_no_access_out_of_bounds(tmp_path: Path) -> None:
     """Products, attention and steps with the address and undefined-behaviour sanitizers."""
-    files = [f"tests/native/test_{name}.py" for name in ("products", "attention", "delta_rule", "step")]
-    steps = "gemma3 or attention-last or qwen3moe-float32 or lfm2-float32"
+    files = [f"tests/native/test_{name}.py" for name in ("products", "attention", "step")]
+    steps = "gemma3 or attention-last or qwen3moe-float32 or lfm2-float32 or qwen3-next-wide"
     chosen = f"products or test_attention or the_definition or (depend_on_the_batch and ({steps}))"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
     environment = sanitized_environment("address,undefined", cache=tmp_path) | {"HYPOTHESIS_PROFILE": "few"}

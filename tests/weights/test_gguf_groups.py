@@ -13,7 +13,9 @@ from gguf.quants import dequantize
 from nanovllm import LLM
 from nanovllm.checkpoint.gguf import GGUFFile
 from nanovllm.checkpoint.gguf_header import BLOCKS
-from nanovllm.checkpoint.packed.gguf_types import FORMS
+from nanovllm.checkpoint.packed.gguf import ReorderedColumns
+from nanovllm.checkpoint.packed.gguf_types import FORMS, in_blocks
+from nanovllm.checkpoint.packed.groups import dequantize as dequantize_pieces
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.weights.groups import GroupFormat
 from tests.checkpoint.gguf_files import finish
@@ -176,3 +178,24 @@ def test_only_gguf_files_can_stay_packed(file: Path) -> None:
         LLM(model_dir("llama"), quantization="gguf", **OPTIONS)
     with pytest.raises(ConfigError, match="quantization='gguf' .* and load_format='dummy' does not read it"):
         LLM(file, quantization="gguf", load_format="dummy", **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_columns_in_another_order_stay_packed(kind: str, tmp_path: Path) -> None:
+    """In blocks of half of what shares a unit in K types; whole, and a part as a rank reads it."""
+    writer = gguf.GGUFWriter(tmp_path / "tensor.gguf", "qwen2")
+    blocks = random_blocks(kind, (6, 512))
+    writer.add_tensor("blk.0.attn_output.weight", blocks, raw_dtype=GGMLQuantizationType[kind])
+    finish(writer)
+    order = [2, 0, 3, 1]
+    expected = torch.tensor(dequantize(blocks, GGMLQuantizationType[kind])).view(6, 4, 128)[:, order].flatten(1)
+    with GGUFFile(tmp_path / "tensor.gguf") as file:
+        ((_, stored),) = file.stored_tensors(torch.float32)
+        tensor = ReorderedColumns(stored, order, 128)
+        assert tensor.form == in_blocks(FORMS[kind], 128) and tensor.form is not None
+        assert torch.equal(tensor.read(), expected)
+        for part in ((), (slice(1, 4), slice(64, 320))):
+            columns = range(*part[1].indices(512)) if part else range(512)
+            sizes = tensor.form.sizes_in(512, columns.start, len(columns))
+            pieces = tensor.pieces(part, sizes, torch.device("cpu"))
+            assert torch.equal(dequantize_pieces(pieces, tensor.form, sizes), expected[part])

@@ -41,6 +41,10 @@ def _nothing(file: GGUFFile, plain: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _no_blocks(file: GGUFFile) -> Mapping[str, int]:
+    return {}
+
+
 def _as_stored(file: GGUFFile, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
     yield from tensors
 
@@ -55,9 +59,10 @@ class GGUFFamily:
     permuted: bool = False  # the converter permuted the rows of attn_q and attn_k for interleaved RoPE
     partial_rotary: bool = False  # a part of each head may be rotated
     experts: bool = False
-    dense: tuple[str, ...] = ()  # endings of the HF names of tensors that are always dequantized
     # Keys whose values may differ between layers; the common config has the largest.
     uneven: frozenset[str] = frozenset()
+    # Endings of the HF names of tensors whose columns are read in another order, and how many neighbours keep theirs.
+    column_blocks: Callable[[GGUFFile], Mapping[str, int]] = _no_blocks
     # From the file and the config that all families have: what this one has beyond that, or in its place.
     config: Callable[[GGUFFile, dict[str, Any]], dict[str, Any]] = _nothing
     # From the file and its (HF name, tensor): those in the layout of Hugging Face's files.

@@ -6,7 +6,7 @@ head; here, as in Hugging Face's files, the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.gguf_families import GGUFFamily
@@ -47,16 +47,29 @@ def _config(file: GGUFFile, plain: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _heads(file: GGUFFile) -> tuple[int, int, int]:
+    """Key heads and value heads of the delta net, and numbers of a value head."""
+    num_values = file.count("ssm.time_step_rank")
+    return file.count("ssm.group_count"), num_values, file.count("ssm.inner_size") // num_values
+
+
+def _reordered(file: GGUFFile) -> Mapping[str, int]:
+    """With one value head for each key head both orders are the same."""
+    num_keys, num_values, size = _heads(file)
+    return {} if file.architecture == "qwen3next" or num_keys == num_values else {OUT: size}
+
+
 def _tensors(file: GGUFFile, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
     import torch
 
     from nanovllm.checkpoint.gguf_families.changed import Changed, as_filters
+    from nanovllm.checkpoint.packed.gguf import ReorderedColumns
     from nanovllm.checkpoint.reordered import Reordered, reorder
 
-    num_keys, num_values = file.count("ssm.group_count"), file.count("ssm.time_step_rank")
-    per_key, size = num_values // num_keys, file.count("ssm.inner_size") // num_values
+    num_keys, num_values, size = _heads(file)
+    per_key = num_values // num_keys
     queries_and_keys = range(2 * num_keys * file.count("ssm.state_size"))
-    tiled = file.architecture != "qwen3next"
+    tiled = bool(_reordered(file))
     heads = [j * num_keys + key if tiled else key * per_key + j for key in range(num_keys) for j in range(per_key)]
     values = [head * size + number for head in heads for number in range(size)]
     channels = [*queries_and_keys, *(len(queries_and_keys) + row for row in values)]
@@ -76,7 +89,7 @@ def _tensors(file: GGUFFile, tensors: Iterable[tuple[str, Stored]]) -> Iterator[
                 own = Reordered(tensor, [row + first for row in rows])
                 yield name.replace("_ba", f"_{part}"), Changed(own, (num_values, *tensor.shape[1:]), lambda read: read)
         elif name.endswith(OUT) and tiled:
-            yield name, Changed(tensor, tensor.shape, lambda read: read[:, values])
+            yield name, ReorderedColumns(tensor, heads, size)
         elif module == "shared_expert_gate" and len(tensor.shape) == 1:
             yield name, Changed(tensor, (1, *tensor.shape), lambda read: read.unsqueeze(0))
         else:
@@ -104,21 +117,21 @@ NAMES = {
 }
 
 
-def _family(hf_class: str, model_type: str, *, experts: bool, dense: tuple[str, ...]) -> GGUFFamily:
+def _family(hf_class: str, model_type: str, *, experts: bool) -> GGUFFamily:
     return GGUFFamily(
         hf_class=hf_class,
         model_type=model_type,
         names=NAMES,
         partial_rotary=True,
         experts=experts,
-        dense=dense,
+        column_blocks=_reordered,
         config=_config,
         tensors=_tensors,
     )
 
 
 FAMILIES = {
-    "qwen3next": _family("Qwen3NextForCausalLM", "qwen3_next", experts=True, dense=()),
-    "qwen35": _family("Qwen3_5ForCausalLM", "qwen3_5_text", experts=False, dense=(OUT,)),
-    "qwen35moe": _family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", experts=True, dense=(OUT,)),
+    "qwen3next": _family("Qwen3NextForCausalLM", "qwen3_next", experts=True),
+    "qwen35": _family("Qwen3_5ForCausalLM", "qwen3_5_text", experts=False),
+    "qwen35moe": _family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", experts=True),
 }

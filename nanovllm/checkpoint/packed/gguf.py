@@ -4,14 +4,65 @@ ggml-common.h defines the blocks: of 32 weights with float16 scales, or (K) of 2
 scales and minima are integers in units of one float16 number per block. Numbers of 5 and 6 bits are kept in 8.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, Fp4Tensor
-from nanovllm.checkpoint.packed.gguf_types import FORMS
-from nanovllm.checkpoint.packed.groups import Pieces, pack_nibbles
-from nanovllm.checkpoint.packed.tensor import InMemory
-from nanovllm.weights.forms import Fp4Form
+from nanovllm.checkpoint.packed.gguf_types import FORMS, in_blocks
+from nanovllm.checkpoint.packed.groups import Pieces, cut_groups, pack_nibbles
+from nanovllm.checkpoint.packed.tensor import InMemory, spans
+from nanovllm.checkpoint.stored import Part
+from nanovllm.weights.forms import Form, Fp4Form, GroupForm
+
+
+@dataclass(frozen=True)
+class ReorderedColumns:
+    """A tensor of a GGUF file whose columns are read in another order, `size` neighbours at a time; it stays packed.
+
+    Implements `Stored`.
+    """
+
+    tensor: Any
+    order: Sequence[int]  # where the tensor has block i of `size` columns
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def form(self) -> Form | None:
+        return in_blocks(self.tensor.form, self.size)
+
+    @property
+    def type_name(self) -> str:
+        return self.tensor.type_name
+
+    def blocks(self, part: Part) -> tuple[Tensor, range]:
+        """Of the rows of a part, in whole, with the columns in the order of the file."""
+        return self.tensor.blocks(part)
+
+    def read(self, part: Part = ()) -> Tensor:
+        rows, columns = (*part, slice(None), slice(None))[:2]
+        return self._in_order(self.tensor.read((rows,)))[:, columns]
+
+    def pieces(self, part: Part, sizes: tuple[int, int], device: torch.device) -> Pieces:
+        form, (rows, columns) = self.form, spans(part, self.shape)
+        assert isinstance(form, GroupForm)
+        stored: Pieces = self.tensor.pieces((slice(rows.start, rows.stop),), form.sizes_in(self.shape[1]), device)
+        whole = stored._replace(
+            **{name: self._in_order(one) for name, one in stored._asdict().items() if one is not None}
+        )
+        first, last = (edge * form.bits // 8 for edge in (columns.start, columns.stop))
+        return cut_groups(whole._replace(codes=whole.codes[:, first:last]), form, self.shape[1], columns, sizes)
+
+    def _in_order(self, values: Tensor) -> Tensor:
+        """[rows, n], of which each block has an equal share."""
+        return values.unflatten(1, (len(self.order), -1))[:, torch.tensor(self.order)].flatten(1)
 
 
 def unpack_blocks(raw: Tensor, kind: str) -> Pieces:

@@ -1,6 +1,8 @@
 """The types of tensors in GGUF files whose blocks stay packed, and the form that each has in memory. No torch."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from nanovllm.weights.forms import Form, Fp4Form, GroupForm, Packing
 
@@ -17,14 +19,27 @@ FORMS = {
 ALL_FORMS: dict[str, Form] = {**FORMS, "MXFP4": Fp4Form(32)}
 
 
-def packing_of(types: Iterable[tuple[str, str]]) -> Packing:
+def packing_of(types: Iterable[tuple[str, str]], column_blocks: Mapping[str, int]) -> Packing:
     """`types`: the Hugging Face names of a file's tensors, and their types. Tensors of other types are unpacked.
 
     The experts of a layer are one tensor, maybe gate and up in one; the first one's module stands for all.
+    `column_blocks`: of tensors whose names end so, how many neighbouring columns keep their order.
     """
-    stacks = ((name.replace(".experts.", ".experts.0.").removesuffix(".weight"), kind) for name, kind in types)
-    modules = ((module, kind) for stack, kind in stacks for module in _modules_of(stack))
-    return Packing("gguf", modules=tuple((module, ALL_FORMS[kind]) for module, kind in modules if kind in ALL_FORMS))
+    found: list[tuple[str, Form]] = []
+    for name, kind in types:
+        size = next((size for ending, size in column_blocks.items() if name.endswith(ending)), 0)
+        form = in_blocks(ALL_FORMS.get(kind), size) if size else ALL_FORMS.get(kind)
+        if form is not None:
+            stack = name.replace(".experts.", ".experts.0.").removesuffix(".weight")
+            found += ((module, form) for module in _modules_of(stack))
+    return Packing("gguf", modules=tuple(found))
+
+
+def in_blocks(form: Form | None, size: int) -> GroupForm | None:
+    """The form of a matrix of which each `size` neighbouring columns move together; None = it cannot stay packed."""
+    if not isinstance(form, GroupForm) or size % form.group_size:
+        return None
+    return replace(form, unit_size=math.gcd(form.unit_size, size)) if form.unit_size else form
 
 
 def _modules_of(stack: str) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ between threads forms the matrix (`_keys`, `_values`). Queries and weights are p
 result is permuted back.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -38,20 +40,27 @@ def small_batch_serves(*, head_dim: int, group: int, cache_dtype: torch.dtype) -
     return cache_dtype in (torch.bfloat16, torch.float16) and head_dim in (64, 128) and group <= QUERIES.value
 
 
-def merges_together(group: int, *, window: int | None, sinks: bool) -> bool:
-    """Whether all programs of a pair merge what they found, if they run at the same time: for large groups one alone
-    takes long. With windows or sinks this was not measured."""
-    return group > QUERIES.value // 2 and window is None and not sinks
+class SmallBatchConfig(NamedTuple):
+    """How the work of a (sequence, KV head) pair is divided."""
+
+    splits: int  # programs per pair
+    held: int = 1  # tiles of a program that are in flight or in registers
+    together: bool = False  # all programs merge what they found, each some columns, if they run at the same time
 
 
-def small_batch_splits(pairs: int, group: int, *, together: bool = False, long: bool = False) -> int:
-    """Programs per (sequence, KV head) pair that measured fastest on an H200: if one merges, it takes the longer, the
-    larger the group. `long`: for sequences of 16,384 tokens and more, as many as it takes to read from memory at full
-    speed."""
-    most = 16
-    if pairs <= 16 and group < 4 or pairs <= 4 and together:
-        most = 32
-    return min(128 if long else most, MAX_PROGRAMS // pairs)
+def small_batch_config(
+    pairs: int, group: int, *, window: int | None = None, sinks: bool = False, long: bool = False
+) -> SmallBatchConfig:
+    """What measured fastest on an H200. If one program merges, it takes the longer, the larger the group and the more
+    programs there are; with windows or sinks, merging together was not measured. `long`: for sequences of 16,384 tokens
+    and more, as many programs as it takes to read from memory at full speed."""
+    merges = window is None and not sinks and not long
+    if merges and group > 2 and pairs <= 16:
+        return SmallBatchConfig(MOST_TOGETHER.value, held=2, together=True)
+    most = 128 if long else 32 if pairs <= 16 and group < 4 else 16
+    return SmallBatchConfig(
+        min(most, MAX_PROGRAMS // pairs), held=2 if group <= 2 else 1, together=merges and group > 4
+    )
 
 
 # Tiles are loaded as 32-bit words of two items, because the compiler keeps 32-bit registers across iterations better
@@ -365,7 +374,7 @@ def small_batch_decode(
     window: int | None = None,  # tokens that a token sees, with itself
     sinks: Tensor | None = None,  # [heads]: a logit of each that adds nothing
     out: Tensor,  # [batch, heads * head_dim]; padding rows are not written
-    splits: int,
+    config: SmallBatchConfig,
     pdl: bool,
 ) -> Tensor:
     """Store each sequence's newest key and value in the cache, and attend to the cache.
@@ -379,13 +388,13 @@ def small_batch_decode(
     assert qkv.is_contiguous() and cache.is_contiguous() and out.is_contiguous() and cos_sin.is_contiguous()
     assert small_batch_serves(head_dim=head_dim, group=group, cache_dtype=cache.dtype) and block_size % TILE.value == 0
     assert tables.is_contiguous() and tables.shape[0] == batch
-    assert workspace.acc.shape[0] >= batch * kv_heads * splits and workspace.acc.shape[1:] == (group, head_dim)
+    assert workspace.acc.shape[0] >= batch * kv_heads * config.splits and workspace.acc.shape[1:] == (group, head_dim)
     assert workspace.arrived.shape[0] >= batch * kv_heads
     interpreted = not isinstance(_small_batch_attention_kernel, triton.JITFunction)
-    together = merges_together(group, window=window, sinks=sinks is not None) and splits <= MOST_TOGETHER.value
+    programs = batch * kv_heads * config.splits
     launch(
         _small_batch_attention_kernel,
-        (batch * kv_heads, splits),
+        (batch * kv_heads, config.splits),
         qkv,
         cache,
         positions,
@@ -409,10 +418,9 @@ def small_batch_decode(
         BLOCK_SIZE=block_size,
         SCALE=scale,
         WINDOW=window or 0,
-        # two are faster for groups of 2, one for groups of 4, measured on an H200
-        HELD=2 if group <= 2 else 1,
+        HELD=config.held,
         # the interpreter runs one program after the other
-        TOGETHER=together and not interpreted and batch * kv_heads * splits <= PROGRAMS_TOGETHER * num_sms(),
+        TOGETHER=config.together and not interpreted and programs <= PROGRAMS_TOGETHER * num_sms(),
         INTERPRETED=interpreted,
         PDL=pdl,
         num_warps=1,

@@ -25,7 +25,7 @@ class Chosen(NamedTuple):
     kernel: LinearKernel
 
 
-def choose_kernel(
+def linear_case(
     weight: PackedWeight,
     bias: Tensor | None,
     *,
@@ -36,32 +36,36 @@ def choose_kernel(
     dtype: torch.dtype,
     deterministic: bool,
     gluon: bool,
-    pdl: bool,
-) -> Chosen | None:
-    """None if the plain product on torch is to be used. See `LinearCase` for the arguments."""
+) -> LinearCase:
+    """See `LinearCase` for the arguments."""
     words = weight.kernel_arguments()["weight"] if weight.format_name in PACKED else None
     packed = words if isinstance(words, PackedWords) else None
-    kernel = select_linear(
-        LinearCase(
-            format=weight.format_name,
-            rows=rows,
-            outputs=weight.shape[0],
-            inputs=weight.shape[1],
-            half=dtype.itemsize == 2,
-            bfloat16=dtype == torch.bfloat16,
-            bias=bias is not None,
-            gated=gated,
-            added=added,
-            whole=whole,
-            deterministic=deterministic,
-            gluon=gluon,
-            distance=0 if packed is None else packed.distance,
-            group=0 if packed is None else packed.shape[-1] // packed.scale.shape[-1],
-            scale_rows=1 if packed is None else packed.scale_rows,
-            rounds_inputs=packed is not None and packed.rounds_inputs,
-            minimum=packed is not None and packed.minimum is not None,
-        )
+    return LinearCase(
+        format=weight.format_name,
+        rows=rows,
+        outputs=weight.shape[0],
+        inputs=weight.shape[1],
+        half=dtype.itemsize == 2,
+        bfloat16=dtype == torch.bfloat16,
+        bias=bias is not None,
+        gated=gated,
+        added=added,
+        whole=whole,
+        deterministic=deterministic,
+        gluon=gluon,
+        distance=0 if packed is None else packed.distance,
+        group=0 if packed is None else packed.shape[-1] // packed.scale.shape[-1],
+        scale_rows=1 if packed is None else packed.scale_rows,
+        rounds_inputs=packed is not None and packed.rounds_inputs,
+        minimum=packed is not None and packed.minimum is not None,
     )
+
+
+def choose_kernel(
+    weight: PackedWeight, bias: Tensor | None, *, deterministic: bool, pdl: bool, **case: Any
+) -> Chosen | None:
+    """None if the plain product on torch is to be used. `case`: as of `linear_case`."""
+    kernel = select_linear(linear_case(weight, bias, deterministic=deterministic, **case))
     if kernel is None:
         if deterministic:
             raise ConfigError(f"deterministic=True: no deterministic kernel computes {weight.format_name} weights yet")

@@ -190,7 +190,7 @@ static void add_positions(const Attention *a, int token, int num_tokens, int kv_
         Seen seen[MOST_QUERIES];
         for (int q = 0, own = token + first / heads, h = first % heads; q < num; q++, h++) {
             if (h == heads) h = 0, own++;
-            queries[q] = a->queries + own * a->query_stride + (int64_t)(kv_head * heads + h) * a->head_dim;
+            queries[q] = a->queries + own * a->query_stride + (int64_t)(kv_head * heads + h) * a->head_stride;
             states[q] = state_of(a, own, segment, kv_head * heads + h);
             seen[q] = seen_of(a, own, position, count);
         }
@@ -229,10 +229,10 @@ void attend_segment(const Attention *a, int token, int num_tokens, int kv_head, 
     }
 }
 
-void attend_merge(const Attention *a, int token, float *out) {
+void attend_merge(const Attention *a, int token, const float *sinks, float *out) {
     const int segments = num_segments(a, token), dim = a->head_dim;
     for (int head = 0; head < a->num_heads; head++, out += dim) {
-        float most = -1e30f;
+        float most = sinks ? sinks[head] : -1e30f;
         wide sums = wide_splat(0);
         for (int s = 0; s < segments; s++) most = fmaxf(most, *state_of(a, token, s, head).largest);
         memset(out, 0, (size_t)dim * sizeof(float));
@@ -243,7 +243,8 @@ void attend_merge(const Attention *a, int token, float *out) {
             for (int d = 0; d < dim; d += LANES)
                 wide_store(out + d, wide_multiply_add(wide_load(out + d), wide_load(state.values + d), weight));
         }
-        const wide inverse = wide_splat(1.0f / wide_sum_of(sums));
+        const float sink = sinks ? expf(sinks[head] - most) : 0;
+        const wide inverse = wide_splat(1.0f / (wide_sum_of(sums) + sink));
         for (int d = 0; d < dim; d += LANES) wide_store(out + d, wide_load(out + d) * inverse);
     }
 }

@@ -12,8 +12,9 @@ typedef struct {
     int num_heads, num_kv_heads, head_dim, block_size;
     int window;                     /* positions that a token attends to, itself included; 0 = all */
     float scale;
-    const float *queries;           /* [token][head][head_dim] */
+    const float *queries;           /* [token][head] */
     int64_t query_stride;           /* floats from one token to the next */
+    int head_stride;                /* floats from one head to the next: at least head_dim */
     const void *keys;               /* [block][kv_head][head_dim][position in the block] */
     const void *values;             /* [block][kv_head][position in the block][head_dim] */
     int type;                       /* of the numbers in keys and values: see floats.h */
@@ -33,7 +34,8 @@ int tokens_together(const Attention *a, int token, int end);
  * `partial`. The order of additions does not depend on `num_tokens`. */
 void attend_segment(const Attention *a, int token, int num_tokens, int kv_head, int segment);
 
-/* The segments of a token added up, in order: [head][head_dim]. */
-void attend_merge(const Attention *a, int token, float *out);
+/* The segments of a token added up, in order: [head][head_dim]. `sinks`: of each head a score that takes part in the
+ * softmax and has no value; NULL = none. */
+void attend_merge(const Attention *a, int token, const float *sinks, float *out);
 
 static inline int num_segments(const Attention *a, int token) { return a->positions[token] / SEGMENT + 1; }

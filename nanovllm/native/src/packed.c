@@ -52,8 +52,8 @@ INLINE void scales_as(const Matrix *w, int64_t first, int num, char *to, int str
         if (two) minimum = load_numbers(w->scales, 2 * at, type);
         if (minima == STORED) minimum = load_numbers(w->minima, at, type);
         if (type == SMALL_INTEGER) {
-            if (i == first || i % UNIT == 0) {
-                const uint16_t *units = w->units + i / UNIT * (two ? STRIP : 2 * STRIP);
+            if (i == first || (i & (w->groups_per_unit - 1)) == 0) {
+                const uint16_t *units = w->units + i / w->groups_per_unit * (two ? STRIP : 2 * STRIP);
                 unit = minimum_unit = wide_load_halves(units);
                 if (!two) minimum_unit = wide_load_halves(units + STRIP);
             }

@@ -5,7 +5,7 @@
 
 enum { PACKED = FLOAT16 + 1 };       /* the type of a matrix of integers with scales */
 enum { SMALL_INTEGER = FLOAT16 + 1 }; /* the type of scales and minima of 8 bits */
-enum { GROUP = 32, STRIP = LANES, UNIT = 8 };  /* packed: columns that share a scale of x; rows of W in one vector */
+enum { GROUP = 32, STRIP = LANES };            /* packed: columns that share a scale of x; rows of W in one vector */
 enum { TILE = 16, MOST_TILES = 2, MOST_ROWS = 64 }; /* of a product: rows of a tile of W, tiles and rows of x at most */
 enum { BLOCK = LANES == 16 ? 8 : 4 };               /* rows of x whose sums are in registers */
 enum { MOST_PARTS = 3 };                       /* numbers of bfloat16 whose sum is one of x, for AMX */
@@ -15,7 +15,7 @@ typedef struct {
     int32_t type, rows, columns;
     const void *data;         /* dense: in tiles of 16 rows, see pack. Packed: in strips, see pack_codes */
     const float *bias;        /* NULL = none */
-    /* packed: w = (code - middle) * scale - minimum, where small integers as scales and minima are in units that UNIT
+    /* packed: w = (code - middle) * scale - minimum, where small integers as scales and minima are in units that some
      * groups share, and as minima without units in those of the scale */
     int32_t bits;             /* of a code: 4, 5, 6 or 8, which are signed */
     int32_t scale_type, minimum_type;
@@ -23,7 +23,8 @@ typedef struct {
     const int8_t *table;      /* 16 numbers that 4-bit codes stand for; NULL = themselves */
     const void *scales;       /* [strip][scale of a row][row of the strip] */
     const void *minima;       /* the same; NULL = none */
-    const uint16_t *units;    /* [strip][UNIT groups][of scales, of minima if there are any][row], float16; NULL = 1 */
+    int32_t groups_per_unit;  /* groups that share a unit: a power of two */
+    const uint16_t *units;    /* [strip][unit of a row][of scales, of minima if there are any][row], float16; NULL = 1 */
 } Matrix;
 
 /* A group of columns of LANES rows of x: x = code * scale. */

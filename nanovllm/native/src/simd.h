@@ -177,4 +177,16 @@ INLINE wide exponential(wide x) {
     p = wide_multiply_add(wide_splat(1.0f), p, r);
     return (wide)((uwide)p + ((uwide)sum << 23));
 }
+
+/* 1 / (1 + e^-x) */
+INLINE wide logistic(wide x) {
+    const wide one = wide_splat(1), size = exponential(-wide_absolute(x)); /* e^-|x| cannot overflow */
+    const swide positive = x > wide_splat(0);
+    return (wide)(((swide)one & positive) | ((swide)size & ~positive)) / (one + size);
+}
+
+/* With tanh: x times the logistic function of a polynomial. */
+INLINE wide gelu(wide x) {
+    return x * logistic(x * wide_splat(1.5957691216f) * (wide_splat(1) + wide_splat(0.044715f) * x * x));
+}
 #endif

@@ -46,12 +46,14 @@ static void unpack_group(const uint8_t *group, int bits, uint8_t codes[GROUP]) {
     memcpy(codes, bits == 8 ? items : bytes, GROUP);
 }
 
+enum { MOST_COLUMNS = 256 }; /* of a block */
+
 void pack_codes(const uint8_t *from, int rows, int blocks, const Blocks *layout, uint8_t *out) {
     const int bits = layout->bits, groups = layout->columns / GROUP, low = bits < 8 ? 4 : 8;
     for (int row = 0; row < rows; row++) {
         uint8_t *to = out + (int64_t)(row / STRIP) * blocks * groups * bits * STRIP * 4 + row % STRIP * 4;
         for (int block = 0; block < blocks; block++, from += layout->bytes) {
-            uint8_t codes[UNIT * GROUP] = {0};
+            uint8_t codes[MOST_COLUMNS] = {0};
             unpack(from + layout->low_at, low, layout->low_together, layout->columns, 0, codes);
             if (low < bits)
                 unpack(from + layout->high_at, bits - 4, layout->high_together, layout->columns, 4, codes);
@@ -86,7 +88,7 @@ static void packed_row(const Matrix *w, int row, float *out) {
         float scale = number_at(w->scales, at, w->scale_type);
         float minimum = w->minima ? number_at(w->minima, at, w->minimum_type) : 0.0f;
         if (w->units) {
-            const int64_t unit = (first + c / GROUP) / UNIT * (w->minima ? 2 : 1) * STRIP + lane;
+            const int64_t unit = (first + c / GROUP) / w->groups_per_unit * (w->minima ? 2 : 1) * STRIP + lane;
             scale *= number_at(w->units, unit, FLOAT16);
             if (w->minima) minimum *= number_at(w->units, unit + STRIP, FLOAT16);
         } else if (w->minimum_type == SMALL_INTEGER) {

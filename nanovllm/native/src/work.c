@@ -28,17 +28,24 @@ typedef struct {
 
 static int chunks_per_rows(const Forming *job) { return (job->columns + job->chunk_columns - 1) / job->chunk_columns; }
 
+/* Columns from `first` on of a row. */
+static void form_columns(const Rows *rows, const float *x, int row, int first, int columns, int all_columns, int forms) {
+    const int64_t group = (int64_t)(row / LANES) * (all_columns / GROUP) + first / GROUP;
+    if (forms & ROUNDED) round_row(x, columns, rows->rounded + group, row % LANES);
+    if (have_amx && forms & SPLIT) split_row(x, first, columns, all_columns, rows->parts, rows->num_parts, row);
+}
+
+void form_row(const Rows *rows, const float *x, int row, int columns, int forms) {
+    form_columns(rows, x, row, 0, columns, columns, forms);
+}
+
 static void form_chunk(void *argument, int chunk) {
     const Forming *job = argument;
     const int first = chunk / chunks_per_rows(job) * LANES, column = chunk % chunks_per_rows(job) * job->chunk_columns;
     const int left = job->columns - column, columns = left < job->chunk_columns ? left : job->chunk_columns;
-    for (int row = first; row < first + LANES && row < job->count; row++) {
-        const float *x = job->rows->x + (int64_t)row * job->columns + column;
-        const int64_t group = (int64_t)(row / LANES) * (job->columns / GROUP) + column / GROUP;
-        if (job->forms & ROUNDED) round_row(x, columns, job->rows->rounded + group, row % LANES);
-        if (have_amx && job->forms & SPLIT)
-            split_row(x, column, columns, job->columns, job->rows->parts, job->rows->num_parts, row);
-    }
+    for (int row = first; row < first + LANES && row < job->count; row++)
+        form_columns(job->rows, job->rows->x + (int64_t)row * job->columns + column, row, column, columns, job->columns,
+                     job->forms);
 }
 
 void form_inputs(Engine *e, int part, const Rows *rows, int count, int columns, int forms) {
@@ -47,35 +54,46 @@ void form_inputs(Engine *e, int part, const Rows *rows, int count, int columns, 
     if (forms) engine_run(e, part, form_chunk, &job, (count + LANES - 1) / LANES * chunks_per_rows(&job));
 }
 
-/* y = silu(y) * up, of one tile, or gelu(y) * up: with tanh, y times the logistic function of a polynomial */
-INLINE void activate(float y[TILE], const float up[TILE], const int gelu) {
+/* gate * sigmoid(alpha * gate) * (up + 1), with gate at most the limit and up between it and -limit. */
+INLINE wide clamped(wide gate, wide up, const Model *m) {
+    const wide limit = wide_splat(m->clamp_limit);
+    gate = -wide_larger(-gate, -limit);
+    up = -wide_larger(-wide_larger(up, -limit), -limit);
+    return gate * logistic(gate * wide_splat(m->clamp_alpha)) * (up + wide_splat(1));
+}
+
+/* y = activation(y) * up, of one tile. */
+INLINE void activate(float y[TILE], const float up[TILE], const Model *m) {
     for (int i = 0; i < TILE; i += LANES) {
-        const wide x = wide_load(y + i), one = wide_splat(1);
-        const wide gate = gelu ? x * wide_splat(1.5957691216f) * (one + wide_splat(0.044715f) * x * x) : x;
-        const wide size = exponential(-wide_absolute(gate)); /* e^-|x| cannot overflow */
-        const swide positive = gate > wide_splat(0);
-        const wide top = (wide)(((swide)one & positive) | ((swide)size & ~positive));
-        wide_store(y + i, x * top / (one + size) * wide_load(up + i));
+        const wide x = wide_load(y + i), factor = wide_load(up + i);
+        if (m->activation == CLAMPED)
+            wide_store(y + i, clamped(x, factor, m));
+        else
+            wide_store(y + i, (m->activation == GELU ? gelu(x) : x * logistic(x)) * factor);
     }
 }
 
 /* How a product is divided: num_tiles of all outputs, with a gate of the first matrix. */
 typedef struct {
     const Product *product;
-    int num_tiles, tiles_per_chunk, chunks_per_rows;
+    int num_tiles, tiles_per_chunk, chunks_per_rows, first_chunk;
 } ProductChunks;
 
-static void finish_tile(const Product *job, int which, int tile, int first, int count, float y[][TILE],
+typedef struct {
+    const Model *model;
+    const ProductChunks *products;
+} ProductJobs;
+
+static void finish_tile(const Product *job, const Model *m, int which, int tile, int first, int count, float y[][TILE],
                         float up[][TILE]) {
     const int rows = job->matrices[which]->rows, at = tile * TILE;
     const int width = rows - at < TILE ? rows - at : TILE;
-    for (int m = 0; m < count; m++) {
-        float *out = job->outputs[which] + (first + m) * job->stride + at;
-        if (job->mode == GATE_SILU) activate(y[m], up[m], 0);
-        if (job->mode == GATE_GELU) activate(y[m], up[m], 1);
+    for (int row = 0; row < count; row++) {
+        float *out = job->outputs[which] + (first + row) * job->stride + at;
+        if (job->mode == GATE) activate(y[row], up[row], m);
         for (int r = 0; width == TILE && r < TILE; r += LANES)
-            wide_store(out + r, job->mode == ADD ? wide_load(out + r) + wide_load(y[m] + r) : wide_load(y[m] + r));
-        for (int r = 0; width < TILE && r < width; r++) out[r] = job->mode == ADD ? out[r] + y[m][r] : y[m][r];
+            wide_store(out + r, job->mode == ADD ? wide_load(out + r) + wide_load(y[row] + r) : wide_load(y[row] + r));
+        for (int r = 0; width < TILE && r < width; r++) out[r] = job->mode == ADD ? out[r] + y[row][r] : y[row][r];
     }
 }
 
@@ -87,11 +105,14 @@ static int place_of(const Product *job, int index, Place *place) {
     return which;
 }
 
-/* Some tiles for MOST_ROWS rows. The chunks of the same rows follow one another: the rows stay in the L2 cache. */
+/* Some tiles of a product for MOST_ROWS rows. The chunks of the same rows follow one another: the rows stay in the L2 cache. */
 static void product_chunk(void *argument, int chunk) {
-    const ProductChunks *all = argument;
+    const ProductJobs *jobs = argument;
+    const ProductChunks *all = jobs->products;
+    while (chunk >= all[1].first_chunk) all++;
+    chunk -= all->first_chunk;
     const Product *job = all->product;
-    const int gated = job->mode >= GATE_SILU;
+    const int gated = job->mode == GATE;
     const int first = chunk / all->chunks_per_rows * MOST_ROWS, left_rows = job->in.rows - first;
     const int count = left_rows < MOST_ROWS ? left_rows : MOST_ROWS;
     const int begin = chunk % all->chunks_per_rows * all->tiles_per_chunk, left = all->num_tiles - begin;
@@ -111,19 +132,31 @@ static void product_chunk(void *argument, int chunk) {
         place_of(job, i < all->num_tiles ? i : 0, &next);
         product_tiles(places, num, next, &job->in, first, count, &panels, y);
         for (int k = 0; k < num; k += gated ? 2 : 1)
-            finish_tile(job, which[k], places[k].tile, first, count, y[k], gated ? y[k + 1] : NULL);
+            finish_tile(job, jobs->model, which[k], places[k].tile, first, count, y[k], gated ? y[k + 1] : NULL);
     }
     if (have_amx) end_products();
 }
 
-void run_product(Engine *e, int part, const Product *job) {
-    int tiles = 0;
-    for (int i = 0; i < job->num_outputs; i++) tiles += num_tiles(job->matrices[i]);
-    /* dense512.c computes two tiles at a time, which a gate has anyway */
-    const int step = LANES == 16 && job->mode < GATE_SILU && !is_packed(job->matrices[0]) ? MOST_TILES : 1;
-    const int share = tiles / (e->num_threads * PRODUCT_CHUNKS), per_chunk = share > step ? share / step * step : step;
-    ProductChunks all = {job, tiles, per_chunk, (tiles + per_chunk - 1) / per_chunk};
-    engine_run(e, part, product_chunk, &all, all.chunks_per_rows * ((job->in.rows + MOST_ROWS - 1) / MOST_ROWS));
+void run_products(Engine *e, int part, const Product *jobs, int num) {
+    ProductChunks all[num + 1];
+    int tiles = 0, chunks = 0;
+    for (int i = 0; i < num; i++) {
+        all[i] = (ProductChunks){.product = &jobs[i]};
+        for (int k = 0; k < jobs[i].num_outputs; k++) all[i].num_tiles += num_tiles(jobs[i].matrices[k]);
+        tiles += all[i].num_tiles;
+    }
+    const int share = tiles / (e->num_threads * PRODUCT_CHUNKS);
+    for (int i = 0; i < num; i++) {
+        /* with AVX512 dense.c computes two tiles at a time, which a gate has anyway */
+        const int step = LANES == 16 && jobs[i].mode != GATE && !is_packed(jobs[i].matrices[0]) ? MOST_TILES : 1;
+        all[i].tiles_per_chunk = share > step ? share / step * step : step;
+        all[i].chunks_per_rows = (all[i].num_tiles + all[i].tiles_per_chunk - 1) / all[i].tiles_per_chunk;
+        all[i].first_chunk = chunks;
+        chunks += all[i].chunks_per_rows * ((jobs[i].in.rows + MOST_ROWS - 1) / MOST_ROWS);
+    }
+    all[num].first_chunk = chunks;
+    ProductJobs work = {&e->model, all};
+    engine_run(e, part, product_chunk, &work, chunks);
 }
 
 void engine_products(Engine *e, const Matrix *matrices, int num, const float *x, int rows, float *out, int adds) {
@@ -138,10 +171,10 @@ void engine_products(Engine *e, const Matrix *matrices, int num, const float *x,
         float *to = out + first * stride;
         for (int i = 0, here; i < num; i += here) {
             Product job = {.stride = stride, .mode = adds ? ADD : STORE, .in = inputs_of(&inputs, count, columns)};
-            for (here = 0; here < MOST_OUTPUTS && i + here < num; to += job.matrices[here++]->rows)
+            for (here = 0; here < MOST_INPUTS && i + here < num; to += job.matrices[here++]->rows)
                 job.matrices[here] = &matrices[i + here], job.outputs[here] = to;
             job.num_outputs = here;
-            run_product(e, QKV, &job);
+            run_products(e, QKV, &job, 1);
         }
     }
 }
