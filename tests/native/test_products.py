@@ -3,7 +3,6 @@
 import ctypes
 import platform
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ class Rounded(ctypes.Structure):
         ("codes", ctypes.c_int8 * GROUP * LANES),
         ("scales", ctypes.c_float * LANES),
         ("minus_sums", ctypes.c_float * LANES),
-        *([("zeros", ctypes.c_int32 * LANES * 3)] if platform.machine() == "x86_64" else []),
+        *([("zeros", ctypes.c_int32 * LANES * 2)] if platform.machine() == "x86_64" else []),
     )
 
 

@@ -146,9 +146,10 @@ INLINE void unpack(const int form, const Matrix *w, const uint8_t *codes, const 
  * columns of a group, or 1 the first half, 2 the other. */
 INLINE int32_t zero_of(const int form, const Rounded *x, const int which, int row) {
 #if !defined(__ARM_FEATURE_DOTPROD)
-    if (form == BITS_6) return x->zeros[which][row];
+    const int32_t all = x->zeros[0][row] - INT_ZERO, last = x->zeros[1][row] - INT_ZERO;
+    if (form == BITS_6) return INT_ZERO + (which == 2 ? last : all / 4 - last);
     if (EXCESS && (form == BITS_8 || form == TABLE))
-        return which == 0 ? x->zeros[0][row] : INT_ZERO + EXCESS / 32 * (x->zeros[which][row] - INT_ZERO);
+        return INT_ZERO + (which == 0 ? all : which == 1 ? all - 4 * last : 4 * last);
 #endif
     (void)form, (void)x, (void)which, (void)row;
     return INT_ZERO;
@@ -391,8 +392,7 @@ void round_row(const float *x, int columns, Rounded *rounded, int row) {
 #if !defined(__ARM_FEATURE_DOTPROD)
         const int32_t last_sum = wide_sum_of_ints(last);
         rounded->zeros[0][row] = INT_ZERO - 128 * sum;
-        rounded->zeros[1][row] = INT_ZERO - 32 * (sum - last_sum);
-        rounded->zeros[2][row] = INT_ZERO - 32 * last_sum;
+        rounded->zeros[1][row] = INT_ZERO - 32 * last_sum;
 #endif
     }
 }

@@ -32,7 +32,7 @@ typedef struct {
     int8_t codes[LANES][GROUP];
     float scales[LANES], minus_sums[LANES]; /* minus_sums: of code * scale, times -1 */
 #if !defined(__ARM_FEATURE_DOTPROD)
-    int32_t zeros[3][LANES]; /* INT_ZERO minus 128 times the sum of the codes, and 32 times of the first and last 16 */
+    int32_t zeros[2][LANES]; /* INT_ZERO minus 128 times the sum of the codes, and 32 times that of the last 16 */
 #endif
 } Rounded;
 
