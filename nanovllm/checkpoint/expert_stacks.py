@@ -68,10 +68,20 @@ class _OfStack:
         """The packed form of the stack, if it has one."""
         return getattr(self.stack, "form", None)
 
+    @property
+    def type_name(self) -> str | None:
+        """The type of GGUF, if it is from such a file."""
+        return getattr(self.stack, "type_name", None)
+
     def pieces(self, part: Part, *how: Any) -> Any:
         """The packed pieces of this expert; only for a stack that has a packed form."""
         stack: Any = self.stack
         return stack.pieces(self._in_stack(part), *how)
+
+    def blocks(self, part: Part) -> Any:
+        """The blocks of this expert's rows; only for a stack from a GGUF file."""
+        stack: Any = self.stack
+        return stack.blocks(self._in_stack(part))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -356,11 +356,18 @@ class _GGUFTensor:
         own = whole._replace(codes=whole.codes[:, first:last])
         return cut_groups(own, form, self.shape[-1], columns, sizes)
 
-    def with_rows(self, order: Sequence[int]) -> Stored:
+    def with_rows(self, order: Sequence[int]) -> _GGUFTensor:
         """With the row of number `order[i]` at i."""
-        from nanovllm.checkpoint.packed.gguf import ReorderedBlocks
+        import torch
 
-        return ReorderedBlocks(self, order)
+        from nanovllm.checkpoint.reordered import Reordered
+
+        def blocks(part: Part) -> tuple[torch.Tensor, range]:
+            rows, *others = part or (slice(None),)
+            raw, columns = self.blocks((slice(None), *others))
+            return raw[torch.tensor(order[rows])], columns
+
+        return replace(self, load=Reordered(self, order).read, blocks=blocks)
 
 
 def _as_matrix(shape: tuple[int, ...], wanted: list[range], block: int) -> tuple[range, range, int]:

@@ -248,7 +248,7 @@ def fits(form: Form, columns: int) -> bool:
         return isinstance(form, Int8Form)
     size, _ = form.sizes_in(columns)
     by_16 = size == GROUP // 2 and form.bits == 8 and not (form.zero or form.minimum)
-    return not form.ordered and (size % GROUP == 0 or by_16)
+    return not form.ordered and (size % GROUP == 0 or by_16) and form.unit_size % GROUP == 0
 
 
 def _unknown(part: Any) -> str | None:

@@ -7,7 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nanovllm.checkpoint.packed.fp4 import NUMBERS as NUMBERS_OF_FP4
 from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, quantize_fp4
+from nanovllm.checkpoint.packed.gguf import ReorderedColumns, scales_and_minima
+from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.packed.groups import Pieces, quantize_groups
 from nanovllm.checkpoint.packed.int8 import Int8Tensor
 from nanovllm.checkpoint.packed.tensor import InMemory
@@ -15,32 +18,31 @@ from nanovllm.checkpoint.stored import Index, Part, Slot, Stored, Target
 from nanovllm.layers.spec import TensorPart, Weight, norm_weight
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
+from nanovllm.native.blocks import IN_FILES, Blocks
 from nanovllm.weights.forms import Form, Fp4Form, GroupForm
 from nanovllm.weights.int8 import quantize_rows
 
 TILE = 16  # rows of a matrix in memory are a multiple of this
 DENSE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INT4, INT8, INT8_BY_16, FP4 = 3, 4, 5, 6
-IN_STRIP_ORDER = ("Q4_0", "Q4_1", "Q8_0")  # GGUF types whose blocks have the codes in the order of a strip
+PACKED = 3
+NUMBERS = DENSE | {torch.int8: 3}  # the types of scales and minima
 CPU = torch.device("cpu")
+FP4_NUMBERS = torch.tensor([sign * int(2 * number) for sign in (1, -1) for number in NUMBERS_OF_FP4], dtype=torch.int8)
 NUMBER, ADDRESS = ctypes.c_int, ctypes.c_void_p
 PACKING: dict[str, tuple[Any, list[Any]]] = {  # of the functions that pack weights
     "pack": (None, [ADDRESS, *6 * [NUMBER], ADDRESS]),
-    "order_halves": (None, [ADDRESS, ctypes.c_int64, ADDRESS]),
+    "pack_codes": (None, [ADDRESS, NUMBER, NUMBER, ctypes.POINTER(Blocks), ADDRESS]),
 }
 
 
 class Matrix(ctypes.Structure):
     _fields_ = (
-        ("type", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("columns", ctypes.c_int32),
-        ("half_scales", ctypes.c_int32),
-        ("groups_per_scale", ctypes.c_int32),
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("minima", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *((name, NUMBER) for name in ("type", "rows", "columns")),
+        *((name, ADDRESS) for name in ("data", "bias")),
+        *((name, NUMBER) for name in ("bits", "scale_type", "minimum_type", "groups_per_scale")),
+        *((name, ADDRESS) for name in ("table", "scales", "minima")),
+        ("groups_per_unit", NUMBER),
+        ("units", ADDRESS),
     )
 
 
@@ -53,10 +55,13 @@ class NativeWeight:
         `makes`: a matrix is rounded to this form: 4-bit groups, or 8 bits with one scale per row.
         """
         self._library, self._packs, self._makes = library, packs or makes is not None, makes
-        self._type = 0
+        self._type = self._bits = 0
         self._groups_per_scale = 1
         self.data = self.scales = torch.empty(0)
         self.minima: Tensor | None = None
+        self.units: Tensor | None = None
+        self._groups_per_unit = 1
+        self._table: Tensor | None = None
         self.shape: tuple[int, ...] = ()
 
     def load(self, index: Index, tensor: Stored, part: Part) -> None:
@@ -67,8 +72,15 @@ class NativeWeight:
             self._keep_rows(*tensor.pieces(part, CPU))
             return
         form: Form | None = getattr(tensor, "form", None) if self._packs and len(self.shape) == 2 else None
+        kind = getattr(tensor, "type_name", None)
+        if isinstance(form, GroupForm) and kind in IN_FILES:
+            self._keep_blocks(cast(Any, tensor).blocks(part)[0], kind)
+            if isinstance(tensor, ReorderedColumns):
+                self._move_columns(tensor.order, form.unit_size)
+            return
         if isinstance(form, GroupForm):
-            self._keep_groups(tensor, part)
+            sizes = form.sizes_in(self.shape[1])
+            self._keep_pieces(cast(Any, tensor).pieces(part, sizes, CPU), form, sizes[0])
             return
         if isinstance(form, Fp4Form) and not form.has_unit:
             self._keep_fp4(cast(Any, tensor).pieces(part, GROUP, CPU))
@@ -85,17 +97,16 @@ class NativeWeight:
         self.data = self._in_strips(data.contiguous()[:, None], size=2 if data.dtype == torch.float16 else 4, rows=TILE)
 
     def _keep_rows(self, codes: Tensor, scale: Tensor) -> None:
-        self._store_codes(codes, bits=8)
+        self._keep_codes(codes, Blocks(GROUP, GROUP, 8, low_together=1), scale_columns=self.shape[1])
         self.scales = self._in_strips(scale.contiguous()[:, None, None])
-        self._type, self._groups_per_scale = INT8, self.shape[1] // GROUP
 
-    def _store_codes(self, codes: Tensor, bits: int) -> None:
-        codes = codes.contiguous()
-        if bits == 4:
-            ordered = torch.empty_like(codes)
-            self._library.order_halves(pointer(codes), self.shape[0] * (self.shape[1] // GROUP), pointer(ordered))
-            codes = ordered
-        self.data = self._in_strips(codes.view(torch.uint8).view(self.shape[0], 1, -1), size=4)
+    def _keep_codes(self, blocks: Tensor, layout: Blocks, *, scale_columns: int) -> None:
+        """`blocks`: those of a row follow one another. `scale_columns`: columns that share a scale."""
+        rows, columns = self.shape
+        self._type, self._bits, self._groups_per_scale = PACKED, layout.bits, scale_columns // GROUP
+        blocks, count = blocks.contiguous(), columns // layout.columns
+        self.data = _rows_in_tiles(rows, columns * layout.bits // 8, torch.uint8)
+        self._library.pack_codes(pointer(blocks), rows, count, ctypes.byref(layout), pointer(self.data))
 
     def _in_strips(self, values: Tensor, *, size: int = 0, rows: int = 0) -> Tensor:
         """[rows, groups, numbers] -> strips, see `pack` in src/products.h; missing rows of the last tile are 0.
@@ -103,84 +114,91 @@ class NativeWeight:
         `size`: bytes that stay together; 0 = those of a number. `rows`: of a strip; 0 = those of packed matrices.
         """
         num_rows, groups, count = values.shape
-        make = torch.empty if num_rows % TILE == 0 else torch.zeros
-        found = make(-(-num_rows // TILE) * TILE, groups * count, dtype=values.dtype)
+        found = _rows_in_tiles(num_rows, groups * count, values.dtype)
         size, stride = size or values.itemsize, values.stride(1) * values.itemsize
         sizes = (num_rows, groups, stride, count * values.itemsize // size, size, rows or self._library.rows_of_strip())
         self._library.pack(pointer(values), *sizes, pointer(found))
         return found
 
-    def _keep_groups(self, tensor: Any, part: Part) -> None:
-        form: GroupForm = tensor.form
-        sizes = form.sizes_in(self.shape[1])
-        if getattr(tensor, "type_name", None) in IN_STRIP_ORDER:
-            scale, minimum = self._store_blocks(tensor.blocks(part)[0], form)
+    def _keep_blocks(self, blocks: Tensor, kind: str) -> None:
+        """Blocks of a type of GGUF, [rows, blocks, bytes]."""
+        form, blocks = FORMS[kind], blocks.contiguous()
+        self._groups_per_unit = form.unit_size // GROUP
+        self._keep_codes(blocks, IN_FILES[kind], scale_columns=form.group_size)
+        if kind == "Q6_K":
+            self.scales = self._in_strips(blocks[..., 192:208]).view(torch.int8)
+            self.units = self._halves(blocks[..., 208:])
+        elif form.unit_size:
+            scales, minima = scales_and_minima(blocks)
+            self.scales, self.minima = (self._in_strips(each).view(torch.int8) for each in (scales, minima))
+            self.units = self._halves(blocks[..., :4])
         else:
-            scale, minimum = self._store_pieces(tensor.pieces(part, sizes, CPU), form, sizes)
-        if form.bits == 4 and minimum is None:
-            minimum = 8 * scale  # 8 stands for 0
-            if not torch.isfinite(minimum).all():
-                scale, minimum = scale.float(), 8 * scale.float()
-        self.scales, self.minima = scale, minimum
-        self._type = INT4 if form.bits == 4 else INT8 if sizes[0] % GROUP == 0 else INT8_BY_16
-        self._groups_per_scale = max(sizes[0] // GROUP, 1)
+            self.scales = self._halves(blocks[..., :2])
+            if form.minimum:  # what the file adds, a minimum subtracts
+                self.minima = self._halves(blocks[..., 2:4]).neg_()
 
-    def _store_blocks(self, blocks: Tensor, form: GroupForm) -> tuple[Tensor, Tensor | None]:
-        """Store the codes of a file's blocks, and return scales and minima in strips."""
-        blocks = blocks.contiguous()  # [rows, groups, bytes]: the scale, maybe the minimum, the codes
-        self.data = self._in_strips(blocks[..., 4 if form.minimum else 2 :], size=4)
-        scale = self._in_strips(blocks[..., :2], size=2).view(torch.float16)
-        # what the file adds, a minimum subtracts
-        minimum = self._in_strips(blocks[..., 2:4], size=2).view(torch.float16).neg_() if form.minimum else None
-        if not all(map(all_finite, (scale,) if minimum is None else (scale, minimum))):
+    def _move_columns(self, order: Sequence[int], unit_size: int) -> None:
+        """Put block `order[i]` of columns at i, where the new units are those of `unit_size` columns."""
+        num_strips = self.data.shape[0] // self._library.rows_of_strip()
+
+        def moved(values: Tensor) -> Tensor:
+            """What a strip has for each block of columns is in one place."""
+            return values.view(num_strips, len(order), -1)[:, torch.tensor(order)].view_as(values)
+
+        self.data, self.scales = moved(self.data), moved(self.scales)
+        if self.minima is not None:
+            self.minima = moved(self.minima)
+        if self.units is not None:
+            units = self.units.view(num_strips, self.shape[1] // (GROUP * self._groups_per_unit), -1)
+            self._groups_per_unit = unit_size // GROUP
+            per_block = units.repeat_interleave(self.shape[1] // unit_size // units.shape[1], dim=1)
+            self.units = moved(per_block.view(self.data.shape[0], -1))
+
+    def _halves(self, numbers: Tensor) -> Tensor:
+        """Finite numbers in float16."""
+        found = self._in_strips(numbers, size=2).view(torch.float16)
+        if (found.view(torch.int16) & 0x7C00).max() == 0x7C00:  # a tenth of the time that torch.isfinite takes
             raise ValueError("a scale is infinite or NaN")
-        return scale, minimum
+        return found
 
-    def _store_pieces(self, pieces: Pieces, form: GroupForm, sizes: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-        """Store the codes, and return scales and minima in strips. `sizes`: columns per scale and per unit."""
-        self._store_codes(pieces.codes, form.bits)
-        scale, minimum = pieces.scale, pieces.minimum
-        if scale.dtype != torch.float16:
-            scale = scale.float()
-        if form.unit_size:
-            assert pieces.scale_unit is not None
-            per_unit = sizes[1] // sizes[0]
-            scale = scale.float() * pieces.scale_unit.float().repeat_interleave(per_unit, dim=-1)
-            if minimum is not None:
-                assert pieces.minimum_unit is not None
-                minimum = minimum.float() * pieces.minimum_unit.float().repeat_interleave(per_unit, dim=-1)
-        elif pieces.zero is not None:
-            scale = scale.float()
-            minimum = scale * pieces.zero.float()
-        scale = self._in_strips(scale.contiguous()[:, None])
-        return scale, None if minimum is None else self._in_strips(minimum.contiguous()[:, None])
+    def _keep_pieces(self, pieces: Pieces, form: GroupForm, scale_columns: int) -> None:
+        self._keep_codes(
+            pieces.codes, Blocks(GROUP, GROUP * form.bits // 8, form.bits, low_together=1), scale_columns=scale_columns
+        )
+        scale = pieces.scale if pieces.scale.dtype == torch.float16 else pieces.scale.float()
+        self.scales = self._in_strips(scale.contiguous()[:, None])
+        if pieces.zero is not None:
+            self.minima = self._in_strips(pieces.zero.view(torch.int8).contiguous()[:, None])
 
     def _keep_fp4(self, pieces: Fp4Pieces) -> None:
-        """MXFP4. The codes stand for twice the numbers, and the scales are halved."""
-        self._store_codes(pieces.codes, bits=4)
+        """MXFP4. The table has twice the numbers, and the scales are halved."""
+        self._keep_codes(pieces.codes, Blocks(GROUP, GROUP // 2, 4, low_together=1), scale_columns=GROUP)
         scale = pieces.scale.view(torch.float8_e8m0fnu).float() / 2
         exact = scale.half() if torch.equal(scale.half().float(), scale) else scale
         self.scales = self._in_strips(exact.contiguous()[:, None])
-        self._type = FP4
+        self._table = FP4_NUMBERS
 
     @property
     def is_packed(self) -> bool:
-        return self._type >= INT4
+        return self._type == PACKED
 
     def matrix(self, bias: "NativeWeight | None" = None) -> Matrix:
         """Its description, valid as long as the weights exist."""
         rows, columns = self.shape
-        return Matrix(
-            type=self._type,
-            rows=rows,
-            columns=columns,
-            half_scales=self.scales.dtype == torch.float16,
-            groups_per_scale=self._groups_per_scale,
-            data=pointer(self.data),
-            scales=pointer(self.scales) if self.is_packed else None,
-            minima=None if self.minima is None else pointer(self.minima),
-            bias=None if bias is None else pointer(bias.data),
-        )
+        found = Matrix(type=self._type, rows=rows, columns=columns, data=pointer(self.data))
+        if bias is not None:
+            found.bias = pointer(bias.data)
+        if not self.is_packed:
+            return found
+        found.bits, found.groups_per_scale = self._bits, self._groups_per_scale
+        found.scales, found.scale_type = pointer(self.scales), NUMBERS[self.scales.dtype]
+        if self.minima is not None:
+            found.minima, found.minimum_type = pointer(self.minima), NUMBERS[self.minima.dtype]
+        if self.units is not None:
+            found.units, found.groups_per_unit = pointer(self.units), self._groups_per_unit
+        if self._table is not None:
+            found.table = pointer(self._table)
+        return found
 
 
 class Divided:
@@ -244,9 +262,10 @@ def made(form: Form, weight: Tensor) -> Any:
     return Int8Tensor(InMemory(codes), InMemory(scale))
 
 
-def all_finite(halves: Tensor) -> bool:
-    """In float16. A tenth of the time that torch.isfinite takes."""
-    return int((halves.view(torch.int16) & 0x7C00).max()) < 0x7C00
+def _rows_in_tiles(rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    """[rows, size], with rows of zeros up to a whole tile."""
+    make = torch.empty if rows % TILE == 0 else torch.zeros
+    return make(-(-rows // TILE) * TILE, size, dtype=dtype)
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:

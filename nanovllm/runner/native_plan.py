@@ -18,9 +18,10 @@ from nanovllm.models.parameters import num_bytes, tensor_names
 from nanovllm.models.shard import whole_model
 from nanovllm.models.spec import ModelSpec
 from nanovllm.native import GROUP
+from nanovllm.native.blocks import row_bytes
 from nanovllm.native.formats import multiplies
 from nanovllm.native.support import FORMS_MADE, forms_to_make, keeps_packed
-from nanovllm.native.weights import DENSE, IN_STRIP_ORDER, TILE, native_slots, part_shape
+from nanovllm.native.weights import DENSE, TILE, native_slots, part_shape
 from nanovllm.weights.formats import weight_formats
 from nanovllm.weights.forms import Form, Fp4Form, GroupForm, Int8Form
 
@@ -42,9 +43,10 @@ class CountedWeight:
         if form is None:
             self.num_bytes += _up_to(rows, TILE) * columns * _item_bytes(tensor)
         elif isinstance(form, GroupForm):
+            kind = getattr(tensor, "type_name", None) if self._makes is None else None
             own = form.dividing(columns) if self._makes is not None else form
-            in_blocks = getattr(tensor, "type_name", None) in IN_STRIP_ORDER and self._makes is None
-            self.num_bytes += _up_to(rows, TILE) * _group_row_bytes(own, columns, in_blocks=in_blocks)
+            size = _group_row_bytes(own, columns) if kind is None else row_bytes(kind, columns)
+            self.num_bytes += _up_to(rows, TILE) * size
         elif isinstance(form, Fp4Form):  # scales outside of float16's range, which take twice as much, are rare
             self.num_bytes += _up_to(rows, TILE) * (columns // 2 + columns // GROUP * 2)
         else:
@@ -59,7 +61,7 @@ class CountedWeight:
 
 def _item_bytes(tensor: Stored) -> int:
     """Of a dense matrix. Those of GGUF files are read as float32."""
-    if hasattr(tensor, "type_name"):
+    if getattr(tensor, "type_name", None) is not None:
         return 4
     dtype = tensor.read((slice(0, 1),)).dtype
     return dtype.itemsize if dtype in DENSE else 4
@@ -69,12 +71,9 @@ def _up_to(rows: int, multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-def _group_row_bytes(form: GroupForm, columns: int, *, in_blocks: bool) -> int:
-    """`in_blocks`: the scales are those of a GGUF file's blocks."""
-    size = GROUP if in_blocks else form.sizes_in(columns)[0]
-    is_half = in_blocks or (form.scale_dtype == "float16" and not form.unit_size and not form.zero)
-    has_minima = form.bits == 4 or form.minimum or form.zero
-    return columns * form.bits // 8 + columns // size * (2 if is_half else 4) * (2 if has_minima else 1)
+def _group_row_bytes(form: GroupForm, columns: int) -> int:
+    scale = 2 if form.scale_dtype == "float16" else 4
+    return columns * form.bits // 8 + columns // form.sizes_in(columns)[0] * (scale + form.zero)
 
 
 def step_weight_bytes(config: Config, model: ModelSpec, path: Path) -> int:

@@ -13,7 +13,7 @@ OPTIONS = ("device", "cpu_kernels", "dtype", "quantization", "max_model_len", "n
 
 
 def bytes_of(weight: NativeWeight) -> int:
-    tensors = (weight.data, weight.scales, weight.minima)
+    tensors = (weight.data, weight.scales, weight.minima, weight.units)
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

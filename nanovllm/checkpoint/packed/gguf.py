@@ -15,25 +15,8 @@ from nanovllm.checkpoint.packed.fp4 import Fp4Pieces, Fp4Tensor
 from nanovllm.checkpoint.packed.gguf_types import FORMS, in_blocks
 from nanovllm.checkpoint.packed.groups import Pieces, cut_groups, pack_nibbles
 from nanovllm.checkpoint.packed.tensor import InMemory, spans
-from nanovllm.checkpoint.reordered import Reordered
 from nanovllm.checkpoint.stored import Part
 from nanovllm.weights.forms import Form, Fp4Form, GroupForm
-
-
-class ReorderedBlocks(Reordered):
-    """A tensor of a GGUF file whose rows are read in another order; it stays packed."""
-
-    @property
-    def form(self) -> Any:
-        packed: Any = self.tensor
-        return packed.form
-
-    def pieces(self, part: Part, sizes: tuple[int, int], device: torch.device) -> Pieces:
-        packed: Any = self.tensor
-        rows, *columns = part or (slice(None),)
-        wanted = torch.tensor(self.order[rows], device=device)
-        whole: Pieces = packed.pieces((slice(None), *columns), sizes, device)
-        return whole._replace(**{name: one[wanted] for name, one in whole._asdict().items() if one is not None})
 
 
 @dataclass(frozen=True)
@@ -54,6 +37,14 @@ class ReorderedColumns:
     @property
     def form(self) -> Form | None:
         return in_blocks(self.tensor.form, self.size)
+
+    @property
+    def type_name(self) -> str:
+        return self.tensor.type_name
+
+    def blocks(self, part: Part) -> tuple[Tensor, range]:
+        """Of the rows of a part, in whole, with the columns in the order of the file."""
+        return self.tensor.blocks(part)
 
     def read(self, part: Part = ()) -> Tensor:
         rows, columns = (*part, slice(None), slice(None))[:2]
@@ -130,12 +121,16 @@ def _q8_0(raw: Tensor) -> Pieces:
     return Pieces(raw[..., 2:].contiguous().view(torch.int8), _halves(raw, 0))
 
 
-def _in_units(raw: Tensor, codes: Tensor) -> Pieces:
-    """With the eight scales and eight minima of 6 bits in bytes 4 to 15: of the first four of each the low 6 bits of
-    the first and the second four bytes; of the last four the halves of the third four bytes, and the high 2 bits."""
+def scales_and_minima(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """The eight scales and eight minima of 6 bits in bytes 4 to 15: of the first four of each the low 6 bits of the
+    first and the second four bytes; of the last four the halves of the third four bytes, and the high 2 bits."""
     first, second, third = raw[..., 4:16].split(4, dim=-1)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
-    minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
+    return scales, torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
+
+
+def _in_units(raw: Tensor, codes: Tensor) -> Pieces:
+    scales, minima = scales_and_minima(raw)
     return Pieces(codes, scales, minimum=minima, scale_unit=_halves(raw, 0), minimum_unit=_halves(raw, 2))
 
 

@@ -131,36 +131,42 @@ AMX void amx_products(const Place places[], int num, const Inputs *in, int first
  * is at work the others compute one vector per cycle, which limits this loop. */
 AMX INLINE void add_groups(const Group *w, int groups, const Rounded *x, const int by_16, const int has_minima,
                            float y[][TILE]) {
-    _Alignas(64) static const int32_t zeros[ROWS][TILE] = {[0 ... ROWS - 1] = {[0 ... TILE - 1] = INT_ZERO}};
-    _Alignas(64) float products[2][ROWS][TILE];
+    /* in one place, or it depends on the stack whether a load of zeros waits for stores of products that have the same
+     * last 12 bits of their addresses */
+    _Alignas(64) struct {
+        uwide zeros[ROWS];
+        float products[2][ROWS][TILE];
+    } here;
+    for (int m = 0; m < ROWS; m++) here.zeros[m] = (uwide)wide_splat(ZERO);
 #define LOAD_SUM(m) wide sum##m = wide_load(y[m]);
     EACH_ROW(LOAD_SUM)
     for (int g = 0; g < groups; g += by_16 ? 1 : 2, w += by_16 ? 1 : 2, x += by_16 ? 1 : 2) {
         const Group *next_w = by_16 ? w : w + 1;
         const Rounded *next_x = by_16 ? x : x + 1;
         const int two = by_16 || g + 1 < groups;
-        _tile_loadd(0, zeros, STRIDE);
+        _tile_loadd(0, here.zeros, STRIDE);
         _tile_loadd(4, w->part, STRIDE);
         _tile_loadd(6, x->codes, GROUP);
         _tile_dpbssd(0, 6, 4);
         if (two) {
-            _tile_loadd(1, zeros, STRIDE);
+            _tile_loadd(1, here.zeros, STRIDE);
             _tile_loadd(5, &next_w->part[by_16 ? 4 : 0], STRIDE);
             _tile_loadd(7, next_x->codes[0] + (by_16 ? 16 : 0), GROUP);
             _tile_dpbssd(1, 7, 5);
         }
-        _tile_stored(0, products[0], STRIDE);
-        if (two) _tile_stored(1, products[1], STRIDE);
+        _tile_stored(0, here.products[0], STRIDE);
+        if (two) _tile_stored(1, here.products[1], STRIDE);
 #define ADD_MINIMUM(m) sum##m = wide_multiply_add(sum##m, minimum, wide_splat(minus_sums[m]));
 #define ADD_PRODUCT(m) sum##m = wide_multiply_add(sum##m, scaled(wide_load(product[m]), scale, zero), wide_splat(scales[m]));
 #define ADD_GROUP(w, x, which)                                                   \
     {                                                                            \
         const float *minus_sums = (x)->minus_sums, *scales = (x)->scales;        \
-        const float(*product)[TILE] = (const float(*)[TILE])products[which];     \
-        const wide minimum = (w)->minimum;                                       \
+        const float(*product)[TILE] = here.products[which];     \
+        const Scales *s = &(w)->scales;                                          \
+        const wide minimum = s->minimum;                                         \
         const int first = by_16 && which == 0;                                   \
-        const wide scale = first ? (w)->first_scale : (w)->scale;                \
-        const wide zero = first ? (w)->first_minus_zero : (w)->minus_zero;       \
+        const wide scale = first ? minimum : s->scale;                           \
+        const wide zero = first ? minus_zero_of(minimum) : s->minus_zero;        \
         if (has_minima) {                                                        \
             EACH_ROW(ADD_MINIMUM)                                                \
         }                                                                        \
@@ -173,13 +179,13 @@ AMX INLINE void add_groups(const Group *w, int groups, const Rounded *x, const i
     EACH_ROW(STORE_SUM)
 }
 
-AMX void amx_add_groups(const Group *panel, int groups, const Rounded *x, int64_t x_groups, int count,
-                        int by_16, int has_minima, float y[][TILE]) {
-    use_shapes(by_16 ? &HALF_GROUPS : &GROUPS);
+AMX void amx_add_groups(const Matrix *w, const Group *panel, int groups, const Rounded *x, int64_t x_groups, int count,
+                        float y[][TILE]) {
+    use_shapes(has_two_scales(w) ? &HALF_GROUPS : &GROUPS);
     for (int m = 0; m < count; m += ROWS, x += x_groups) {
-        if (by_16)
+        if (has_two_scales(w))
             add_groups(panel, groups, x, 1, 0, y + m);
-        else if (has_minima)
+        else if (has_minima(w))
             add_groups(panel, groups, x, 0, 1, y + m);
         else
             add_groups(panel, groups, x, 0, 0, y + m);

@@ -6,52 +6,86 @@
 #if HAVE_SIMD
 
 enum { PANEL_GROUPS = LANES == 16 ? 24 : 48 }; /* groups of a strip that are unpacked at a time, for the L1 cache */
-#if defined(__AVX512VNNI__)
-enum { ADDED = 128 }; /* to codes of 8 bits, because the instruction multiplies unsigned ones of W */
+enum { SCALES = 32 };                          /* that are brought to float32 at a time */
+
+/* The forms of codes; see Matrix. */
+enum { BITS_4, TABLE, BITS_5, BITS_6, BITS_8 };
+#define BY_FORM(w, function, ...)                                    \
+    switch ((w)->bits) {                                             \
+        case 4:                                                      \
+            if ((w)->table) function(TABLE, w, __VA_ARGS__);         \
+            else function(BITS_4, w, __VA_ARGS__);                   \
+            break;                                                   \
+        case 5: function(BITS_5, w, __VA_ARGS__); break;             \
+        case 6: function(BITS_6, w, __VA_ARGS__); break;             \
+        default: function(BITS_8, w, __VA_ARGS__);                   \
+    }
+
+#if defined(__ARM_FEATURE_DOTPROD)
+enum { AS_SIGNED = 1, EXCESS = 0 };
+#elif defined(__AVX512VNNI__)
+enum { AS_SIGNED = 0, EXCESS = 128 };
 #else
-enum { ADDED = 0 };
+enum { AS_SIGNED = 0, EXCESS = 0 };
 #endif
 
-/* Where the next group of a strip is. */
-typedef struct {
-    const uint8_t *codes;
-    int64_t at; /* the index of its scales */
-    int left;   /* groups with these scales */
-} Reader;
+/* --- scales --- */
 
-INLINE int scale_step(int type) { return type == INT8_BY_16 ? 2 * STRIP : STRIP; }
+INLINE int groups_together(const Matrix *w) { return has_two_scales(w) ? 1 : w->groups_per_scale; }
 
-INLINE Reader reader_of(const Matrix *w, int strip, const int type) {
-    const int groups = w->columns / GROUP;
-    return (Reader){
-        .codes = (const uint8_t *)w->data + (int64_t)strip * groups * group_bytes(type),
-        .at = (int64_t)strip * (groups / w->groups_per_scale) * scale_step(type),
-        .left = w->groups_per_scale,
-    };
+/* Scales or minima of the rows of a strip. Those in float32 without their last two bits, which small integers in units
+ * and float16 do not need: so that the product with ZERO is exact. */
+INLINE wide load_numbers(const void *numbers, int64_t index, const int type) {
+    if (type == SMALL_INTEGER) return wide_load_small((const int8_t *)numbers + index);
+    if (type == FLOAT16) return wide_load_halves((const uint16_t *)numbers + index);
+    return (wide)((uwide)wide_load((const float *)numbers + index) & ~3u);
 }
 
-/* Call a function with the matrix, and as its last arguments with constants: its type, whether it has minima, and
- * whether scales and minima are float16. With 4 bits it always has minima; only files with Q6_K have INT8_BY_16. */
-#define BY_SCALES(function, w, type, minima, ...)                  \
-    if ((w)->half_scales) function(w, __VA_ARGS__, type, minima, 1); \
-    else function(w, __VA_ARGS__, type, minima, 0);
-#define BY_KIND(function, w, ...)                                                  \
-    if ((w)->type == INT4) BY_SCALES(function, w, INT4, 1, __VA_ARGS__)            \
-    else if ((w)->type == FP4) BY_SCALES(function, w, FP4, 0, __VA_ARGS__)         \
-    else if ((w)->type == INT8_BY_16) function(w, __VA_ARGS__, INT8_BY_16, 0, 0);  \
-    else if ((w)->minima) BY_SCALES(function, w, INT8, 1, __VA_ARGS__)             \
-    else BY_SCALES(function, w, INT8, 0, __VA_ARGS__)
+enum { NO_MINIMA, STORED, ZEROS, MIDDLE }; /* minima: in the type of the scales, or an integer times the scale */
 
-/* Scales or minima of the rows of a strip. Without the last two bits of a float32, so that the product with INT_ZERO is
- * exact. */
-INLINE wide load_scales(const void *scales, int64_t index, const int half_scales) {
-    if (half_scales) return wide_load_halves((const uint16_t *)scales + index);
-    return (wide)((uwide)wide_load((const float *)scales + index) & ~3u);
+INLINE void scales_as(const Matrix *w, int64_t first, int num, char *to, int stride, const int type, const int two,
+                      const int minima) {
+    wide unit = wide_splat(1), minimum_unit = unit;
+    for (int64_t i = first; i < first + num; i++, to += stride) {
+        const int64_t at = i * STRIP;
+        wide scale = load_numbers(w->scales, two ? 2 * at + STRIP : at, type), minimum = scale;
+        if (two) minimum = load_numbers(w->scales, 2 * at, type);
+        if (minima == STORED) minimum = load_numbers(w->minima, at, type);
+        if (type == SMALL_INTEGER) {
+            if (i == first || (i & (w->groups_per_unit - 1)) == 0) {
+                const uint16_t *units = w->units + i / w->groups_per_unit * (two ? STRIP : 2 * STRIP);
+                unit = minimum_unit = wide_load_halves(units);
+                if (!two) minimum_unit = wide_load_halves(units + STRIP);
+            }
+            scale *= unit, minimum *= minimum_unit;
+        }
+        if (minima == ZEROS) minimum = scale * load_numbers(w->minima, at, SMALL_INTEGER);
+        if (minima == MIDDLE) minimum = scale * wide_splat(w->bits == 4 ? 8 : 16);
+        *(Scales *)to = (Scales){scale, minimum, minus_zero_of(scale)};
+    }
 }
 
-/* The numbers that 4-bit codes of FP4 stand for. */
-INLINE Codes look_up(Codes codes) {
-    const s8x16 table = load_bytes(fp4_codes);
+/* `num` of the scales of all strips, from number `first` on, `stride` bytes apart. */
+static void read_scales(const Matrix *w, int64_t first, int num, Scales *out, int stride) {
+#define AS(type, two, minima) scales_as(w, first, num, (char *)out, stride, type, two, minima)
+#define BY_MINIMA(type)                                        \
+    do {                                                       \
+        if (has_two_scales(w)) AS(type, 1, NO_MINIMA);         \
+        else if (!has_minima(w)) AS(type, 0, NO_MINIMA);       \
+        else if (!w->minima) AS(type, 0, MIDDLE);              \
+        else if (w->minimum_type != type) AS(type, 0, ZEROS);  \
+        else AS(type, 0, STORED);                              \
+    } while (0)
+    if (w->units && has_two_scales(w)) AS(SMALL_INTEGER, 1, NO_MINIMA);
+    else if (w->units) AS(SMALL_INTEGER, 0, STORED);
+    else if (w->scale_type == FLOAT16) BY_MINIMA(FLOAT16);
+    else BY_MINIMA(FLOAT32);
+}
+
+/* --- codes --- */
+
+/* The numbers of a table that 4-bit codes stand for. */
+INLINE Codes look_up(s8x16 table, Codes codes) {
 #if defined(__ARM_FEATURE_DOTPROD)
     return (Codes)vqtbl1q_s8((int8x16_t)table, (uint8x16_t)codes);
 #elif defined(__AVX512F__)
@@ -61,62 +95,71 @@ INLINE Codes look_up(Codes codes) {
 #endif
 }
 
-/* Unpack the next group, and begin to fetch a later one from memory: the same of the next strip, or one that is a fixed
+INLINE const uint8_t *codes_of(const Matrix *w, int strip, int group) {
+    return (const uint8_t *)w->data + ((int64_t)strip * (w->columns / GROUP) + group) * group_bytes(w);
+}
+
+/* Item `i` of a group. Begin to fetch a later one from memory: the same of the next strip, or one that is a fixed
  * distance ahead. */
-INLINE void read_group(Reader *reader, const Matrix *w, const int type, const int has_minima, const int half_scales,
-                       Group *group) {
-    const int64_t ahead = LANES == 16 ? 8192 : (int64_t)(w->columns / GROUP) * group_bytes(type);
-    for (int i = 0; i < group_bytes(type); i += 64) __builtin_prefetch(reader->codes + ahead + i);
-    EACH(i, group_bytes(type) / (int)sizeof(Codes)) {
-        Codes codes;
-        memcpy(&codes, reader->codes + i * (int)sizeof(Codes), sizeof(Codes));
-        group->part[i] = has_4_bits(type) ? codes & 15 : codes;
-        if (has_4_bits(type)) group->part[i + 4] = (Codes)((UnsignedCodes)codes >> 4);
-        if (type == FP4) group->part[i] = look_up(group->part[i]), group->part[i + 4] = look_up(group->part[i + 4]);
-    }
-    group->scale = load_scales(w->scales, reader->at + (type == INT8_BY_16 ? STRIP : 0), half_scales);
-    group->minus_zero = group->scale * wide_splat(-ZERO);
-    if (type == INT8_BY_16) {
-        group->first_scale = load_scales(w->scales, reader->at, half_scales);
-        group->first_minus_zero = group->first_scale * wide_splat(-ZERO);
-    }
-    if (has_minima) group->minimum = load_scales(w->minima, reader->at, half_scales);
-    reader->codes += group_bytes(type);
-    if (--reader->left == 0) reader->left = w->groups_per_scale, reader->at += scale_step(type);
+INLINE Codes load_codes(const uint8_t *codes, int i, int64_t ahead) {
+    Codes found;
+    memcpy(&found, codes + i * sizeof(Codes), sizeof(Codes));
+    if (i * sizeof(Codes) % 64 == 0) __builtin_prefetch(codes + i * sizeof(Codes) + ahead);
+    return found;
 }
 
-/* The codes of a group as dot_codes reads them. */
-INLINE void add_to_codes(Group *group, const int type) {
-    EACH(i, 8) if (ADDED && type != INT4) group->part[i] ^= (int8_t)ADDED;
+/* Add the high bits of codes, `bits` of each, to the low halves. */
+INLINE void add_high_bits(const uint8_t *codes, const int bits, int64_t ahead, Codes part[8]) {
+    Codes high[2];
+    EACH(i, bits) high[i] = load_codes(codes, 4 + i, ahead);
+    EACH(i, 8) {
+        const uwide here = (uwide)high[i * bits / 8];
+        const int shift = i * bits % 8 - 4;
+        part[i] = (Codes)or_masked((uwide)part[i], shift < 0 ? here << -shift : here >> shift,
+                                   (bits == 1 ? 0x01010101u : 0x03030303u) << 4);
+    }
 }
 
-/* INT_ZERO plus the products of codes of W, of 4 * `num` columns, with those of a row of x. `zero` is INT_ZERO minus
- * what was ADDED to those of W. */
-#if defined(__AVX512F__)
-INLINE wide dot_codes(const Codes *w, const int num, const int8_t *x, int32_t zero, const int type) {
-    __m512i sum = _mm512_set1_epi32(zero), pairs = _mm512_setzero_si512();
-    const __m512i ones = _mm512_set1_epi16(1);
-    EACH(i, num) {
-        int32_t columns;
-        memcpy(&columns, x + 4 * i, 4);
-        const __m512i four = _mm512_set1_epi32(columns), codes = (__m512i)w[i];
-#if defined(__AVX512VNNI__)
-        sum = _mm512_dpbusd_epi32(sum, codes, four);
-#else
-        if (type == INT4) { /* 16 bits hold the sum of 16 products */
-            pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16(codes, four));
-        } else { /* the sign of w goes to x */
-            const __m512i other = _mm512_mask_sub_epi8(four, _mm512_movepi8_mask(codes), ones ^ ones, four);
-            sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(codes), other), ones));
-        }
+/* Unpack a group. Codes of 6 bits are 32 less and others without minima are too large by EXCESS, or `as_signed` as they
+ * should be. */
+INLINE void unpack(const int form, const Matrix *w, const uint8_t *codes, const int as_signed, Codes part[8]) {
+    const int64_t ahead = LANES == 16 ? 8192 : (int64_t)(w->columns / GROUP) * group_bytes(w);
+    const int8_t excess = as_signed ? 0 : (int8_t)EXCESS;
+    if (form == BITS_8) {
+        EACH(i, 8) part[i] = load_codes(codes, i, ahead) ^ excess;
+        return;
+    }
+    EACH(i, 4) {
+        part[i + 4] = load_codes(codes, i, ahead);
+        part[i] = part[i + 4] & 15;
+        part[i + 4] = (Codes)((UnsignedCodes)part[i + 4] >> 4);
+    }
+    if (form == BITS_5) add_high_bits(codes, 1, ahead, part);
+    if (form == BITS_6) add_high_bits(codes, 2, ahead, part);
+    if (form == BITS_6 && as_signed) EACH(i, 8) part[i] -= 32;
+    if (form == TABLE) EACH(i, 8) part[i] = look_up(load_bytes(w->table) ^ excess, part[i]);
+}
+
+/* --- products --- */
+
+/* What a sum of products begins with: INT_ZERO minus the products of what codes of W are too large by. `which`: of all
+ * columns of a group, or 1 the first half, 2 the other. */
+INLINE int32_t zero_of(const int form, const Rounded *x, const int which, int row) {
+#if !defined(__ARM_FEATURE_DOTPROD)
+    const int32_t all = x->zeros[0][row] - INT_ZERO, last = x->zeros[1][row] - INT_ZERO;
+    if (form == BITS_6) return INT_ZERO + (which == 2 ? last : all / 4 - last);
+    if (EXCESS && (form == BITS_8 || form == TABLE))
+        return INT_ZERO + (which == 0 ? all : which == 1 ? all - 4 * last : 4 * last);
 #endif
-    }
-    return (wide)(ADDED || type != INT4 ? sum : _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, ones)));
+    (void)form, (void)x, (void)which, (void)row;
+    return INT_ZERO;
 }
-#else
-INLINE wide dot_codes(const Codes *w, const int num, const int8_t *x, int32_t zero, const int type) {
+
+/* `zero` plus the products of codes of W, of 4 * `num` columns, with those of a row of x. */
+#if defined(__ARM_FEATURE_DOTPROD)
+INLINE wide dot_codes(const int form, const Codes *w, const int num, const int8_t *x, int32_t zero) {
     s32x4 sum = {zero, zero, zero, zero};
-    (void)type;
+    (void)form;
     EACH(i, num / 4) {
         const s8x16 codes = load_bytes(x + 16 * i);
         sum = DOT_LANE(sum, w[4 * i], codes, 0);
@@ -126,69 +169,101 @@ INLINE wide dot_codes(const Codes *w, const int num, const int8_t *x, int32_t ze
     }
     return (wide)sum;
 }
-#endif
-
-/* The scaled products of a group with a row of x: of INT8_BY_16 those of the last 16 columns, with `first` of the
- * others. */
-INLINE wide group_product(const Group *w, const Rounded *x, int row, const int type, const int first) {
+#else
+INLINE wide dot_codes(const int form, const Codes *w, const int num, const int8_t *x, int32_t zero) {
+    /* of so many items 16 bits hold the sum of the products of two columns; 0: and W is signed */
+    const int together = form == BITS_4 ? 8 : form == BITS_5 ? 4 : form == BITS_6 ? 2 : 0;
+    const Ints ones = X86(set1_epi16)(1);
+    Ints sum = X86(set1_epi32)(zero), pairs = ones ^ ones;
+    EACH(i, num) {
+        int32_t columns;
+        memcpy(&columns, x + 4 * i, 4);
+        Ints four = X86(set1_epi32)(columns), codes = (Ints)w[i];
 #if defined(__AVX512VNNI__)
-    const int32_t zero = type == INT4 ? INT_ZERO : x->zeros[0][row], last_zero = x->zeros[1][row];
+        sum = _mm512_dpbusd_epi32(sum, codes, four);
 #else
-    const int32_t zero = INT_ZERO, last_zero = INT_ZERO;
+        if (together == 0) four = with_signs(four, codes), codes = X86(abs_epi8)(codes);
+        pairs = X86(add_epi16)(pairs, X86(maddubs_epi16)(codes, four));
+        if (together == 0 || (i + 1) % together == 0) {
+            sum = X86(add_epi32)(sum, X86(madd_epi16)(pairs, ones));
+            pairs = ones ^ ones;
+        }
 #endif
-    const int8_t *codes = x->codes[row];
-    if (first) {
-        const int32_t first_zero = zero - last_zero + INT_ZERO;
-        return scaled(dot_codes(w->part, 4, codes, first_zero, type), w->first_scale, w->first_minus_zero);
     }
-    const wide sum = type == INT8_BY_16 ? dot_codes(w->part + 4, 4, codes + 16, last_zero, type)
-                                        : dot_codes(w->part, 8, codes, zero, type);
-    return scaled(sum, w->scale, w->minus_zero);
+    return (wide)sum;
 }
-
-/* Add the products of a group with `count` rows of x, from row `row` of LANES on. */
-INLINE void add_group(const int count, const Group *w, const Rounded *x, int row, const int type, const int has_minima,
-                      wide sum[BLOCK]) {
-    const Lanes scales = load_lanes(x->scales + row), minus_sums = load_lanes(x->minus_sums + row);
-#define ADD_ROW(m)                                                                                                  \
-    if (count > m) {                                                                                                \
-        if (has_minima) sum[m] = WIDE_ADD_LANE(sum[m], w->minimum, minus_sums, m);                                  \
-        if (type == INT8_BY_16) sum[m] = WIDE_ADD_LANE(sum[m], group_product(w, x, row + m, type, 1), scales, m);   \
-        sum[m] = WIDE_ADD_LANE(sum[m], group_product(w, x, row + m, type, 0), scales, m);                           \
-    }
-    ADD_ROW(0) ADD_ROW(1) ADD_ROW(2) ADD_ROW(3)
-#if defined(__AVX512F__)
-    ADD_ROW(4) ADD_ROW(5) ADD_ROW(6) ADD_ROW(7)
 #endif
-#undef ADD_ROW
-}
-
-/* The products of a strip with at most BLOCK rows of x: each group is unpacked into registers. */
-INLINE void direct_product(const int count, const Matrix *w, int strip, const Rounded *x, int row, float y[][TILE],
-                           const int type, const int has_minima, const int half_scales) {
-    Reader reader = reader_of(w, strip, type);
-    wide sum[BLOCK];
-    EACH(m, count) sum[m] = wide_splat(0);
-    for (int g = 0; g < w->columns / GROUP; g++) {
-        Group group;
-        read_group(&reader, w, type, has_minima, half_scales, &group);
-        add_to_codes(&group, type);
-        add_group(count, &group, x + g, row, type, has_minima, sum);
-    }
-    EACH(m, count) wide_store(y[m], sum[m]);
-}
 
 #if defined(__AVX512F__)
-#define add_panel amx_add_groups
+#define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #else
-/* Add the products of unpacked groups with at most BLOCK rows of x to y. */
-INLINE void panel_product(const int count, const Group *panel, const Rounded *x, int groups, const int type,
-                          const int has_minima, float y[][TILE]) {
+#define EACH_ROW(X) X(0) X(1) X(2) X(3)
+#endif
+
+/* Add the products of a group, without minima, with `count` rows of x from row `row` of LANES on. */
+INLINE void add_products(const int count, const int form, const int two_scales, const Codes *w, const Scales *s,
+                         const Rounded *x, int row, wide sum[BLOCK]) {
+    const Lanes scales = load_lanes(x->scales + row);
+    const wide first_scale = s->minimum, first_minus_zero = minus_zero_of(first_scale);
+#define ADD_ROW(m)                                                                                            \
+    if (count > m) {                                                                                          \
+        const int8_t *codes = x->codes[row + m];                                                              \
+        if (two_scales) {                                                                                     \
+            const wide first = dot_codes(form, w, 4, codes, zero_of(form, x, 1, row + m));                    \
+            const wide last = dot_codes(form, w + 4, 4, codes + 16, zero_of(form, x, 2, row + m));            \
+            sum[m] = WIDE_ADD_LANE(sum[m], scaled(first, first_scale, first_minus_zero), scales, m);          \
+            sum[m] = WIDE_ADD_LANE(sum[m], scaled(last, s->scale, s->minus_zero), scales, m);                 \
+        } else {                                                                                              \
+            const wide all = dot_codes(form, w, 8, codes, zero_of(form, x, 0, row + m));                      \
+            sum[m] = WIDE_ADD_LANE(sum[m], scaled(all, s->scale, s->minus_zero), scales, m);                  \
+        }                                                                                                     \
+    }
+    EACH_ROW(ADD_ROW)
+}
+
+/* Add the products of a group with `count` rows of x. */
+INLINE void add_group(const int count, const int form, const Matrix *w, const Codes part[8], const Scales *scales,
+                      const Rounded *x, int row, wide sum[BLOCK]) {
+    if (form == BITS_4 || form == BITS_5 || (form == BITS_8 && w->minima)) {
+        const Lanes minus_sums = load_lanes(x->minus_sums + row);
+#define ADD_MINIMUM(m) if (count > m) sum[m] = WIDE_ADD_LANE(sum[m], scales->minimum, minus_sums, m);
+        EACH_ROW(ADD_MINIMUM)
+    }
+    if (form == BITS_6) {
+        add_products(count, form, 1, part, scales, x, row, sum);
+    } else if (form == BITS_8 && has_two_scales(w)) {
+        __asm__ volatile("" : : : "memory"); /* or gcc loads x before it knows for which products, and spills it */
+        add_products(count, form, 1, part, scales, x, row, sum);
+    } else {
+        add_products(count, form, 0, part, scales, x, row, sum);
+    }
+}
+
+/* Add the products of the groups of `num` scales with at most BLOCK rows of x, from row `row` of LANES on, to y: each group
+ * is unpacked into registers. */
+INLINE void direct_product(const int count, const int form, const Matrix *w, const uint8_t *codes, const Scales *scales,
+                           int num, const Rounded *x, int row, float y[][TILE]) {
     wide sum[BLOCK];
     EACH(m, count) sum[m] = wide_load(y[m]);
-    for (int g = 0; g < groups; g++) add_group(count, panel + g, x + g, 0, type, has_minima, sum);
+    for (; num > 0; num--, scales++)
+        for (int g = groups_together(w); g > 0; g--, codes += group_bytes(w), x++) {
+            Codes part[8];
+            unpack(form, w, codes, AS_SIGNED, part);
+            add_group(count, form, w, part, scales, x, row, sum);
+        }
     EACH(m, count) wide_store(y[m], sum[m]);
 }
+
+#if !defined(__AVX512F__)
+/* The same of unpacked groups. */
+INLINE void panel_product(const int count, const int form, const Matrix *w, const Group *panel, int groups,
+                          const Rounded *x, float y[][TILE]) {
+    wide sum[BLOCK];
+    EACH(m, count) sum[m] = wide_load(y[m]);
+    for (; groups > 0; groups--, panel++, x++) add_group(count, form, w, panel->part, &panel->scales, x, 0, sum);
+    EACH(m, count) wide_store(y[m], sum[m]);
+}
+#endif
 
 #if defined(__ARM_FEATURE_DOTPROD)
 /* The same for BLOCK rows in assembly. Compilers copy INT_ZERO and minus_zero from a register to where they are added
@@ -234,45 +309,58 @@ INLINE void block_product(const Group *panel, const Rounded *x, int groups, cons
     else
         BLOCK_PRODUCT("");
 }
-#else
-INLINE void block_product(const Group *panel, const Rounded *x, int groups, const int has_minima, float y[][TILE]) {
-    panel_product(BLOCK, panel, x, groups, INT8, has_minima, y);
-}
 #endif
 
-/* Add the products of unpacked groups with `count` rows of x, of which [rows / LANES][x_groups] are given, to y. */
-static void add_panel(const Group *panel, int groups, const Rounded *x, int64_t x_groups, int count, int by_16,
-                      int has_minima, float y[][TILE]) {
-    for (; count > 0; count -= BLOCK, x += x_groups, y += BLOCK)
-        if (by_16)
-            BY_COUNT(count, panel_product, panel, x, groups, INT8_BY_16, 0, y)
-        else if (count >= BLOCK)
-            block_product(panel, x, groups, has_minima, y);
-        else if (has_minima)
-            BY_COUNT(count, panel_product, panel, x, groups, INT8, 1, y)
-        else
-            BY_COUNT(count, panel_product, panel, x, groups, INT8, 0, y)
+/* Unpack groups of a strip from number `first` on. */
+INLINE void fill_panel(const int form, const Matrix *w, int strip, int first, int groups, Group *panel) {
+    const int together = groups_together(w);
+    for (int i = 0; i < groups; i++)
+        unpack(form, w, codes_of(w, strip, first + i), AS_SIGNED || LANES == 16, panel[i].part);
+    const int64_t scale = ((int64_t)strip * (w->columns / GROUP) + first) / together;
+    if (together == 1) read_scales(w, scale, groups, &panel->scales, sizeof(Group));
+    for (int i = 0; i < groups && together > 1; i++)
+        if (i == 0 || (first + i) % together == 0)
+            read_scales(w, scale + (i + first % together) / together, 1, &panel[i].scales, 0);
+        else panel[i].scales = panel[i - 1].scales;
 }
-#endif
 
-/* The products of a strip with any number of rows. */
-INLINE void strip_product(const Matrix *w, int strip, const Inputs *in, int first, int count, float y[][TILE],
-                          const int type, const int has_minima, const int half_scales) {
-    const int groups = w->columns / GROUP;
+/* The products of a strip with any number of rows, some groups at a time. */
+INLINE void strip_product(const int form, const Matrix *w, int strip, const Inputs *in, int first, int count,
+                          float y[][TILE]) {
+    const int groups = w->columns / GROUP, together = groups_together(w), num_scales = groups / together;
     const Rounded *x = in->rounded + (int64_t)(first / LANES) * groups;
+    for (int m = 0; m < (count + LANES - 1) / LANES * LANES; m++) wide_store(y[m], wide_splat(0));
     if (count <= BLOCK || (LANES == 16 && !have_amx)) {
-        for (int m = 0; m < count; m += BLOCK)
-            BY_COUNT(count - m, direct_product, w, strip, x + (int64_t)(m / LANES) * groups, m % LANES, y + m, type,
-                     has_minima, half_scales)
+        Scales scales[SCALES];
+        for (int i = 0, here; i < num_scales; i += here) {
+            here = num_scales - i < SCALES ? num_scales - i : SCALES;
+            read_scales(w, (int64_t)strip * num_scales + i, here, scales, sizeof(Scales));
+            const uint8_t *codes = codes_of(w, strip, i * together);
+            for (int m = 0; m < count; m += BLOCK) {
+                const Rounded *rows = x + m / LANES * groups + i * together;
+                BY_COUNT(count - m, direct_product, form, w, codes, scales, here, rows, m % LANES, y + m)
+            }
+        }
         return;
     }
     Group panel[PANEL_GROUPS];
-    Reader reader = reader_of(w, strip, type);
-    for (int m = 0; m < (count + LANES - 1) / LANES * LANES; m++) wide_store(y[m], wide_splat(0));
     for (int g = 0, here; g < groups; g += here) {
         here = groups - g < PANEL_GROUPS ? groups - g : PANEL_GROUPS;
-        for (int i = 0; i < here; i++) read_group(&reader, w, type, has_minima, half_scales, panel + i);
-        add_panel(panel, here, x + g, groups, count, type == INT8_BY_16, has_minima, y);
+        fill_panel(form, w, strip, g, here, panel);
+#if defined(__AVX512F__)
+        amx_add_groups(w, panel, here, x + g, groups, count, y);
+#else
+        for (int m = 0; m < count; m += BLOCK) {
+            const Rounded *rows = x + m / LANES * groups + g;
+#if defined(__ARM_FEATURE_DOTPROD)
+            if (count - m >= BLOCK && !has_two_scales(w)) {
+                block_product(panel, rows, here, has_minima(w), y + m);
+                continue;
+            }
+#endif
+            BY_COUNT(count - m, panel_product, form, w, panel, here, rows, y + m)
+        }
+#endif
     }
 }
 
@@ -280,7 +368,7 @@ void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int 
     for (int i = 0; i < TILE / STRIP && (tile * TILE + i * STRIP) < w->rows; i++) {
         const int strip = tile * (TILE / STRIP) + i;
         float(*out)[TILE] = (float(*)[TILE])(y[0] + i * STRIP);
-        BY_KIND(strip_product, w, strip, in, first, count, out)
+        BY_FORM(w, strip_product, strip, in, first, count, out)
     }
 }
 
@@ -301,9 +389,10 @@ void round_row(const float *x, int columns, Rounded *rounded, int row) {
         const int32_t sum = wide_sum_of_ints(total);
         rounded->scales[row] = size / 127.0f;
         rounded->minus_sums[row] = -rounded->scales[row] * (float)sum;
-#if defined(__AVX512F__)
-        rounded->zeros[0][row] = INT_ZERO - ADDED * sum;
-        rounded->zeros[1][row] = INT_ZERO - ADDED * wide_sum_of_ints(last);
+#if !defined(__ARM_FEATURE_DOTPROD)
+        const int32_t last_sum = wide_sum_of_ints(last);
+        rounded->zeros[0][row] = INT_ZERO - 128 * sum;
+        rounded->zeros[1][row] = INT_ZERO - 32 * last_sum;
 #endif
     }
 }

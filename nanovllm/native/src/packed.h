@@ -12,18 +12,27 @@ enum { INT_ZERO = 0x4B400000 };
 typedef int8_t Codes __attribute__((vector_size(STRIP * 4)));
 typedef uint8_t UnsignedCodes __attribute__((vector_size(STRIP * 4)));
 
+/* What sums of products of codes are multiplied with. With two scales `minimum` is that of the first 16 columns. */
+typedef struct {
+    wide scale, minimum, minus_zero; /* minus_zero: of ZERO times scale */
+} Scales;
+
 /* A group of columns of a strip, unpacked. */
 typedef struct {
-    Codes part[8];                     /* columns 4 i to 4 i + 3 */
-    wide scale, minimum, minus_zero;   /* minus_zero: of ZERO times scale */
-    wide first_scale, first_minus_zero; /* INT8_BY_16: of the first 16 columns, and `scale` is of the others */
+    Codes part[8]; /* columns 4 i to 4 i + 3 */
+    Scales scales;
 } Group;
 
+INLINE wide minus_zero_of(wide scale) { return scale * wide_splat(-ZERO); }
 /* A sum of products of codes, without ZERO, times the scale. */
 INLINE wide scaled(wide sum, wide scale, wide minus_zero) { return wide_multiply_add(minus_zero, sum, scale); }
 
-/* Add the products of unpacked groups with `count` rows of x, of which [rows / LANES][x_groups] are given, to y. */
-void amx_add_groups(const Group *panel, int groups, const Rounded *x, int64_t x_groups, int count, int by_16,
-                    int has_minima, float y[][TILE]);
+static inline int has_two_scales(const Matrix *w) { return w->groups_per_scale == 0; }
+/* Where codes of 4 or 5 bits have none stored, minima are 8 or 16 scales: 0 is in the middle. */
+static inline int has_minima(const Matrix *w) { return w->minima || (w->bits < 6 && !w->table); }
+
+/* Add the products of unpacked groups of W with `count` rows of x, of which [rows / LANES][x_groups] are given, to y. */
+void amx_add_groups(const Matrix *w, const Group *panel, int groups, const Rounded *x, int64_t x_groups, int count,
+                    float y[][TILE]);
 
 #endif

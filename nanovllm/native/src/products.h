@@ -3,7 +3,8 @@
 #include <stdint.h>
 #include "floats.h"
 
-enum { INT4 = FLOAT16 + 1, INT8, INT8_BY_16, FP4 }; /* the packed types of a matrix; FP4 is MXFP4 */
+enum { PACKED = FLOAT16 + 1 };       /* the type of a matrix of integers with scales */
+enum { SMALL_INTEGER = FLOAT16 + 1 }; /* the type of scales and minima of 8 bits */
 enum { GROUP = 32, STRIP = LANES };            /* packed: columns that share a scale of x; rows of W in one vector */
 enum { TILE = 16, MOST_TILES = 2, MOST_ROWS = 64 }; /* of a product: rows of a tile of W, tiles and rows of x at most */
 enum { BLOCK = LANES == 16 ? 8 : 4 };               /* rows of x whose sums are in registers */
@@ -12,20 +13,26 @@ enum { PANEL = 192 };                          /* columns of a tile that are wid
 
 typedef struct {
     int32_t type, rows, columns;
-    int32_t half_scales;      /* whether scales and minima are float16, else float32 */
-    int32_t groups_per_scale; /* groups of GROUP columns that share a scale, and a minimum */
-    const void *data;     /* dense: in tiles of 16 rows, see pack. Packed: in strips */
-    const void *scales;   /* packed: [strip][scale of a row][row of the strip]; INT8_BY_16 has two scales per group */
-    const void *minima;   /* w = q * scale - minimum; NULL = none */
-    const float *bias;    /* NULL = none */
+    const void *data;         /* dense: in tiles of 16 rows, see pack. Packed: in strips, see pack_codes */
+    const float *bias;        /* NULL = none */
+    /* packed: w = (code - middle) * scale - minimum, where small integers as scales and minima are in units that some
+     * groups share, and as minima without units in those of the scale */
+    int32_t bits;             /* of a code: 4, 5, 6 or 8, which are signed */
+    int32_t scale_type, minimum_type;
+    int32_t groups_per_scale; /* groups of GROUP columns that share a scale, and a minimum; 0: a group has two scales */
+    const int8_t *table;      /* 16 numbers that 4-bit codes stand for; NULL = themselves */
+    const void *scales;       /* [strip][scale of a row][row of the strip] */
+    const void *minima;       /* the same; NULL = none */
+    int32_t groups_per_unit;  /* groups that share a unit: a power of two */
+    const uint16_t *units;    /* [strip][unit of a row][of scales, of minima if there are any][row], float16; NULL = 1 */
 } Matrix;
 
 /* A group of columns of LANES rows of x: x = code * scale. */
 typedef struct {
     int8_t codes[LANES][GROUP];
     float scales[LANES], minus_sums[LANES]; /* minus_sums: of code * scale, times -1 */
-#if defined(__AVX512F__)
-    int32_t zeros[2][LANES]; /* INT_ZERO minus what packed.c adds to W times the sum of the codes, and of the last 16 */
+#if !defined(__ARM_FEATURE_DOTPROD)
+    int32_t zeros[2][LANES]; /* INT_ZERO minus 128 times the sum of the codes, and 32 times that of the last 16 */
 #endif
 } Rounded;
 
@@ -62,9 +69,6 @@ void amx_products(const Place places[], int num, const Inputs *in, int first, in
                   float y[][MOST_ROWS][TILE]);
 void packed_product(const Matrix *w, const Inputs *in, int tile, int first, int count, float y[][TILE]);
 
-/* Twice the numbers of FP4, whose scales are halved. */
-static const int8_t fp4_codes[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
 /* Round a row of x, the `row`th of LANES that are together. */
 void round_row(const float *x, int columns, Rounded *rounded, int row);
 
@@ -85,19 +89,26 @@ void split_row(const float *x, int first, int columns, int all_columns, uint16_t
 void matrix_row(const Matrix *w, int row, float *out);
 void matrix_rows(const Matrix *w, const int64_t *rows, int64_t count, float *out);
 
-/* A weight in the order in which products read it: [rows][groups][items] of `size` bytes (2 or 4), where a group begins
- * every `stride` bytes, as [strip of `together` rows][group][item][row]. Dense: an item is a number, or two columns in
- * bfloat16, and TILE rows are together. Packed: an item is a scale, or the codes of four columns, and STRIP rows are
- * together. Rows after the last are not written. */
+/* A weight in the order in which products read it: [rows][groups][items] of `size` bytes (1, 2 or 4), where a group
+ * begins every `stride` bytes, as [strip of `together` rows][group][item][row]. Dense: an item is a number, or two columns
+ * in bfloat16, and TILE rows are together. Packed: an item is a scale, and STRIP rows are together. Rows after the last
+ * are not written. */
 void pack(const uint8_t *from, int rows, int groups, int stride, int items, int size, int together, uint8_t *out);
 
-/* Groups of 4-bit codes, with an even column in the low half of a byte and the next one in its high half: columns 0 to
- * 15 become the low halves of the bytes that hold columns 16 to 31, as in a GGUF file. */
-void order_halves(const uint8_t *codes, int64_t num_groups, uint8_t *out);
+/* Where codes are in the blocks of a file: all 8 bits or the low 4, and what is left. Of `together` bytes the lowest bits
+ * come first, then the next ones. */
+typedef struct {
+    int32_t columns, bytes, bits;
+    int32_t low_at, low_together, high_at, high_together;
+} Blocks;
 
-static inline int has_4_bits(int type) { return type == INT4 || type == FP4; }
-static inline int group_bytes(int type) { return STRIP * GROUP / (has_4_bits(type) ? 2 : 1); } /* of a strip */
-static inline int is_packed(const Matrix *w) { return w->type >= INT4; }
+/* The codes of [rows][blocks] in strips: [strip][group][item][row], where an item has 4 bytes. In 8 bits item i is columns
+ * 4 i to 4 i + 3. In fewer the first four have the low halves of these columns, and as high halves those of columns 16
+ * later. After them the high bits of all columns: columns 4 i to 4 i + 3 have theirs side by side, each in its byte. */
+void pack_codes(const uint8_t *from, int rows, int blocks, const Blocks *layout, uint8_t *out);
+
+static inline int group_bytes(const Matrix *w) { return STRIP * 4 * w->bits; } /* of a strip */
+static inline int is_packed(const Matrix *w) { return w->type == PACKED; }
 /* What a product reads instead of floats: bits of a set. */
 enum { ROUNDED = 1, SPLIT = 2 };
 static inline int form_of(const Matrix *w) { return is_packed(w) ? ROUNDED : uses_amx(w) ? SPLIT : 0; }

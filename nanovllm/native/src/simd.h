@@ -25,6 +25,10 @@ INLINE f32x4 smaller(f32x4 a, f32x4 b) { return (f32x4)vminq_f32((float32x4_t)a,
 INLINE float largest_of(f32x4 a) { return vmaxvq_f32((float32x4_t)a); }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)vabsq_f32((float32x4_t)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vld1_f16((const __fp16 *)p)); }
+INLINE f32x4 load_small(const int8_t *p) {
+    const int8x8_t bytes = vreinterpret_s8_s32(vld1_dup_s32((const int32_t *)p));
+    return (f32x4)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));
+}
 INLINE f32x4 load_bfloat16(const uint16_t *p) { /* zeros between the numbers: a shift has only one of two pipes */
     return (f32x4)vzip1q_u16(vdupq_n_u16(0), vcombine_u16(vld1_u16(p), vdup_n_u16(0)));
 }
@@ -60,19 +64,15 @@ INLINE float largest_of(f32x4 v) {
 }
 INLINE f32x4 absolute(f32x4 a) { return (f32x4)_mm_andnot_ps(_mm_set1_ps(-0.0f), (__m128)a); }
 INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE f32x4 load_small(const int8_t *p) {
+    return (f32x4)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_loadu_si32(p)));
+}
 INLINE f32x4 load_bfloat16(const uint16_t *p) {
     return (f32x4)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p));
 }
 INLINE void store_halves(uint16_t *p, f32x4 x) {
     _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT));
 }
-INLINE s32x4 dot_bytes(s32x4 sum, s8x16 w, __m128i x) {
-    /* the instructions multiply unsigned with signed bytes: the sign of w goes to x */
-    __m128i size = _mm_abs_epi8((__m128i)w), other = _mm_sign_epi8(x, (__m128i)w);
-    __m128i pairs = _mm_maddubs_epi16(size, other); /* at most 2 * 128 * 127, which 16 bits hold */
-    return sum + (s32x4)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
-}
-#define DOT_LANE(sum, w, x, lane) dot_bytes(sum, w, _mm_shuffle_epi32((__m128i)(x), (lane) * 0x55))
 typedef const float *Lanes; /* in memory: a load fills a vector with one number */
 INLINE Lanes load_lanes(const float *p) { return p; }
 #define ADD_LANE(sum, a, x, lane) multiply_add(sum, a, splat((x)[lane]))
@@ -107,6 +107,9 @@ INLINE wide wide_splat(float x) { return (wide)_mm512_set1_ps(x); }
 INLINE wide wide_load_halves(const uint16_t *p) {
     return (wide)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+INLINE wide wide_load_small(const int8_t *p) {
+    return (wide)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 INLINE wide wide_load_bfloat16(const uint16_t *p) {
     return (wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
 }
@@ -120,6 +123,15 @@ INLINE float wide_sum_of(wide a) { return _mm512_reduce_add_ps((__m512)a); }
 INLINE int32_t wide_sum_of_ints(swide a) { return _mm512_reduce_add_epi32((__m512i)a); }
 INLINE swide wide_round_to_int(wide x) { return (swide)_mm512_cvtps_epi32((__m512)x); }
 #define WIDE_ADD_LANE(sum, a, x, lane) wide_multiply_add(sum, a, wide_splat((x)[lane]))
+typedef __m512i Ints;
+#define X86(name) _mm512_##name
+/* The bytes of a, negative where those of b are. */
+INLINE Ints with_signs(Ints a, Ints b) {
+    return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(b), _mm512_setzero_si512(), a);
+}
+INLINE uwide or_masked(uwide a, uwide b, uint32_t mask) {
+    return (uwide)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi32((int)mask), 0xF8);
+}
 #else
 typedef f32x4 wide;
 typedef s32x4 swide;
@@ -129,6 +141,7 @@ enum { LANES = 4 };
 #define wide_store store
 #define wide_splat splat
 #define wide_load_halves load_halves
+#define wide_load_small load_small
 #define wide_load_bfloat16 load_bfloat16
 #define wide_multiply_add multiply_add
 #define wide_larger larger
@@ -138,6 +151,12 @@ enum { LANES = 4 };
 #define wide_sum_of_ints sum_of_ints
 #define wide_round_to_int round_to_int
 #define WIDE_ADD_LANE ADD_LANE
+INLINE uwide or_masked(uwide a, uwide b, uint32_t mask) { return a | (b & mask); }
+#if defined(__AVX2__)
+typedef __m128i Ints;
+#define X86(name) _mm_##name
+INLINE Ints with_signs(Ints a, Ints b) { return _mm_sign_epi8(a, b); }
+#endif
 #endif
 
 typedef int8_t Bytes __attribute__((vector_size(LANES)));

@@ -11,19 +11,59 @@ void pack(const uint8_t *from, int rows, int groups, int stride, int items, int 
         for (int g = 0; g < groups; g++, from += stride)
             for (int i = 0; i < items; i++, to += together * size)
                 if (size == 4) memcpy(to, from + 4 * i, 4);
-                else memcpy(to, from + 2 * i, 2);
+                else if (size == 2) memcpy(to, from + 2 * i, 2);
+                else *to = from[i];
     }
 }
 
-void order_halves(const uint8_t *codes, int64_t num_groups, uint8_t *out) {
-    for (int64_t g = 0; g < num_groups; g++, codes += GROUP / 2, out += GROUP / 2)
-        for (int i = 0; i < 8; i++) { /* byte i has columns 2 i and 2 i + 1 */
-            out[2 * i] = (uint8_t)((codes[i] & 15) | codes[i + 8] << 4);
-            out[2 * i + 1] = (uint8_t)(codes[i] >> 4 | (codes[i + 8] & 0xF0));
+/* Or `count` numbers of `bits` bits, times 1 << shift, to codes; see Blocks. */
+static void unpack(const uint8_t *from, int bits, int together, int count, int shift, uint8_t *codes) {
+    for (int done = 0; done < count; from += together)
+        for (int at = 0; at < 8; at += bits)
+            for (int i = 0; i < together; i++, done++) codes[done] |= (from[i] >> at & ((1 << bits) - 1)) << shift;
+}
+
+/* The high bits of codes: in how many items, and where item `i` of 8-bit codes has its. */
+static uint32_t *high_bits(uint32_t *items, int bits, int i) { return items + 4 + i * (bits - 4) / 8; }
+
+static void pack_group(const uint8_t codes[GROUP], int bits, uint8_t *out) {
+    uint32_t bytes[8], items[8] = {0};
+    memcpy(bytes, codes, GROUP);
+    for (int i = 0; i < 8; i++) {
+        items[i % 4] |= (bytes[i] & 0x0f0f0f0f) << i / 4 * 4;
+        if (bits > 4) *high_bits(items, bits, i) |= (bytes[i] >> 4 & 0x03030303) << i * (bits - 4) % 8;
+    }
+    for (int i = 0; i < bits; i++) memcpy(out + i * STRIP * 4, bits == 8 ? &bytes[i] : &items[i], 4);
+}
+
+static void unpack_group(const uint8_t *group, int bits, uint8_t codes[GROUP]) {
+    uint32_t bytes[8], items[8] = {0};
+    for (int i = 0; i < bits; i++) memcpy(&items[i], group + i * STRIP * 4, 4);
+    for (int i = 0; i < 8; i++) {
+        bytes[i] = items[i % 4] >> i / 4 * 4 & 0x0f0f0f0f;
+        if (bits > 4) bytes[i] |= (*high_bits(items, bits, i) >> i * (bits - 4) % 8 & (bits == 5 ? 0x01010101 : 0x03030303)) << 4;
+    }
+    memcpy(codes, bits == 8 ? items : bytes, GROUP);
+}
+
+enum { MOST_COLUMNS = 256 }; /* of a block */
+
+void pack_codes(const uint8_t *from, int rows, int blocks, const Blocks *layout, uint8_t *out) {
+    const int bits = layout->bits, groups = layout->columns / GROUP, low = bits < 8 ? 4 : 8;
+    for (int row = 0; row < rows; row++) {
+        uint8_t *to = out + (int64_t)(row / STRIP) * blocks * groups * bits * STRIP * 4 + row % STRIP * 4;
+        for (int block = 0; block < blocks; block++, from += layout->bytes) {
+            uint8_t codes[MOST_COLUMNS] = {0};
+            unpack(from + layout->low_at, low, layout->low_together, layout->columns, 0, codes);
+            if (low < bits)
+                unpack(from + layout->high_at, bits - 4, layout->high_together, layout->columns, 4, codes);
+            for (int g = 0; g < groups; g++, to += bits * STRIP * 4) pack_group(codes + g * GROUP, bits, to);
         }
+    }
 }
 
 static float number_at(const void *numbers, int64_t index, int type) {
+    if (type == SMALL_INTEGER) return ((const int8_t *)numbers)[index];
     return wide_load_as(numbers, index / LANES * LANES, type)[index % LANES];
 }
 
@@ -35,21 +75,26 @@ static void dense_row(const Matrix *w, int row, float *out) {
 }
 
 static void packed_row(const Matrix *w, int row, float *out) {
-    const int groups = w->columns / GROUP, lane = row % STRIP, group_size = group_bytes(w->type);
-    const int size = (w->type == INT8_BY_16 ? 16 : GROUP) * w->groups_per_scale; /* columns that share a scale */
-    const int scale_type = w->half_scales ? FLOAT16 : FLOAT32;
-    const uint8_t *strip = (const uint8_t *)w->data + (int64_t)(row / STRIP) * groups * group_size;
+    const int groups = w->columns / GROUP, lane = row % STRIP;
+    const int size = w->groups_per_scale ? w->groups_per_scale * GROUP : GROUP / 2; /* columns that share a scale */
+    const int64_t first = (int64_t)(row / STRIP) * groups;                          /* group */
     for (int c = 0; c < w->columns; c++) {
-        const int i = c % (has_4_bits(w->type) ? 16 : GROUP);
-        const uint8_t byte = strip[c / GROUP * group_size + i / 4 * STRIP * 4 + lane * 4 + i % 4];
-        float code = (int8_t)byte;
-        if (has_4_bits(w->type)) {
-            const int half = c % GROUP < 16 ? byte & 15 : byte >> 4;
-            code = w->type == FP4 ? fp4_codes[half] : (float)half;
+        uint8_t codes[GROUP];
+        if (c % GROUP == 0)
+            unpack_group((const uint8_t *)w->data + (first + c / GROUP) * group_bytes(w) + lane * 4, w->bits, codes);
+        const uint8_t code = codes[c % GROUP];
+        const int number = w->table ? w->table[code] : w->bits == 8 ? (int8_t)code : code - (w->minima ? 0 : 1 << (w->bits - 1));
+        const int64_t at = (first * GROUP / size + c / size) * STRIP + lane;
+        float scale = number_at(w->scales, at, w->scale_type);
+        float minimum = w->minima ? number_at(w->minima, at, w->minimum_type) : 0.0f;
+        if (w->units) {
+            const int64_t unit = (first + c / GROUP) / w->groups_per_unit * (w->minima ? 2 : 1) * STRIP + lane;
+            scale *= number_at(w->units, unit, FLOAT16);
+            if (w->minima) minimum *= number_at(w->units, unit + STRIP, FLOAT16);
+        } else if (w->minimum_type == SMALL_INTEGER) {
+            minimum *= scale;
         }
-        const int64_t at = ((int64_t)(row / STRIP) * (w->columns / size) + c / size) * STRIP + lane;
-        const float minimum = w->minima ? number_at(w->minima, at, scale_type) : 0.0f;
-        out[c] = code * number_at(w->scales, at, scale_type) - minimum;
+        out[c] = (float)number * scale - minimum;
     }
 }
 
