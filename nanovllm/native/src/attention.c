@@ -7,7 +7,7 @@
 /* Positions of a block, and queries of one KV head, at a time. */
 enum { PART = 32, MOST_QUERIES = 24 };
 /* Queries whose sums are in registers, for VECTORS vectors of positions or of numbers of a head. */
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 enum { IN_REGISTERS = 6, VECTORS = 2 };
 #else
 enum { IN_REGISTERS = 3, VECTORS = 4 }; /* gcc has too few registers for four */
@@ -105,7 +105,7 @@ INLINE void add_values(const int num, const int vectors, const Attention *a, con
 }
 
 /* Call a function whose first two arguments, the numbers of queries and of vectors, are constants. */
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #define MORE_QUERIES(function, ...)                   \
     case 3: function(3, VECTORS, __VA_ARGS__); break; \
     case 4: function(4, VECTORS, __VA_ARGS__); break;

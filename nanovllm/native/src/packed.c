@@ -88,10 +88,8 @@ static void read_scales(const Matrix *w, int64_t first, int num, Scales *out, in
 INLINE Codes look_up(s8x16 table, Codes codes) {
 #if defined(__ARM_FEATURE_DOTPROD)
     return (Codes)vqtbl1q_s8((int8x16_t)table, (uint8x16_t)codes);
-#elif defined(__AVX512F__)
-    return (Codes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)codes);
 #else
-    return (Codes)_mm_shuffle_epi8((__m128i)table, (__m128i)codes);
+    return (Codes)X86(shuffle_epi8)(in_all_quarters(table), (Ints)codes);
 #endif
 }
 
@@ -257,10 +255,10 @@ INLINE void direct_product(const int count, const int form, const Matrix *w, con
 #if !defined(__AVX512F__)
 /* The same of unpacked groups. */
 INLINE void panel_product(const int count, const int form, const Matrix *w, const Group *panel, int groups,
-                          const Rounded *x, float y[][TILE]) {
+                          const Rounded *x, int row, float y[][TILE]) {
     wide sum[BLOCK];
     EACH(m, count) sum[m] = wide_load(y[m]);
-    for (; groups > 0; groups--, panel++, x++) add_group(count, form, w, panel->part, &panel->scales, x, 0, sum);
+    for (; groups > 0; groups--, panel++, x++) add_group(count, form, w, panel->part, &panel->scales, x, row, sum);
     EACH(m, count) wide_store(y[m], sum[m]);
 }
 #endif
@@ -358,7 +356,7 @@ INLINE void strip_product(const int form, const Matrix *w, int strip, const Inpu
                 continue;
             }
 #endif
-            BY_COUNT(count - m, panel_product, form, w, panel, here, rows, y + m)
+            BY_COUNT(count - m, panel_product, form, w, panel, here, rows, m % LANES, y + m)
         }
 #endif
     }

@@ -1,5 +1,5 @@
 /* Vectors of 128 bits: four floats, four 32-bit integers, sixteen bytes. On Arm with dotprod, x86 with AVX2 and FMA.
- * `wide` is a vector of LANES floats: 16 with AVX512, else 4. */
+ * `wide` is a vector of LANES floats: 16 with AVX512, 8 with AVX2, 4 on Arm. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -54,7 +54,6 @@ INLINE Lanes load_lanes(const float *p) {
 INLINE f32x4 multiply_add(f32x4 sum, f32x4 a, f32x4 b) {
     return (f32x4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)sum);
 }
-INLINE s32x4 round_to_int(f32x4 x) { return (s32x4)_mm_cvtps_epi32((__m128)x); }
 /* Where one of the two is NaN, the second. */
 INLINE f32x4 larger(f32x4 a, f32x4 b) { return (f32x4)_mm_max_ps((__m128)a, (__m128)b); }
 INLINE f32x4 smaller(f32x4 a, f32x4 b) { return (f32x4)_mm_min_ps((__m128)a, (__m128)b); }
@@ -62,20 +61,11 @@ INLINE float largest_of(f32x4 v) {
     const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
     return a > b ? a : b;
 }
-INLINE f32x4 absolute(f32x4 a) { return (f32x4)_mm_andnot_ps(_mm_set1_ps(-0.0f), (__m128)a); }
-INLINE f32x4 load_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
-INLINE f32x4 load_small(const int8_t *p) {
-    return (f32x4)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_loadu_si32(p)));
-}
-INLINE f32x4 load_bfloat16(const uint16_t *p) {
-    return (f32x4)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p));
-}
 INLINE void store_halves(uint16_t *p, f32x4 x) {
     _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)x, _MM_FROUND_TO_NEAREST_INT));
 }
 typedef const float *Lanes; /* in memory: a load fills a vector with one number */
 INLINE Lanes load_lanes(const float *p) { return p; }
-#define ADD_LANE(sum, a, x, lane) multiply_add(sum, a, splat((x)[lane]))
 #define EACH_LANE(macro) for (int lane = 0; lane < 4; lane++) { macro(lane) }
 #else
 #define HAVE_SIMD 0
@@ -94,37 +84,48 @@ INLINE void store_bfloat16(uint16_t *p, f32x4 x) {
 }
 
 INLINE float sum_of(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
-INLINE int32_t sum_of_ints(s32x4 v) { return v[0] + v[1] + v[2] + v[3]; }
 
+#if defined(__AVX2__)
 #if defined(__AVX512F__)
-typedef float wide __attribute__((vector_size(64)));
-typedef int32_t swide __attribute__((vector_size(64)));
-typedef uint32_t uwide __attribute__((vector_size(64)));
 enum { LANES = 16 };
-INLINE wide wide_load(const float *p) { return (wide)_mm512_loadu_ps(p); }
-INLINE void wide_store(float *p, wide v) { _mm512_storeu_ps(p, (__m512)v); }
-INLINE wide wide_splat(float x) { return (wide)_mm512_set1_ps(x); }
-INLINE wide wide_load_halves(const uint16_t *p) {
-    return (wide)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#define X86(name) _mm512_##name
+typedef __m512 Floats;
+typedef __m512i Ints;
+typedef __m256i HalfInts; /* half of the bits */
+#else
+enum { LANES = 8 };
+#define X86(name) _mm256_##name
+typedef __m256 Floats;
+typedef __m256i Ints;
+typedef __m128i HalfInts;
+#endif
+typedef float wide __attribute__((vector_size(4 * LANES)));
+typedef int32_t swide __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uwide __attribute__((vector_size(4 * LANES)));
+INLINE wide wide_load(const float *p) { return (wide)X86(loadu_ps)(p); }
+INLINE void wide_store(float *p, wide v) { X86(storeu_ps)(p, (Floats)v); }
+INLINE wide wide_splat(float x) { return (wide)X86(set1_ps)(x); }
+INLINE HalfInts load_half_ints(const uint16_t *p) { HalfInts v; memcpy(&v, p, sizeof(v)); return v; }
+INLINE wide wide_load_halves(const uint16_t *p) { return (wide)X86(cvtph_ps)(load_half_ints(p)); }
+INLINE wide wide_load_bfloat16(const uint16_t *p) {
+    return (wide)X86(slli_epi32)(X86(cvtepu16_epi32)(load_half_ints(p)), 16);
 }
 INLINE wide wide_load_small(const int8_t *p) {
-    return (wide)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-}
-INLINE wide wide_load_bfloat16(const uint16_t *p) {
-    return (wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+    __m128i bytes = _mm_setzero_si128();
+    memcpy(&bytes, p, LANES);
+    return (wide)X86(cvtepi32_ps)(X86(cvtepi8_epi32)(bytes));
 }
 INLINE wide wide_multiply_add(wide sum, wide a, wide b) {
-    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+    return (wide)X86(fmadd_ps)((Floats)a, (Floats)b, (Floats)sum);
 }
-INLINE wide wide_larger(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE wide wide_larger(wide a, wide b) { return (wide)X86(max_ps)((Floats)a, (Floats)b); }
+INLINE wide wide_absolute(wide a) { return (wide)((uwide)a & 0x7fffffff); }
+INLINE swide wide_round_to_int(wide x) { return (swide)X86(cvtps_epi32)((Floats)x); }
+#define WIDE_ADD_LANE(sum, a, x, lane) wide_multiply_add(sum, a, wide_splat((x)[lane]))
+#if defined(__AVX512F__)
 INLINE float wide_largest_of(wide a) { return _mm512_reduce_max_ps((__m512)a); }
-INLINE wide wide_absolute(wide a) { return (wide)_mm512_abs_ps((__m512)a); }
 INLINE float wide_sum_of(wide a) { return _mm512_reduce_add_ps((__m512)a); }
 INLINE int32_t wide_sum_of_ints(swide a) { return _mm512_reduce_add_epi32((__m512i)a); }
-INLINE swide wide_round_to_int(wide x) { return (swide)_mm512_cvtps_epi32((__m512)x); }
-#define WIDE_ADD_LANE(sum, a, x, lane) wide_multiply_add(sum, a, wide_splat((x)[lane]))
-typedef __m512i Ints;
-#define X86(name) _mm512_##name
 /* The bytes of a, negative where those of b are. */
 INLINE Ints with_signs(Ints a, Ints b) {
     return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(b), _mm512_setzero_si512(), a);
@@ -132,6 +133,19 @@ INLINE Ints with_signs(Ints a, Ints b) {
 INLINE uwide or_masked(uwide a, uwide b, uint32_t mask) {
     return (uwide)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi32((int)mask), 0xF8);
 }
+INLINE Ints in_all_quarters(s8x16 bytes) { return _mm512_broadcast_i32x4((__m128i)bytes); }
+#else
+INLINE f32x4 half_of(wide a, const int second) { return (f32x4)_mm256_extractf128_ps((__m256)a, second); }
+INLINE float wide_largest_of(wide a) { return largest_of(larger(half_of(a, 0), half_of(a, 1))); }
+INLINE float wide_sum_of(wide a) { return sum_of(half_of(a, 0) + half_of(a, 1)); }
+INLINE int32_t wide_sum_of_ints(swide a) {
+    const s32x4 halves = (s32x4)half_of((wide)a, 0) + (s32x4)half_of((wide)a, 1);
+    return (halves[0] + halves[1]) + (halves[2] + halves[3]);
+}
+INLINE Ints with_signs(Ints a, Ints b) { return _mm256_sign_epi8(a, b); } /* 0 where b is, whose product is 0 */
+INLINE uwide or_masked(uwide a, uwide b, uint32_t mask) { return a | (b & mask); }
+INLINE Ints in_all_quarters(s8x16 bytes) { return _mm256_broadcastsi128_si256((__m128i)bytes); }
+#endif
 #else
 typedef f32x4 wide;
 typedef s32x4 swide;
@@ -148,15 +162,10 @@ enum { LANES = 4 };
 #define wide_largest_of largest_of
 #define wide_absolute absolute
 #define wide_sum_of sum_of
-#define wide_sum_of_ints sum_of_ints
+INLINE int32_t wide_sum_of_ints(s32x4 v) { return v[0] + v[1] + v[2] + v[3]; }
 #define wide_round_to_int round_to_int
 #define WIDE_ADD_LANE ADD_LANE
 INLINE uwide or_masked(uwide a, uwide b, uint32_t mask) { return a | (b & mask); }
-#if defined(__AVX2__)
-typedef __m128i Ints;
-#define X86(name) _mm_##name
-INLINE Ints with_signs(Ints a, Ints b) { return _mm_sign_epi8(a, b); }
-#endif
 #endif
 
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
