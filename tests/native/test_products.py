@@ -22,7 +22,9 @@ from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.native.build import library
 from nanovllm.native.formats import Products, ProductWeight
 from nanovllm.native.weights import GROUP, TILE, Matrix, NativeWeight, pointer
+from nanovllm.runner.native_plan import CountedWeight
 from nanovllm.weights.forms import Fp4Form
+from tests.native.planned import bytes_of
 from tests.weights.test_gguf_groups import random_blocks
 
 LIBRARY = library()
@@ -230,6 +232,9 @@ def test_columns_in_another_order(kind: str, size: int) -> None:
     exact = codes.double() * scales.double().repeat_interleave(GROUP, dim=-1)
     expected = exact @ tensor.read().double().T
     assert weight.is_packed
+    counted = CountedWeight(packs=True, makes=None)
+    counted.load((), tensor, ())
+    assert counted.num_bytes == bytes_of(weight)
     y = multiply(weight, x).double()
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
