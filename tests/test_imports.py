@@ -19,6 +19,8 @@ runner -> checkpoint
 runner -> native.support -> models
 runner -> native.formats -> native.support, native.weights
 runner -> native.weights -> weights
+native.weights -> native.blocks -> checkpoint.gguf_header
+checkpoint -> checkpoint.gguf_header
 executor, remote -> remote.transport
 executor, layers -> distributed
 server -> remote

@@ -3,7 +3,7 @@
 import ctypes
 
 from nanovllm.checkpoint.gguf_header import BLOCKS
-from nanovllm.checkpoint.packed.gguf_types import FORMS
+from nanovllm.weights.forms import GroupForm
 
 
 class Blocks(ctypes.Structure):
@@ -28,8 +28,8 @@ _CODES = {  # bits of a code, where its low bits are, and where its high bits
 IN_FILES = {kind: Blocks(*BLOCKS[kind], *codes) for kind, codes in _CODES.items()}
 
 
-def row_bytes(kind: str, columns: int) -> int:
-    """Of a row in memory. The eight scales and minima of a block, 6 bits each, become bytes."""
-    size, stored = BLOCKS[kind]
-    form = FORMS[kind]
-    return columns // size * (stored + (4 if form.unit_size and form.minimum else 0))
+def row_bytes(kind: str, form: GroupForm, columns: int) -> int:
+    """Of a row in memory. `form`: of the type, maybe with smaller units."""
+    scale = columns // form.group_size * (1 if form.unit_size else 2)
+    unit = columns // form.unit_size * 2 if form.unit_size else 0
+    return columns * IN_FILES[kind].bits // 8 + (scale + unit) * (2 if form.minimum else 1)

@@ -247,7 +247,7 @@ def fits(form: Form, columns: int) -> bool:
     if not isinstance(form, GroupForm):
         return isinstance(form, Int8Form)
     size, _ = form.sizes_in(columns)
-    by_16 = size == GROUP // 2 and form.bits == 8 and not (form.zero or form.minimum)
+    by_16 = size == GROUP // 2 and bool(form.unit_size)  # Q6_K
     return not form.ordered and (size % GROUP == 0 or by_16) and form.unit_size % GROUP == 0
 
 

@@ -45,7 +45,7 @@ class CountedWeight:
         elif isinstance(form, GroupForm):
             kind = getattr(tensor, "type_name", None) if self._makes is None else None
             own = form.dividing(columns) if self._makes is not None else form
-            size = _group_row_bytes(own, columns) if kind is None else row_bytes(kind, columns)
+            size = _group_row_bytes(own, columns) if kind is None else row_bytes(kind, form, columns)
             self.num_bytes += _up_to(rows, TILE) * size
         elif isinstance(form, Fp4Form):  # scales outside of float16's range, which take twice as much, are rare
             self.num_bytes += _up_to(rows, TILE) * (columns // 2 + columns // GROUP * 2)

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from nanovllm.checkpoint.gguf_header import BLOCKS
 from nanovllm.checkpoint.packed.fp4 import quantize_fp4
-from nanovllm.checkpoint.packed.gguf import unpack_blocks
+from nanovllm.checkpoint.packed.gguf import ReorderedColumns, unpack_blocks
 from nanovllm.checkpoint.packed.gguf_types import FORMS
 from nanovllm.checkpoint.packed.tensor import InMemory
 from nanovllm.native.build import library
 from nanovllm.native.formats import Products, ProductWeight
 from nanovllm.native.weights import GROUP, TILE, Matrix, NativeWeight, pointer
+from nanovllm.runner.native_plan import CountedWeight
 from nanovllm.weights.forms import Fp4Form
+from tests.native.planned import bytes_of
 from tests.weights.test_gguf_groups import random_blocks
 
 LIBRARY = library()
@@ -31,6 +33,7 @@ MOST_ROWS, PANEL = 64, 192  # src/products.h
 LANES = LIBRARY.rows_of_strip() if LIBRARY is not None else 4
 DENSE = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = [*FORMS, "MXFP4"]
+INFINITE = [("Q4_0", 0), ("Q4_1", 0), ("Q4_1", 2), ("Q8_0", 0), ("Q5_K", 2), ("Q6_K", 208)]  # where a float16 number is
 
 
 class Rounded(ctypes.Structure):
@@ -216,10 +219,30 @@ def test_rows_of_a_packed_matrix_are_those_of_the_file(kind: str) -> None:
         assert torch.equal(row, tensor.read()[index])
 
 
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("size", [32, 128, 256])
+def test_columns_in_another_order(kind: str, size: int) -> None:
+    """As Qwen3.5's out_proj has them; the units of K types are then of fewer columns."""
+    stored = blocks(kind, 21, 768)
+    order = torch.randperm(768 // size, generator=torch.Generator().manual_seed(size)).tolist()
+    tensor = ReorderedColumns(stored, order, size)
+    weight = loaded(tensor)
+    x = torch.randn(9, 768, generator=torch.Generator().manual_seed(0))
+    codes, scales = rounded(x)
+    exact = codes.double() * scales.double().repeat_interleave(GROUP, dim=-1)
+    expected = exact @ tensor.read().double().T
+    assert weight.is_packed
+    counted = CountedWeight(packs=True, makes=None)
+    counted.load((), tensor, ())
+    assert counted.num_bytes == bytes_of(weight)
+    y = multiply(weight, x).double()
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize(("kind", "first"), [("Q4_0", 0), ("Q4_1", 0), ("Q4_1", 2), ("Q8_0", 0)])
+@pytest.mark.parametrize(("kind", "first"), INFINITE)
 def test_blocks_with_infinite_scales_are_refused(kind: str, first: int, number: float) -> None:
-    tensor = blocks(kind, 5, 64)
+    tensor = blocks(kind, 5, max(BLOCKS[kind][0], 64))
     tensor.raw[4, first : first + 2] = np.array([number], np.float16).view(np.uint8)
     with pytest.raises(ValueError, match="infinite or NaN"):
         loaded(tensor)

@@ -1,5 +1,6 @@
 /* Products on the matrix unit of x86 (AMX), whose tiles have 16 rows of 64 bytes: of bytes, and with weights in
- * bfloat16. Those are added in float32. A number of x becomes three of bfloat16, its parts, whose sum it is, or is rounded to one. */
+ * bfloat16. Those are added in float32. A number of x becomes three of bfloat16, its parts, whose sum it is, or is
+ * rounded to one. */
 #define _GNU_SOURCE
 #include "packed.h"
 
@@ -131,37 +132,33 @@ AMX void amx_products(const Place places[], int num, const Inputs *in, int first
  * is at work the others compute one vector per cycle, which limits this loop. */
 AMX INLINE void add_groups(const Group *w, int groups, const Rounded *x, const int by_16, const int has_minima,
                            float y[][TILE]) {
-    /* in one place, or it depends on the stack whether a load of zeros waits for stores of products that have the same
-     * last 12 bits of their addresses */
-    _Alignas(64) struct {
-        uwide zeros[ROWS];
-        float products[2][ROWS][TILE];
-    } here;
-    for (int m = 0; m < ROWS; m++) here.zeros[m] = (uwide)wide_splat(ZERO);
+    _Alignas(64) static const int32_t zeros[ROWS][TILE] = {[0 ... ROWS - 1] = {[0 ... TILE - 1] = INT_ZERO}};
+    _Alignas(64) float products[2][ROWS][TILE];
 #define LOAD_SUM(m) wide sum##m = wide_load(y[m]);
     EACH_ROW(LOAD_SUM)
     for (int g = 0; g < groups; g += by_16 ? 1 : 2, w += by_16 ? 1 : 2, x += by_16 ? 1 : 2) {
         const Group *next_w = by_16 ? w : w + 1;
         const Rounded *next_x = by_16 ? x : x + 1;
         const int two = by_16 || g + 1 < groups;
-        _tile_loadd(0, here.zeros, STRIDE);
+        _tile_loadd(0, zeros, STRIDE);
         _tile_loadd(4, w->part, STRIDE);
         _tile_loadd(6, x->codes, GROUP);
         _tile_dpbssd(0, 6, 4);
         if (two) {
-            _tile_loadd(1, here.zeros, STRIDE);
+            _tile_loadd(1, zeros, STRIDE);
             _tile_loadd(5, &next_w->part[by_16 ? 4 : 0], STRIDE);
             _tile_loadd(7, next_x->codes[0] + (by_16 ? 16 : 0), GROUP);
             _tile_dpbssd(1, 7, 5);
         }
-        _tile_stored(0, here.products[0], STRIDE);
-        if (two) _tile_stored(1, here.products[1], STRIDE);
+        _tile_stored(0, products[0], STRIDE);
+        if (two) _tile_stored(1, products[1], STRIDE);
 #define ADD_MINIMUM(m) sum##m = wide_multiply_add(sum##m, minimum, wide_splat(minus_sums[m]));
-#define ADD_PRODUCT(m) sum##m = wide_multiply_add(sum##m, scaled(wide_load(product[m]), scale, zero), wide_splat(scales[m]));
+#define ADD_PRODUCT(m) \
+    sum##m = wide_multiply_add(sum##m, scaled(wide_load(product[m]), scale, zero), wide_splat(scales[m]));
 #define ADD_GROUP(w, x, which)                                                   \
     {                                                                            \
         const float *minus_sums = (x)->minus_sums, *scales = (x)->scales;        \
-        const float(*product)[TILE] = here.products[which];     \
+        const float(*product)[TILE] = (const float(*)[TILE])products[which];     \
         const Scales *s = &(w)->scales;                                          \
         const wide minimum = s->minimum;                                         \
         const int first = by_16 && which == 0;                                   \

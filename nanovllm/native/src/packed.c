@@ -5,8 +5,8 @@
 
 #if HAVE_SIMD
 
-enum { PANEL_GROUPS = LANES == 16 ? 24 : 48 }; /* groups of a strip that are unpacked at a time, for the L1 cache */
-enum { SCALES = 32 };                          /* that are brought to float32 at a time */
+enum { PANEL_GROUPS = LANES == 16 ? 16 : 48 }; /* groups of a strip that are unpacked at a time, for the L1 cache */
+enum { SCALES = 32 };                          /* of a row that are brought to float32 at a time, for the same */
 
 /* The forms of codes; see Matrix. */
 enum { BITS_4, TABLE, BITS_5, BITS_6, BITS_8 };
@@ -21,6 +21,9 @@ enum { BITS_4, TABLE, BITS_5, BITS_6, BITS_8 };
         default: function(BITS_8, w, __VA_ARGS__);                   \
     }
 
+INLINE int bits_of(const int form) { return form == BITS_8 ? 8 : form == BITS_6 ? 6 : form == BITS_5 ? 5 : 4; }
+
+/* Whether the instruction multiplies signed codes, and what is added to them where it wants unsigned ones. */
 #if defined(__ARM_FEATURE_DOTPROD)
 enum { AS_SIGNED = 1, EXCESS = 0 };
 #elif defined(__AVX512VNNI__)
@@ -70,13 +73,12 @@ static void read_scales(const Matrix *w, int64_t first, int num, Scales *out, in
 #define AS(type, two, minima) scales_as(w, first, num, (char *)out, stride, type, two, minima)
 #define BY_MINIMA(type)                                        \
     do {                                                       \
-        if (has_two_scales(w)) AS(type, 1, NO_MINIMA);         \
-        else if (!has_minima(w)) AS(type, 0, NO_MINIMA);       \
+        if (!has_minima(w)) AS(type, 0, NO_MINIMA);            \
         else if (!w->minima) AS(type, 0, MIDDLE);              \
         else if (w->minimum_type != type) AS(type, 0, ZEROS);  \
         else AS(type, 0, STORED);                              \
     } while (0)
-    if (w->units && has_two_scales(w)) AS(SMALL_INTEGER, 1, NO_MINIMA);
+    if (has_two_scales(w)) AS(SMALL_INTEGER, 1, NO_MINIMA);
     else if (w->units) AS(SMALL_INTEGER, 0, STORED);
     else if (w->scale_type == FLOAT16) BY_MINIMA(FLOAT16);
     else BY_MINIMA(FLOAT32);
@@ -91,10 +93,6 @@ INLINE Codes look_up(s8x16 table, Codes codes) {
 #else
     return (Codes)X86(shuffle_epi8)(in_all_quarters(table), (Ints)codes);
 #endif
-}
-
-INLINE const uint8_t *codes_of(const Matrix *w, int strip, int group) {
-    return (const uint8_t *)w->data + ((int64_t)strip * (w->columns / GROUP) + group) * group_bytes(w);
 }
 
 /* Item `i` of a group. Begin to fetch a later one from memory: the same of the next strip, or one that is a fixed
@@ -118,11 +116,30 @@ INLINE void add_high_bits(const uint8_t *codes, const int bits, int64_t ahead, C
     }
 }
 
-/* Unpack a group. Codes of 6 bits are 32 less and others without minima are too large by EXCESS, or `as_signed` as they
- * should be. */
-INLINE void unpack(const int form, const Matrix *w, const uint8_t *codes, const int as_signed, Codes part[8]) {
-    const int64_t ahead = LANES == 16 ? 8192 : (int64_t)(w->columns / GROUP) * group_bytes(w);
+/* Where the codes of a strip are, and what unpacks them: in registers, because the compiler expects that codes are
+ * unpacked into any memory. */
+typedef struct {
+    const uint8_t *codes; /* of the next group */
+    int64_t ahead;
+    s8x16 table;
+} Reader;
+
+INLINE Reader reader_of(const int form, const Matrix *w, int strip, int group) {
+    const int64_t strip_bytes = (int64_t)(w->columns / GROUP) * group_bytes(w);
+    return (Reader){
+        .codes = (const uint8_t *)w->data + strip * strip_bytes + (int64_t)group * group_bytes(w),
+        .ahead = LANES == 16 ? 8192 : strip_bytes,
+        .table = form == TABLE ? load_bytes(w->table) : (s8x16){0},
+    };
+}
+
+/* Unpack the next group. Codes of 6 bits are 32 too large and others without minima are too large by EXCESS, or
+ * `as_signed` as they should be. */
+INLINE void unpack(const int form, Reader *reader, const int as_signed, Codes part[8]) {
+    const uint8_t *codes = reader->codes;
+    const int64_t ahead = reader->ahead;
     const int8_t excess = as_signed ? 0 : (int8_t)EXCESS;
+    reader->codes += bits_of(form) * sizeof(Codes);
     if (form == BITS_8) {
         EACH(i, 8) part[i] = load_codes(codes, i, ahead) ^ excess;
         return;
@@ -135,7 +152,7 @@ INLINE void unpack(const int form, const Matrix *w, const uint8_t *codes, const 
     if (form == BITS_5) add_high_bits(codes, 1, ahead, part);
     if (form == BITS_6) add_high_bits(codes, 2, ahead, part);
     if (form == BITS_6 && as_signed) EACH(i, 8) part[i] -= 32;
-    if (form == TABLE) EACH(i, 8) part[i] = look_up(load_bytes(w->table) ^ excess, part[i]);
+    if (form == TABLE) EACH(i, 8) part[i] = look_up(reader->table ^ excess, part[i]);
 }
 
 /* --- products --- */
@@ -199,14 +216,14 @@ INLINE wide dot_codes(const int form, const Codes *w, const int num, const int8_
 #endif
 
 /* Add the products of a group, without minima, with `count` rows of x from row `row` of LANES on. */
-INLINE void add_products(const int count, const int form, const int two_scales, const Codes *w, const Scales *s,
+INLINE void add_products(const int count, const int form, const Codes *w, const Scales *s,
                          const Rounded *x, int row, wide sum[BLOCK]) {
     const Lanes scales = load_lanes(x->scales + row);
     const wide first_scale = s->minimum, first_minus_zero = minus_zero_of(first_scale);
 #define ADD_ROW(m)                                                                                            \
     if (count > m) {                                                                                          \
         const int8_t *codes = x->codes[row + m];                                                              \
-        if (two_scales) {                                                                                     \
+        if (form == BITS_6) {                                                                                     \
             const wide first = dot_codes(form, w, 4, codes, zero_of(form, x, 1, row + m));                    \
             const wide last = dot_codes(form, w + 4, 4, codes + 16, zero_of(form, x, 2, row + m));            \
             sum[m] = WIDE_ADD_LANE(sum[m], scaled(first, first_scale, first_minus_zero), scales, m);          \
@@ -220,34 +237,28 @@ INLINE void add_products(const int count, const int form, const int two_scales, 
 }
 
 /* Add the products of a group with `count` rows of x. */
-INLINE void add_group(const int count, const int form, const Matrix *w, const Codes part[8], const Scales *scales,
+INLINE void add_group(const int count, const int form, const int minima, const Codes part[8], const Scales *scales,
                       const Rounded *x, int row, wide sum[BLOCK]) {
-    if (form == BITS_4 || form == BITS_5 || (form == BITS_8 && w->minima)) {
+    if (form == BITS_4 || form == BITS_5 || (form == BITS_8 && minima)) {
         const Lanes minus_sums = load_lanes(x->minus_sums + row);
 #define ADD_MINIMUM(m) if (count > m) sum[m] = WIDE_ADD_LANE(sum[m], scales->minimum, minus_sums, m);
         EACH_ROW(ADD_MINIMUM)
     }
-    if (form == BITS_6) {
-        add_products(count, form, 1, part, scales, x, row, sum);
-    } else if (form == BITS_8 && has_two_scales(w)) {
-        __asm__ volatile("" : : : "memory"); /* or gcc loads x before it knows for which products, and spills it */
-        add_products(count, form, 1, part, scales, x, row, sum);
-    } else {
-        add_products(count, form, 0, part, scales, x, row, sum);
-    }
+    add_products(count, form, part, scales, x, row, sum);
 }
 
-/* Add the products of the groups of `num` scales with at most BLOCK rows of x, from row `row` of LANES on, to y: each group
- * is unpacked into registers. */
-INLINE void direct_product(const int count, const int form, const Matrix *w, const uint8_t *codes, const Scales *scales,
+/* Add the products of the groups of `num` scales with at most BLOCK rows of x, from row `row` of LANES on, to y: each
+ * group is unpacked into registers. */
+INLINE void direct_product(const int count, const int form, const Matrix *w, Reader reader, const Scales *scales,
                            int num, const Rounded *x, int row, float y[][TILE]) {
+    const int minima = has_minima(w), together = groups_together(w);
     wide sum[BLOCK];
     EACH(m, count) sum[m] = wide_load(y[m]);
     for (; num > 0; num--, scales++)
-        for (int g = groups_together(w); g > 0; g--, codes += group_bytes(w), x++) {
+        for (int g = together; g > 0; g--, x++) {
             Codes part[8];
-            unpack(form, w, codes, AS_SIGNED, part);
-            add_group(count, form, w, part, scales, x, row, sum);
+            unpack(form, &reader, AS_SIGNED, part);
+            add_group(count, form, minima, part, scales, x, row, sum);
         }
     EACH(m, count) wide_store(y[m], sum[m]);
 }
@@ -256,9 +267,10 @@ INLINE void direct_product(const int count, const int form, const Matrix *w, con
 /* The same of unpacked groups. */
 INLINE void panel_product(const int count, const int form, const Matrix *w, const Group *panel, int groups,
                           const Rounded *x, int row, float y[][TILE]) {
+    const int minima = has_minima(w);
     wide sum[BLOCK];
     EACH(m, count) sum[m] = wide_load(y[m]);
-    for (; groups > 0; groups--, panel++, x++) add_group(count, form, w, panel->part, &panel->scales, x, row, sum);
+    for (; groups > 0; groups--, panel++, x++) add_group(count, form, minima, panel->part, &panel->scales, x, row, sum);
     EACH(m, count) wide_store(y[m], sum[m]);
 }
 #endif
@@ -312,8 +324,8 @@ INLINE void block_product(const Group *panel, const Rounded *x, int groups, cons
 /* Unpack groups of a strip from number `first` on. */
 INLINE void fill_panel(const int form, const Matrix *w, int strip, int first, int groups, Group *panel) {
     const int together = groups_together(w);
-    for (int i = 0; i < groups; i++)
-        unpack(form, w, codes_of(w, strip, first + i), AS_SIGNED || LANES == 16, panel[i].part);
+    Reader reader = reader_of(form, w, strip, first);
+    for (int i = 0; i < groups; i++) unpack(form, &reader, AS_SIGNED || LANES == 16, panel[i].part);
     const int64_t scale = ((int64_t)strip * (w->columns / GROUP) + first) / together;
     if (together == 1) read_scales(w, scale, groups, &panel->scales, sizeof(Group));
     for (int i = 0; i < groups && together > 1; i++)
@@ -333,10 +345,10 @@ INLINE void strip_product(const int form, const Matrix *w, int strip, const Inpu
         for (int i = 0, here; i < num_scales; i += here) {
             here = num_scales - i < SCALES ? num_scales - i : SCALES;
             read_scales(w, (int64_t)strip * num_scales + i, here, scales, sizeof(Scales));
-            const uint8_t *codes = codes_of(w, strip, i * together);
+            const Reader reader = reader_of(form, w, strip, i * together);
             for (int m = 0; m < count; m += BLOCK) {
                 const Rounded *rows = x + m / LANES * groups + i * together;
-                BY_COUNT(count - m, direct_product, form, w, codes, scales, here, rows, m % LANES, y + m)
+                BY_COUNT(count - m, direct_product, form, w, reader, scales, here, rows, m % LANES, y + m)
             }
         }
         return;

@@ -1,4 +1,22 @@
-/* What products with packed weights share with the matrix unit. */
+/* What products with packed weights share with the matrix unit.
+ *
+ * In memory a weight takes about as many bits as in its file: its code, and its share of scales and of minima or zeros.
+ *
+ *   type        code   per 32 columns                                     bits per weight
+ *   Q4_0        4      scale in float16                                   4.5
+ *   Q4_1        4      scale and minimum in float16                       5
+ *   Q4_K        4      scale and minimum of 8 bits; per 256 two units     4.625
+ *   Q5_0        4 + 1  as Q4_0                                            5.5
+ *   Q5_1        4 + 1  as Q4_1                                            6
+ *   Q5_K        4 + 1  as Q4_K                                            5.625
+ *   Q6_K        4 + 2  two scales of 8 bits; per 256 one unit             6.5625
+ *   Q8_0        8      as Q4_0                                            8.5
+ *   MXFP4       4      scale in float16; codes stand for a table's        4.5
+ *   int4, GPTQ  4, 8   per group of the form a scale, and a zero of 8 bits
+ *   int8        8      per row a scale in float32
+ *
+ * Matrix (products.h) says where scales, minima and units are, pack_codes how codes lie in a strip. Units become those
+ * of fewer columns where these are in another order than in the file. */
 #pragma once
 #include "products.h"
 
@@ -31,7 +49,7 @@ static inline int has_two_scales(const Matrix *w) { return w->groups_per_scale =
 /* Where codes of 4 or 5 bits have none stored, minima are 8 or 16 scales: 0 is in the middle. */
 static inline int has_minima(const Matrix *w) { return w->minima || (w->bits < 6 && !w->table); }
 
-/* Add the products of unpacked groups of W with `count` rows of x, of which [rows / LANES][x_groups] are given, to y. */
+/* Add the products of unpacked groups of W with `count` rows of x to y. Given are [rows / LANES][x_groups] of x. */
 void amx_add_groups(const Matrix *w, const Group *panel, int groups, const Rounded *x, int64_t x_groups, int count,
                     float y[][TILE]);
 

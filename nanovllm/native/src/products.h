@@ -3,7 +3,7 @@
 #include <stdint.h>
 #include "floats.h"
 
-enum { PACKED = FLOAT16 + 1 };       /* the type of a matrix of integers with scales */
+enum { PACKED = FLOAT16 + 1 };        /* the type of a matrix of integers with scales */
 enum { SMALL_INTEGER = FLOAT16 + 1 }; /* the type of scales and minima of 8 bits */
 enum { GROUP = 32, STRIP = LANES };            /* packed: columns that share a scale of x; rows of W in one vector */
 enum { TILE = 16, MOST_TILES = 2, MOST_ROWS = 64 }; /* of a product: rows of a tile of W, tiles and rows of x at most */
@@ -15,8 +15,8 @@ typedef struct {
     int32_t type, rows, columns;
     const void *data;         /* dense: in tiles of 16 rows, see pack. Packed: in strips, see pack_codes */
     const float *bias;        /* NULL = none */
-    /* packed: w = (code - middle) * scale - minimum, where small integers as scales and minima are in units that some
-     * groups share, and as minima without units in those of the scale */
+    /* packed: w = (code - middle) * scale - minimum, where the middle is 0 if there are minima or a table, and in 8 bits.
+     * Small integers as scales and minima are in units that some groups share; as minima alone in those of the scale */
     int32_t bits;             /* of a code: 4, 5, 6 or 8, which are signed */
     int32_t scale_type, minimum_type;
     int32_t groups_per_scale; /* groups of GROUP columns that share a scale, and a minimum; 0: a group has two scales */
@@ -24,7 +24,7 @@ typedef struct {
     const void *scales;       /* [strip][scale of a row][row of the strip] */
     const void *minima;       /* the same; NULL = none */
     int32_t groups_per_unit;  /* groups that share a unit: a power of two */
-    const uint16_t *units;    /* [strip][unit of a row][of scales, of minima if there are any][row], float16; NULL = 1 */
+    const uint16_t *units;    /* [strip][unit of a row][of scales, of minima if any][row], float16; NULL = none */
 } Matrix;
 
 /* A group of columns of LANES rows of x: x = code * scale. */
@@ -90,21 +90,22 @@ void matrix_row(const Matrix *w, int row, float *out);
 void matrix_rows(const Matrix *w, const int64_t *rows, int64_t count, float *out);
 
 /* A weight in the order in which products read it: [rows][groups][items] of `size` bytes (1, 2 or 4), where a group
- * begins every `stride` bytes, as [strip of `together` rows][group][item][row]. Dense: an item is a number, or two columns
- * in bfloat16, and TILE rows are together. Packed: an item is a scale, and STRIP rows are together. Rows after the last
- * are not written. */
+ * begins every `stride` bytes, as [strip of `together` rows][group][item][row]. Dense: an item is a number, or two
+ * columns in bfloat16, and TILE rows are together. Packed: an item is a scale, and STRIP rows are together. Rows after
+ * the last are not written. */
 void pack(const uint8_t *from, int rows, int groups, int stride, int items, int size, int together, uint8_t *out);
 
-/* Where codes are in the blocks of a file: all 8 bits or the low 4, and what is left. Of `together` bytes the lowest bits
- * come first, then the next ones. */
+/* Where codes are in the blocks of a file: all 8 bits or the low 4, and what is left. Of `together` bytes the lowest
+ * bits come first, then the next ones. */
 typedef struct {
     int32_t columns, bytes, bits;
     int32_t low_at, low_together, high_at, high_together;
 } Blocks;
 
-/* The codes of [rows][blocks] in strips: [strip][group][item][row], where an item has 4 bytes. In 8 bits item i is columns
- * 4 i to 4 i + 3. In fewer the first four have the low halves of these columns, and as high halves those of columns 16
- * later. After them the high bits of all columns: columns 4 i to 4 i + 3 have theirs side by side, each in its byte. */
+/* The codes of [rows][blocks] in strips: [strip][group][item][row], where an item has 4 bytes. In 8 bits item i is
+ * columns 4 i to 4 i + 3. In fewer the first four have the low halves of these columns, and as high halves those of
+ * columns 16 later. After them come the high bits of all columns: columns 4 i to 4 i + 3 have theirs side by side, each
+ * in its byte. */
 void pack_codes(const uint8_t *from, int rows, int blocks, const Blocks *layout, uint8_t *out);
 
 static inline int group_bytes(const Matrix *w) { return STRIP * 4 * w->bits; } /* of a strip */

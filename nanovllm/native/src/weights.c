@@ -37,11 +37,12 @@ static void pack_group(const uint8_t codes[GROUP], int bits, uint8_t *out) {
 }
 
 static void unpack_group(const uint8_t *group, int bits, uint8_t codes[GROUP]) {
+    const uint32_t mask = bits == 5 ? 0x01010101 : 0x03030303;
     uint32_t bytes[8], items[8] = {0};
     for (int i = 0; i < bits; i++) memcpy(&items[i], group + i * STRIP * 4, 4);
     for (int i = 0; i < 8; i++) {
         bytes[i] = items[i % 4] >> i / 4 * 4 & 0x0f0f0f0f;
-        if (bits > 4) bytes[i] |= (*high_bits(items, bits, i) >> i * (bits - 4) % 8 & (bits == 5 ? 0x01010101 : 0x03030303)) << 4;
+        if (bits > 4) bytes[i] |= (*high_bits(items, bits, i) >> i * (bits - 4) % 8 & mask) << 4;
     }
     memcpy(codes, bits == 8 ? items : bytes, GROUP);
 }
@@ -83,7 +84,8 @@ static void packed_row(const Matrix *w, int row, float *out) {
         if (c % GROUP == 0)
             unpack_group((const uint8_t *)w->data + (first + c / GROUP) * group_bytes(w) + lane * 4, w->bits, codes);
         const uint8_t code = codes[c % GROUP];
-        const int number = w->table ? w->table[code] : w->bits == 8 ? (int8_t)code : code - (w->minima ? 0 : 1 << (w->bits - 1));
+        const int middle = w->minima ? 0 : 1 << (w->bits - 1);
+        const int number = w->table ? w->table[code] : w->bits == 8 ? (int8_t)code : code - middle;
         const int64_t at = (first * GROUP / size + c / size) * STRIP + lane;
         float scale = number_at(w->scales, at, w->scale_type);
         float minimum = w->minima ? number_at(w->minima, at, w->minimum_type) : 0.0f;
