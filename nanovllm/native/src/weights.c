@@ -17,16 +17,23 @@ void pack(const uint8_t *from, int rows, int groups, int stride, int items, int 
 }
 
 /* Or `count` numbers of `bits` bits, times 1 << shift, to codes; see Blocks. */
-static void unpack(const uint8_t *from, int bits, int together, int count, int shift, uint8_t *codes) {
+INLINE void unpack_as(const uint8_t *from, const int bits, const int together, int count, int shift, uint8_t *codes) {
     for (int done = 0; done < count; from += together)
         for (int at = 0; at < 8; at += bits)
             for (int i = 0; i < together; i++, done++) codes[done] |= (from[i] >> at & ((1 << bits) - 1)) << shift;
 }
 
+static void unpack(const uint8_t *from, int bits, int together, int count, int shift, uint8_t *codes) {
+    if (bits == 8) memcpy(codes, from, (size_t)count);
+    else if (bits == 4 && together == 1) unpack_as(from, 4, 1, count, shift, codes);
+    else if (bits == 4) unpack_as(from, 4, together, count, shift, codes);
+    else unpack_as(from, bits, together, count, shift, codes);
+}
+
 /* The high bits of codes: in how many items, and where item `i` of 8-bit codes has its. */
 static uint32_t *high_bits(uint32_t *items, int bits, int i) { return items + 4 + i * (bits - 4) / 8; }
 
-static void pack_group(const uint8_t codes[GROUP], int bits, uint8_t *out) {
+INLINE void pack_group(const uint8_t codes[GROUP], const int bits, uint8_t *out) {
     uint32_t bytes[8], items[8] = {0};
     memcpy(bytes, codes, GROUP);
     for (int i = 0; i < 8; i++) {
@@ -49,17 +56,27 @@ static void unpack_group(const uint8_t *group, int bits, uint8_t codes[GROUP]) {
 
 enum { MOST_COLUMNS = 256 }; /* of a block */
 
-void pack_codes(const uint8_t *from, int rows, int blocks, const Blocks *layout, uint8_t *out) {
-    const int bits = layout->bits, groups = layout->columns / GROUP, low = bits < 8 ? 4 : 8;
+INLINE void pack_as(const int bits, const uint8_t *from, int rows, int blocks, const Blocks *layout, uint8_t *out) {
+    const int groups = layout->columns / GROUP, low = bits < 8 ? 4 : 8;
     for (int row = 0; row < rows; row++) {
         uint8_t *to = out + (int64_t)(row / STRIP) * blocks * groups * bits * STRIP * 4 + row % STRIP * 4;
         for (int block = 0; block < blocks; block++, from += layout->bytes) {
-            uint8_t codes[MOST_COLUMNS] = {0};
+            uint8_t codes[MOST_COLUMNS];
+            if (bits < 8) memset(codes, 0, (size_t)layout->columns);
             unpack(from + layout->low_at, low, layout->low_together, layout->columns, 0, codes);
             if (low < bits)
                 unpack(from + layout->high_at, bits - 4, layout->high_together, layout->columns, 4, codes);
             for (int g = 0; g < groups; g++, to += bits * STRIP * 4) pack_group(codes + g * GROUP, bits, to);
         }
+    }
+}
+
+void pack_codes(const uint8_t *from, int rows, int blocks, const Blocks *layout, uint8_t *out) {
+    switch (layout->bits) {
+        case 4: pack_as(4, from, rows, blocks, layout, out); break;
+        case 5: pack_as(5, from, rows, blocks, layout, out); break;
+        case 6: pack_as(6, from, rows, blocks, layout, out); break;
+        default: pack_as(8, from, rows, blocks, layout, out);
     }
 }
 
