@@ -15,7 +15,7 @@ typedef struct {
     int32_t type, rows, columns;
     const void *data;         /* dense: in tiles of 16 rows, see pack. Packed: in strips, see pack_codes */
     const float *bias;        /* NULL = none */
-    /* packed: w = (code - middle) * scale - minimum, where the middle is 0 if there are minima or a table, and in 8 bits.
+    /* packed: w = (code - middle) * scale - minimum, where the middle is 0 with minima or a table, and in 8 bits.
      * Small integers as scales and minima are in units that some groups share; as minima alone in those of the scale */
     int32_t bits;             /* of a code: 4, 5, 6 or 8, which are signed */
     int32_t scale_type, minimum_type;

@@ -16,7 +16,8 @@ static wide random_numbers(uint32_t key, uint32_t first) {
     return (whole + wide_splat(0.5f)) * wide_splat(below_one / 0x1p31f);
 }
 
-/* A token's noise is -log(-log1p(-y)), which is at most -log(y), and this at most ln 2 for each power of two below 1. */
+/* A token's noise is -log(-log1p(-y)), which is at most -log(y), and this at most ln 2 for each power of two below
+ * 1. */
 static wide largest_noise(wide y) {
     const swide powers = 127 - (swide)((uwide)y >> 23);
     return __builtin_convertvector(powers, wide) * wide_splat(0.6931472f) + wide_splat(1e-4f);

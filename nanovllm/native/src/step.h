@@ -34,10 +34,10 @@ typedef struct {
     void *keys, *values;                /* as attention.h says, of the type kv_type */
     const float *filters;               /* of a convolution, [conv_taps][channel], of the oldest input first */
     const float *filter_bias;           /* [channel]; NULL = none */
-    const float *decay, *decay_bias;    /* of a delta net, [value head]: a state's factor is e^(decay * softplus(a + bias)) */
+    const float *decay, *decay_bias;    /* of a delta net, [value head]: the factor is e^(decay * softplus(a + bias)) */
     const float *out_norm;              /* of a delta net, [value_dim] */
-    float *states;                      /* [row][state_stride]: [conv_taps - 1][channel] newest inputs, the oldest first, then
-                                         * of a delta net [value head][key_dim][value_dim] */
+    float *states;                      /* [row][state_stride]: [conv_taps - 1][channel] newest inputs, the oldest first,
+                                         * then of a delta net [value head][key_dim][value_dim] */
     int32_t num_kv_heads, head_dim;     /* of attention */
     float scale, factor;                /* of scores; of the residual after the layer */
     int32_t window, group;              /* window: 0 = none; group: whose block tables it reads */

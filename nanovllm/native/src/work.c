@@ -29,7 +29,8 @@ typedef struct {
 static int chunks_per_rows(const Forming *job) { return (job->columns + job->chunk_columns - 1) / job->chunk_columns; }
 
 /* Columns from `first` on of a row. */
-static void form_columns(const Rows *rows, const float *x, int row, int first, int columns, int all_columns, int forms) {
+static void form_columns(const Rows *rows, const float *x, int row, int first, int columns, int all_columns,
+                         int forms) {
     const int64_t group = (int64_t)(row / LANES) * (all_columns / GROUP) + first / GROUP;
     if (forms & ROUNDED) round_row(x, columns, rows->rounded + group, row % LANES);
     if (have_amx && forms & SPLIT) split_row(x, first, columns, all_columns, rows->parts, rows->num_parts, row);
@@ -105,7 +106,8 @@ static int place_of(const Product *job, int index, Place *place) {
     return which;
 }
 
-/* Some tiles of a product for MOST_ROWS rows. The chunks of the same rows follow one another: the rows stay in the L2 cache. */
+/* Some tiles of a product for MOST_ROWS rows. The chunks of the same rows follow one another: the rows stay in the L2
+ * cache. */
 static void product_chunk(void *argument, int chunk) {
     const ProductJobs *jobs = argument;
     const ProductChunks *all = jobs->products;
