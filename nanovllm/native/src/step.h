@@ -36,7 +36,7 @@ typedef struct {
     const float *filter_bias;           /* [channel]; NULL = none */
     const float *decay, *decay_bias;    /* of a delta net, [value head]: the factor is e^(decay * softplus(a + bias)) */
     const float *out_norm;              /* of a delta net, [value_dim] */
-    float *states;                      /* [row][state_stride]: [conv_taps - 1][channel] newest inputs, the oldest first,
+    float *states;                      /* [row][state_stride]: [conv_taps - 1][channel] newest inputs, oldest first,
                                          * then of a delta net [value head][key_dim][value_dim] */
     int32_t num_kv_heads, head_dim;     /* of attention */
     float scale, factor;                /* of scores; of the residual after the layer */
