@@ -135,11 +135,12 @@ INLINE uwide or_masked(uwide a, uwide b, uint32_t mask) {
 }
 INLINE Ints in_all_quarters(s8x16 bytes) { return _mm512_broadcast_i32x4((__m128i)bytes); }
 #else
-INLINE f32x4 half_of(wide a, const int second) { return (f32x4)_mm256_extractf128_ps((__m256)a, second); }
-INLINE float wide_largest_of(wide a) { return largest_of(larger(half_of(a, 0), half_of(a, 1))); }
-INLINE float wide_sum_of(wide a) { return sum_of(half_of(a, 0) + half_of(a, 1)); }
+INLINE f32x4 low_half(wide a) { return (f32x4)_mm256_castps256_ps128((__m256)a); }
+INLINE f32x4 high_half(wide a) { return (f32x4)_mm256_extractf128_ps((__m256)a, 1); }
+INLINE float wide_largest_of(wide a) { return largest_of(larger(low_half(a), high_half(a))); }
+INLINE float wide_sum_of(wide a) { return sum_of(low_half(a) + high_half(a)); }
 INLINE int32_t wide_sum_of_ints(swide a) {
-    const s32x4 halves = (s32x4)half_of((wide)a, 0) + (s32x4)half_of((wide)a, 1);
+    const s32x4 halves = (s32x4)low_half((wide)a) + (s32x4)high_half((wide)a);
     return (halves[0] + halves[1]) + (halves[2] + halves[3]);
 }
 INLINE Ints with_signs(Ints a, Ints b) { return _mm256_sign_epi8(a, b); } /* 0 where b is, whose product is 0 */
