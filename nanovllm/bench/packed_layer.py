@@ -47,7 +47,7 @@ ENGINE: dict[str, Any] = {
 
 @contextmanager
 def run_as(way: str) -> Iterator[None]:
-    """Within this block engines are started and run in this way."""
+    """A context in which engines start and run with this variant."""
     from nanovllm.kernels.linear import packed_layer
     from nanovllm.layers import joined_layers
 
@@ -65,7 +65,7 @@ def run_as(way: str) -> Iterator[None]:
 
 
 def write_shape(folder: Path, name: str, *, layers: int, vocabulary: int) -> None:
-    """The config of a shape with other numbers of layers and tokens."""
+    """Write the config of a model shape, with another number of layers and another vocabulary size."""
     config = json.loads((shape_folder(name) / "config.json").read_text())
     config |= {"num_hidden_layers": layers, "vocab_size": vocabulary}
     (folder / "config.json").write_text(json.dumps(config))
@@ -84,7 +84,7 @@ def first_token_ms(llm: "LLM") -> float:
 
 
 def greedy_tokens(llm: "LLM") -> list[int]:
-    """Of prompts of 9 to 16 tokens, which decode together."""
+    """The tokens generated for eight prompts of 9 to 16 tokens that decode as one batch."""
     from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -108,7 +108,7 @@ def measure(
     until: float,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Rounds go on until the time `until`; at least one is run."""
+    """Start an engine per variant, then measure them in turn, at least once, until `time.monotonic()` is `until`."""
     engines: dict[str, LLM] = {}
     expected: list[int] = []
     for way in ways:

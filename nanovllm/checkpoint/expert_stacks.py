@@ -70,7 +70,7 @@ class _OfStack:
 
     @property
     def type_name(self) -> str | None:
-        """The type of GGUF, if it is from such a file."""
+        """The GGUF type of the stack, if it is from a GGUF file."""
         return getattr(self.stack, "type_name", None)
 
     def pieces(self, part: Part, *how: Any) -> Any:

@@ -30,8 +30,8 @@ class JoinedLayers:
         self._counters = torch.zeros(COUNTERS, dtype=torch.int64, device=context.device)
 
     def __call__(self, x: Tensor, layers: list[tuple[Any, Any]], step: Step) -> Tensor | None:
-        """Embedded tokens, [num_tokens, hidden], through these (layer, state); None if the kernel does not serve them.
-        x may be overwritten."""
+        """Run these (layer, state) on x, [num_tokens, hidden], which may be overwritten. Returns None if the kernel
+        does not serve this step."""
         if x.shape[0] > MAX_ROWS or not layers:
             return None
         if self._serves is None:

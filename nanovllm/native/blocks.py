@@ -29,7 +29,8 @@ IN_FILES = {kind: Blocks(*BLOCKS[kind], *codes) for kind, codes in _CODES.items(
 
 
 def row_bytes(kind: str, form: GroupForm, columns: int) -> int:
-    """Of a row in memory. `form`: of the type, maybe with smaller units."""
+    """Bytes that a row of a packed weight takes in memory. `form`: the form of this GGUF type; its units may be smaller
+    than in the file."""
     scale = columns // form.group_size * (1 if form.unit_size else 2)
     unit = columns // form.unit_size * 2 if form.unit_size else 0
     return columns * IN_FILES[kind].bits // 8 + (scale + unit) * (2 if form.minimum else 1)

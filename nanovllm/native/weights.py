@@ -101,7 +101,7 @@ class NativeWeight:
         self.scales = self._in_strips(scale.contiguous()[:, None, None])
 
     def _keep_codes(self, blocks: Tensor, layout: Blocks, *, scale_columns: int) -> None:
-        """`blocks`: those of a row follow one another. `scale_columns`: columns that share a scale."""
+        """Store the codes of `blocks`, contiguous for each row. `scale_columns`: columns that share a scale."""
         rows, columns = self.shape
         self._type, self._bits, self._groups_per_scale = PACKED, layout.bits, scale_columns // GROUP
         blocks, count = blocks.contiguous(), columns // layout.columns
@@ -121,7 +121,7 @@ class NativeWeight:
         return found
 
     def _keep_blocks(self, blocks: Tensor, kind: str) -> None:
-        """Blocks of a type of GGUF, [rows, blocks, bytes]."""
+        """Store codes and scales of blocks of a GGUF type, [rows, blocks, bytes]."""
         form, blocks = FORMS[kind], blocks.contiguous()
         self._groups_per_unit = form.unit_size // GROUP
         self._keep_codes(blocks, IN_FILES[kind], scale_columns=form.group_size)
@@ -138,11 +138,11 @@ class NativeWeight:
                 self.minima = self._halves(blocks[..., 2:4]).neg_()
 
     def _move_columns(self, order: Sequence[int], unit_size: int) -> None:
-        """Put block `order[i]` of columns at i, where the new units are those of `unit_size` columns."""
+        """Reorder the stored columns: block `order[i]` moves to i. Afterwards a unit covers `unit_size` columns."""
         num_strips = self.data.shape[0] // self._library.rows_of_strip()
 
         def moved(values: Tensor) -> Tensor:
-            """What a strip has for each block of columns is in one place."""
+            """A strip's values for one block of columns are contiguous."""
             return values.view(num_strips, len(order), -1)[:, torch.tensor(order)].view_as(values)
 
         self.data, self.scales = moved(self.data), moved(self.scales)
@@ -155,7 +155,7 @@ class NativeWeight:
             self.units = moved(per_block.view(self.data.shape[0], -1))
 
     def _halves(self, numbers: Tensor) -> Tensor:
-        """Finite numbers in float16."""
+        """Numbers in float16, in strips; raises ValueError unless all are finite."""
         found = self._in_strips(numbers, size=2).view(torch.float16)
         if (found.view(torch.int16) & 0x7C00).max() == 0x7C00:  # a tenth of the time that torch.isfinite takes
             raise ValueError("a scale is infinite or NaN")
@@ -171,7 +171,7 @@ class NativeWeight:
             self.minima = self._in_strips(pieces.zero.view(torch.int8).contiguous()[:, None])
 
     def _keep_fp4(self, pieces: Fp4Pieces) -> None:
-        """MXFP4. The table has twice the numbers, and the scales are halved."""
+        """Store MXFP4 codes. The table holds twice their values, so that these are integers; the scales are halved."""
         self._keep_codes(pieces.codes, Blocks(GROUP, GROUP // 2, 4, low_together=1), scale_columns=GROUP)
         scale = pieces.scale.view(torch.float8_e8m0fnu).float() / 2
         exact = scale.half() if torch.equal(scale.half().float(), scale) else scale

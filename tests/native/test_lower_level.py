@@ -28,9 +28,7 @@ def test_the_lowest_level_of_this_machine() -> None:
     if lowest == own:
         return  # all other tests are of this level
     files = [str(Path(__file__).with_name(name)) for name in FILES]
-    command, environment = (
-        [sys.executable, "-c", SCRIPT, lowest.name, *files],
-        os.environ | {"HYPOTHESIS_PROFILE": "few"},
-    )
+    command = [sys.executable, "-c", SCRIPT, lowest.name, *files]
+    environment = os.environ | {"HYPOTHESIS_PROFILE": "few"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

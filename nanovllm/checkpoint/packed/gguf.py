@@ -43,7 +43,7 @@ class ReorderedColumns:
         return self.tensor.type_name
 
     def blocks(self, part: Part) -> tuple[Tensor, range]:
-        """Of the rows of a part, in whole, with the columns in the order of the file."""
+        """The blocks of the rows in `part`: all columns, in the order of the file."""
         return self.tensor.blocks(part)
 
     def read(self, part: Part = ()) -> Tensor:

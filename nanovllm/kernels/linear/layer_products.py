@@ -82,14 +82,14 @@ def unit_of(ring, slot, unit: gl.constexpr):
 
 @gluon.jit
 def first_unit(ring, slot, phase, pred):
-    """Of a stage, when it is there; anything if not `pred`."""
+    """Unit 0 of a stage, once its data has arrived. If not `pred`, it does not wait and the values are undefined."""
     mbarrier.wait(ring[3].index(slot), phase, pred=pred)
     return unit_of(ring, slot, 0)
 
 
 @gluon.jit
 def release(ring, slot, phase):
-    """Give a stage back when all warps have used it. Gives the next one."""
+    """Release a stage to the load warp when all warps have read it. Returns the next slot and its phase."""
     _barrier()
     mbarrier.arrive(ring[4].index(slot), count=1)
     return next_stage(slot, phase, ring[3].shape[0])

@@ -62,10 +62,11 @@ MOST_INNER_BLOCKS, MOST_QKV_BLOCKS = COUNTERS - 2, 3
 PIECE = gl.constexpr(BLOCK)
 PIECES = gl.constexpr(HIDDEN // BLOCK)  # of a row of the residual
 STAGES = 6  # that shared memory has room for, of two units: 16 rows of a piece
-# Of a thread when programs start; warps then divide them again. Two programs of small_batch.py fit beside one of these
-# on a multiprocessor, so that with up to two sequences words are requested while attention still runs.
+# Registers per thread at launch; warp specialization redistributes them. With this number two programs of
+# small_batch.py fit on a multiprocessor beside one of this kernel, so that with up to two sequences weights load during
+# attention.
 REGISTERS = 136
-WORKER_REGISTERS = gl.constexpr(24)  # of the warp that loads, and of the one that waits
+WORKER_REGISTERS = gl.constexpr(24)  # per thread of the load warp and of the warp that waits
 # sums of all warps: a thread adds those of a place of two tiles
 PARTIAL = gl.constexpr(gl.BlockedLayout([WARPS.value, 1, 1, 2], [1, 16, 2, 1], [1, 1, 4, 2], [0, 1, 2, 3]))
 SUM = gl.constexpr(gl.SliceLayout(0, PARTIAL.value))
@@ -146,7 +147,8 @@ def _is_row(M):
 
 @gluon.jit
 def _add(ys, before, out, squares, place, M):
-    """Add the products to the residual; leaves the sum of squares of this program's columns. Gives the new residual."""
+    """Add the products to the residual, and store the sum of squares of this program's columns. Returns the new
+    residual."""
     rounded = (_summed(ys, 0) + before).to(out.dtype.element_ty)
     gl.store(out + place, rounded, mask=_is_row(M))
     after = rounded.to(gl.float32)
@@ -158,7 +160,7 @@ def _add(ys, before, out, squares, place, M):
 
 @gluon.jit
 def _squares_of_all(squares):
-    """[programs, 8]: what `_add` has left."""
+    """[programs, 8]: the sums of squares that `_add` stored."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
     program = gl.expand_dims(gl.arange(0, PROGRAMS, gl.SliceLayout(1, LAYOUT)), 1)
     m = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
@@ -174,7 +176,7 @@ def _factors(of_all, eps):
 
 @gluon.jit
 def _gains(norm_weight):
-    """What a norm's rows are multiplied with."""
+    """A norm's weight, as the factors of the inputs of a product."""
     found = ()  # type: tuple
     for piece in gl.static_range(PIECES):
         words = inputs_of(norm_weight, 0, ROWS, piece)
@@ -259,7 +261,8 @@ def _long(ring, slot, phase, ready, x, M, LENGTH: gl.constexpr, ITEM: gl.constex
 
 @gluon.jit
 def _normed(ring, slot, phase, ready, x, squares, gains, M, ITEM: gl.constexpr):
-    """When all programs have added to x: the first unit of the next linear, its inputs, and the sums of squares."""
+    """Wait until all programs have added to x. Returns the first unit of the next linear, its inputs, and the sums of
+    squares."""
     mbarrier.wait(ready, 0)
     of_all = _squares_of_all(squares)
     inputs = _resident(x, gains, M, PIECES, ITEM)
